@@ -1,0 +1,61 @@
+"""torchelastic keeps a PyTorch training job alive while machines come and go.
+
+Write a `State` (or use `ModelState`) and a train step, build a coordinator, call `train`. Names are loaded when they
+are first used, so that the agent of a host never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.version import __version__
+
+if TYPE_CHECKING:
+    from torchelastic.coordinator import (
+        Coordinator,
+        NonRetryableException,
+        RetryableException,
+        StopException,
+    )
+    from torchelastic.model_state import ModelState
+    from torchelastic.state import State
+    from torchelastic.train_loop import steps, train
+    from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
+
+_WHERE = {
+    "Coordinator": "coordinator",
+    "ModelState": "model_state",
+    "NonRetryableException": "coordinator",
+    "RetryableException": "coordinator",
+    "SimpleWorkerStats": "worker_stats",
+    "State": "state",
+    "StopException": "coordinator",
+    "WorkerStats": "worker_stats",
+    "steps": "train_loop",
+    "train": "train_loop",
+}
+
+__all__ = [
+    "Coordinator",
+    "ModelState",
+    "NonRetryableException",
+    "RetryableException",
+    "SimpleWorkerStats",
+    "State",
+    "StopException",
+    "WorkerStats",
+    "__version__",
+    "steps",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
