@@ -1,0 +1,122 @@
+"""A wrapped command ends with its parent, and is otherwise just the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import psutil
+import pytest
+
+from torchelastic.processes import dies_with_parent
+
+PATIENCE_S = 20.0
+FOREVER = ["sleep", "600"]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def output(argv: list[str], env: Mapping[str, str] | None = None) -> str:
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+
+
+def test_the_command_dies_when_its_parent_is_killed() -> None:
+    script = (
+        "import subprocess, time\n"
+        "from torchelastic.processes import dies_with_parent\n"
+        f"child = subprocess.Popen(dies_with_parent({FOREVER}), stdout=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    wait_until(lambda: psutil.Process(pid).name() == "sleep", "the wrapper becomes the command")
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: is_gone(pid), "the command dies")
+
+
+def test_the_command_does_not_start_if_its_parent_is_another_than_expected() -> None:
+    wrapped = dies_with_parent(["echo", "started"])
+    # the shell stands for whoever adopts a process whose parent died before the request was made
+    adopted = subprocess.run(["sh", "-c", '"$@"; exit $?', "sh", *wrapped], capture_output=True, text=True)
+    assert (adopted.returncode, adopted.stdout) == (137, "")
+
+
+def test_the_command_dies_with_the_thread_that_started_it() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        started.append(subprocess.Popen(dies_with_parent(FOREVER)))
+        wait_until(lambda: psutil.Process(started[0].pid).name() == "sleep", "the wrapper becomes the command")
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert started[0].wait(PATIENCE_S) == -9
+
+
+def test_the_command_keeps_the_pid_of_the_wrapper() -> None:
+    child = subprocess.Popen(dies_with_parent(["sh", "-c", "echo $$"]), stdout=subprocess.PIPE, text=True)
+    assert int(child.communicate(timeout=PATIENCE_S)[0]) == child.pid
+
+
+@pytest.mark.parametrize("env", [{"LANG": "C"}, {"LC_CTYPE": "C.UTF-8", "PYTHONPATH": "/x", "A": "ü=\n1"}, {}])
+def test_the_command_has_the_environment_that_it_was_given(env: dict[str, str]) -> None:
+    command = ["/usr/bin/env", "-0"]
+    assert sorted(output(dies_with_parent(command), env).split("\0")) == sorted(output(command, env).split("\0"))
+
+
+def test_the_command_has_the_signal_dispositions_of_one_started_directly() -> None:
+    command = ["grep", "-E", "^Sig(Blk|Ign|Cgt)", "/proc/self/status"]
+    assert output(dies_with_parent(command)) == output(command)
+
+
+def test_the_command_gets_its_arguments_descriptors_and_input_unchanged() -> None:
+    arguments = ["", "two words", "-c", "--", "'\"$x", "ü"]
+    show = [sys.executable, "-c", "import sys; print(sys.argv[1:], sys.stdin.read())", *arguments]
+    given = subprocess.run(dies_with_parent(show), input="in", capture_output=True, text=True, timeout=PATIENCE_S)
+    assert given.stdout == f"{arguments} in\n"
+    reader, writer = os.pipe()
+    subprocess.run(
+        dies_with_parent(["sh", "-c", f"echo passed > /proc/self/fd/{writer}"]), pass_fds=[writer], check=True
+    )
+    os.close(writer)
+    assert os.read(reader, 100) == b"passed\n"
+    os.close(reader)
+
+
+def test_the_exit_status_is_that_of_the_command() -> None:
+    assert subprocess.run(dies_with_parent(["sh", "-c", "exit 7"])).returncode == 7
+
+
+@pytest.mark.parametrize(("command", "status"), [("no-such-command", 127), ("/etc/hostname", 126)])
+def test_a_command_that_cannot_run_is_named_on_stderr(command: str, status: int) -> None:
+    done = subprocess.run(dies_with_parent([command]), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == status
+    assert done.stderr.startswith(f"cannot run {command}: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_command_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        dies_with_parent([])
+
+
+def test_another_operating_system_starts_the_command_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert dies_with_parent(("a", "b")) == ["a", "b"]

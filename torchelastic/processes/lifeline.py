@@ -1,0 +1,65 @@
+"""A child that the kernel kills when its parent is gone, however the parent went (SIGKILL included)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+# Runs in a bare interpreter between fork and the command. Why each line is there:
+# - the request is made first and the parent is looked at afterwards: a parent that died before the request sends no
+#   signal, but has then already been replaced (by init or a subreaper);
+# - an interpreter ignores SIGPIPE and SIGXFSZ, and may set LC_CTYPE (PEP 538); an exec would hand both on;
+# - 126 and 127 are what a shell returns for a command that cannot be run or found.
+_TRAMPOLINE = f"""
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0):
+    sys.exit("cannot tie this process to its parent: " + os.strerror(ctypes.get_errno()))
+if os.getppid() != int(sys.argv[1]):
+    os._exit({128 + signal.SIGKILL})
+for ignored in {int(signal.SIGPIPE)}, {int(signal.SIGXFSZ)}:
+    libc.signal(ignored, None)
+with open("/proc/self/environ", "rb") as before:
+    if b"\\0LC_CTYPE=" not in b"\\0" + before.read():
+        os.environ.pop("LC_CTYPE", None)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.stderr.write("cannot run %s: %s\\n" % (sys.argv[2], error.strerror))
+    os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+"""
+
+
+def dies_with_parent(argv: Sequence[str]) -> list[str]:
+    """Wrap a command so that the kernel sends it SIGKILL as soon as its parent ends (`prctl(2)`, PR_SET_PDEATHSIG).
+
+    The wrapped command keeps its pid, environment, descriptors and signal dispositions: a small interpreter makes the
+    request and then becomes the command, which costs about 20 ms at its start. The process that calls this must
+    itself start the result (for example by `subprocess.Popen`), because the wrapper checks that it is still the parent.
+
+    The kernel means the parent *thread*: the command dies when the thread that started it ends, even if its process
+    lives on. So start it from the main thread, or from one that stays until the command has ended. Only the command
+    itself is killed, not what it started in turn.
+
+    A command that does not exist is not found by `Popen` any more, but ends with exit status 127 and a line on stderr
+    (126 if it is not executable).
+
+    Args:
+        argv: The command and its arguments.
+
+    Returns:
+        What to start instead. On systems other than Linux that is `argv` itself, without this protection.
+
+    Raises:
+        ValueError: `argv` is empty.
+    """
+    if not argv:
+        raise ValueError("argv is empty: give the command to run and its arguments")
+    if sys.platform != "linux":
+        return list(argv)
+    # -I: neither the current folder nor PYTHON* variables decide what `import ctypes` means; -S: no site-packages
+    return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *argv]

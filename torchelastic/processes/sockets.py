@@ -1,0 +1,102 @@
+"""Which TCP connections belong to a process group, and how to cut exactly those.
+
+No official call frees a rank that waits for a stopped or cut-off peer in a gloo collective (seen with torch 2.13: it
+waits for the whole time-out). Shutting down the group's connected sockets does. Listening sockets must be left alone:
+gloo ends the process when one of its is shut. A connection is identified by descriptor and inode, so that a
+descriptor that was closed and given to somebody else meanwhile is never touched. Linux only (/proc).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class SocketId:
+    """One open socket of this process."""
+
+    descriptor: int
+    inode: int
+
+
+def open_sockets() -> frozenset[SocketId]:
+    """All sockets that this process has open."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            link = str(entry.readlink())
+        except OSError:
+            continue  # closed since the folder was read
+        if link.startswith("socket:["):
+            found.add(SocketId(int(entry.name), int(link[8:-1])))
+    return frozenset(found)
+
+
+class SocketSet:
+    """The connections that were opened while a recording ran. Thread-safe.
+
+    Args:
+        is_foreign: tells by the local port of a connection that it belongs to somebody else (a server in this process
+            whose clients happen to connect at the same moment).
+    """
+
+    def __init__(self, is_foreign: Callable[[int], bool] = lambda _port: False) -> None:
+        self._is_foreign = is_foreign
+        self._lock = threading.Lock()
+        self._recorded: set[SocketId] = set()
+        self._pictures: list[frozenset[SocketId]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count every connection that is opened inside as one of the set. `cut` meanwhile cuts what is open so far."""
+        before = open_sockets()
+        with self._lock:
+            self._pictures.append(before)
+        try:
+            yield
+        finally:
+            new = open_sockets() - before
+            with self._lock:
+                self._pictures.remove(before)
+                self._recorded |= new
+
+    def clear(self) -> None:
+        """Forget all: the connections are closed, or nobody's business any more."""
+        with self._lock:
+            self._recorded.clear()
+
+    def cut(self) -> int:
+        """Shut both directions of every connection of the set; returns how many there were. From any thread."""
+        with self._lock:
+            targets = set(self._recorded)
+            pictures = list(self._pictures)
+        for before in pictures:
+            targets |= open_sockets() - before
+        return sum(_shut(target, self._is_foreign) for target in targets)
+
+
+def _shut(target: SocketId, is_foreign: Callable[[int], bool]) -> bool:
+    """Shut one connection if it still is what it was; a duplicate is examined, so that nobody can swap it meanwhile."""
+    try:
+        descriptor = os.dup(target.descriptor)
+    except OSError:
+        return False
+    with socket.socket(fileno=descriptor) as connection:
+        if os.fstat(connection.fileno()).st_ino != target.inode:
+            return False
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return False
+        try:
+            connection.getpeername()  # raises for a listening socket, which must not be shut
+            if is_foreign(int(connection.getsockname()[1])):
+                return False
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+    return True
