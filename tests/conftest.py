@@ -1,0 +1,38 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+
+# First of all: protobuf chooses its implementation when it is first imported, and etcd3's generated code runs only on
+# this one. Anything imported below, or by a test, may import protobuf.
+os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.testing.etcd import running_etcd
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # some hundred lines from the import of etcd3's generated code, which nobody here can change
+    config.addinivalue_line("filterwarnings", "ignore:Call to deprecated create function:DeprecationWarning")
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServer]:
+    """A real etcd, shared by all tests of the session: use `run_id` in every key.
+
+    Without a binary it fails, and says how to get one. A test that stops or breaks its server starts its own.
+    """
+    with running_etcd() as server:
+        yield server
+
+
+@pytest.fixture
+def run_id() -> str:
+    """A name that no other test uses."""
+    return f"test-{uuid.uuid4().hex}"

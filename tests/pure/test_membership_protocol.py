@@ -1,0 +1,257 @@
+"""The membership rules, one at a time: a view, an event, a time; what is decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.rendezvous.protocol import (
+    MembersChanged,
+    Publish,
+    RoundPublished,
+    Settings,
+    Tick,
+    View,
+    Wake,
+    advance,
+    check_invariants,
+    rank_members,
+)
+from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+
+
+def member(name: str, *, host: str = "h", ready_for: int = 1, arrival: int = 0, **fields: object) -> Member:
+    base = Member(name, host, store_address=f"{host}:1{name}", ready_for=ready_for, arrival=arrival)
+    return replace(base, **fields)  # type: ignore[arg-type]  # a dict of fields
+
+
+class Leader:
+    """Drives the protocol as an agent does, with a clock of its own."""
+
+    def __init__(self, minimum: int, maximum: int, last_call_s: float = 30.0) -> None:
+        self.now_s = 0.0
+        self.view = View(Settings(minimum, maximum, last_call_s=last_call_s, admission_delay_s=0.1))
+        self.wake_at_s: float | None = None
+
+    def hear(self, *present: Member, gone: tuple[str, ...] = ()) -> Leader:
+        self._feed(MembersChanged(present, gone))
+        return self
+
+    def wait(self, seconds: float) -> Leader:
+        self.now_s += seconds
+        self._feed(Tick())
+        return self
+
+    def _feed(self, event: MembersChanged | Tick) -> None:
+        self.view, actions = advance(self.view, event, self.now_s)
+        self.wake_at_s = None
+        while actions:
+            (action,) = actions
+            if isinstance(action, Wake):
+                self.wake_at_s = action.at_s
+                return
+            assert isinstance(action, Publish)
+            self.view, actions = advance(self.view, RoundPublished(action.round), self.now_s)
+            check_invariants(self.view)
+
+    @property
+    def round(self) -> Round:
+        return self.view.round
+
+
+def running(*names: str, minimum: int = 1, maximum: int = 4) -> Leader:
+    """A leader whose round 1 runs with these members, ranks in this order, all whole at step 5."""
+    leader = Leader(minimum, maximum)
+    leader.hear(*(member(name, arrival=number + 1) for number, name in enumerate(names)))
+    leader.wait(30.0)
+    assert leader.round.roster == names
+    return leader
+
+
+def at_step(leader: Leader, name: str, step: int, *, failed: bool = True, number: int = 2) -> Member:
+    return replace(leader.view.members[name], ready_for=number, step=step, standing=Standing.WHOLE, failed=failed)
+
+
+def test_the_first_round_closes_at_once_when_the_maximum_is_there() -> None:
+    leader = Leader(2, 3).hear(member("a", arrival=1), member("b", arrival=2))
+    assert leader.round.number == 0
+    leader.hear(member("c", arrival=3))
+    assert (leader.round.number, leader.round.state, leader.round.roster) == (1, RoundState.RUNNING, ("a", "b", "c"))
+
+
+def test_between_minimum_and_maximum_the_last_call_runs_from_the_latest_arrival() -> None:
+    leader = Leader(2, 4, last_call_s=10.0).hear(member("a", arrival=1), member("b", arrival=2))
+    assert leader.wake_at_s == 10.0
+    leader.wait(9.0).hear(member("c", arrival=3)).wait(9.0)
+    assert leader.round.number == 0
+    leader.wait(1.0)
+    assert leader.round.roster == ("a", "b", "c")
+
+
+def test_below_the_minimum_nothing_is_formed_however_long_it_takes() -> None:
+    leader = Leader(2, 4).hear(member("a")).wait(1e6)
+    assert leader.round.number == 0
+
+
+def test_a_lost_member_breaks_the_round_at_once() -> None:
+    leader = running("a", "b", "c").hear(gone=("b",))
+    assert (leader.round.number, leader.round.state) == (1, RoundState.BROKEN)
+    assert "b" in leader.round.because
+
+
+def test_survivors_do_not_wait_for_the_last_call_and_keep_their_order() -> None:
+    leader = running("a", "b", "c").hear(gone=("a",))
+    leader.hear(at_step(leader, "c", 5))
+    assert leader.round.number == 1, "b lives and is waited for"
+    leader.hear(at_step(leader, "b", 5))
+    assert leader.round.roster == ("b", "c")
+    assert (leader.round.number, leader.round.stale) == (2, ())
+
+
+def test_the_member_with_the_most_committed_steps_becomes_rank_0_and_the_others_are_stale() -> None:
+    leader = running("a", "b", "c").hear(gone=("a",))
+    leader.hear(at_step(leader, "b", 4), at_step(leader, "c", 5))
+    assert leader.round.roster == ("c", "b")
+    assert (leader.round.step, leader.round.stale) == (5, (1,))
+
+
+def test_a_newcomer_never_becomes_the_source_while_a_survivor_has_the_state() -> None:
+    leader = running("a", "b").hear(gone=("a",))
+    leader.hear(member("new", arrival=0), at_step(leader, "b", 3))
+    assert leader.round.roster[0] == "b"
+    assert leader.round.stale == (1,)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (Standing.WHOLE, Standing.UNCOMMITTED),
+        (Standing.UNCOMMITTED, Standing.FRESH),
+        (Standing.FRESH, Standing.TORN),
+    ],
+)
+def test_standings_rank_before_steps(better: Standing, worse: Standing) -> None:
+    ranked = rank_members([member("x", standing=worse, step=9), member("y", standing=better, step=8)])
+    assert [m.member_id for m in ranked] == ["y", "x"]
+
+
+def test_where_all_had_stepped_uncommitted_the_step_counts_as_done() -> None:
+    leader = running("a", "b").hear(gone=("a",))
+    leader.hear(replace(at_step(leader, "b", 7), standing=Standing.UNCOMMITTED))
+    assert (leader.round.step, leader.round.standing) == (8, Standing.UNCOMMITTED)
+
+
+def test_ranks_of_one_host_are_adjacent() -> None:
+    members = [member(name, host=host) for name, host in (("a", "h1"), ("b", "h2"), ("c", "h1"), ("d", "h2"))]
+    assert [m.member_id for m in rank_members(members)] == ["a", "c", "b", "d"]
+
+
+def test_newcomers_are_admitted_together_after_a_short_delay() -> None:
+    leader = running("a", "b").hear(member("c", arrival=7))
+    assert leader.round.state is RoundState.RUNNING
+    leader.wait(0.05).hear(member("d", arrival=8)).wait(0.05)
+    assert leader.round.state is RoundState.RUNNING
+    leader.wait(0.05)
+    assert (leader.round.state, leader.round.waiting) == (RoundState.GATHERING, 2)
+
+
+def test_a_trickle_of_newcomers_does_not_put_the_first_off_for_ever() -> None:
+    leader = running("a", maximum=100)
+    for number in range(14):
+        leader.hear(member(f"n{number}", arrival=10 + number)).wait(0.09)
+    assert leader.round.state is RoundState.GATHERING
+
+
+def test_members_that_stop_for_newcomers_form_the_next_round_without_breaking_this_one() -> None:
+    leader = running("a", "b").hear(member("c", arrival=9)).wait(0.2)
+    leader.hear(at_step(leader, "a", 5, failed=False))
+    assert leader.round.state is RoundState.GATHERING
+    leader.hear(at_step(leader, "b", 5, failed=False))
+    assert leader.round.roster == ("a", "b", "c")
+
+
+def test_a_failure_while_gathering_breaks_the_round_so_that_all_hear_of_it() -> None:
+    leader = running("a", "b").hear(member("c", arrival=9)).wait(0.2)
+    leader.hear(at_step(leader, "a", 5, failed=True))
+    assert leader.round.state is RoundState.BROKEN
+
+
+def test_spares_over_the_maximum_raise_no_re_form_and_replace_the_lost() -> None:
+    leader = running("a", "b", maximum=2).hear(member("spare", arrival=9)).wait(60.0)
+    assert (leader.round.state, leader.round.waiting) == (RoundState.RUNNING, 0)
+    leader.hear(gone=("a",)).hear(at_step(leader, "b", 5))
+    assert leader.round.roster == ("b", "spare")
+
+
+def test_a_live_member_that_never_gets_ready_is_left_out_and_named() -> None:
+    leader = running("a", "b", "c").hear(gone=("c",))
+    leader.hear(at_step(leader, "a", 5))
+    assert leader.wake_at_s == leader.now_s + 15.0
+    leader.wait(14.9)
+    assert leader.round.number == 1
+    leader.wait(0.1)
+    assert (leader.round.roster, leader.round.evicted) == (("a",), ("b",))
+
+
+def test_too_few_without_the_hung_one_still_has_it_ended() -> None:
+    leader = running("a", "b", "c", minimum=3)
+    leader.hear(gone=("c",)).hear(at_step(leader, "a", 5)).wait(15.0)
+    assert (leader.round.state, leader.round.evicted) == (RoundState.BROKEN, ("b",))
+    leader.hear(gone=("b",)).hear(member("b2", arrival=20), member("c2", arrival=21))
+    assert leader.round.roster == ("a", "b2", "c2")
+
+
+def test_a_new_leader_forms_afresh_when_nobody_of_the_old_roster_lives() -> None:
+    leader = Leader(1, 4, last_call_s=5.0)
+    leader.view = replace(leader.view, round=Round(7, RoundState.RUNNING, ("x", "y"), "h:1", step=3))
+    leader.hear(member("a", arrival=50))
+    assert leader.round.state is RoundState.BROKEN
+    leader.wait(5.0)
+    assert (leader.round.number, leader.round.roster) == (8, ("a",))
+
+
+def done(leader: Leader, name: str, step: int) -> Member:
+    number = max(1, leader.round.number)
+    return replace(leader.view.members[name], done=number, step=step, standing=Standing.WHOLE)
+
+
+def test_the_first_that_is_done_closes_the_run_when_all_are() -> None:
+    leader = running("a", "b")
+    leader.hear(done(leader, "a", 40))
+    assert (leader.round.state, leader.round.step) == (RoundState.CLOSING, 40)
+    leader.hear(done(leader, "b", 40))
+    assert leader.round.state is RoundState.CLOSED
+
+
+def test_a_closed_run_stays_closed_whoever_comes() -> None:
+    leader = running("a")
+    leader.hear(done(leader, "a", 40)).hear(member("late", arrival=99)).wait(100.0).hear(gone=("a",))
+    assert leader.round.state is RoundState.CLOSED
+
+
+def test_who_dies_while_the_run_closes_is_not_waited_for() -> None:
+    leader = running("a", "b")
+    leader.hear(done(leader, "a", 40)).hear(gone=("b",))
+    assert leader.round.state is RoundState.CLOSED
+
+
+def test_who_lost_the_last_step_is_brought_level_before_the_run_is_closed() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(done(leader, "a", 40), gone=("c",))
+    leader.hear(at_step(leader, "b", 39))
+    assert (leader.round.number, leader.round.roster, leader.round.stale) == (2, ("a", "b"), (1,))
+    assert leader.round.state is not RoundState.CLOSING, "being done was for round 1"
+    leader.hear(done(leader, "a", 40), done(leader, "b", 40))
+    assert leader.view.round.state == RoundState.CLOSED
+
+
+def test_who_only_rolled_back_a_step_that_nobody_finished_is_not_behind() -> None:
+    leader = running("a", "b")
+    leader.hear(done(leader, "a", 40)).hear(at_step(leader, "b", 40))
+    assert (leader.round.number, leader.round.state) == (1, RoundState.CLOSING)
+
+
+def test_a_run_can_be_closed_before_it_has_begun() -> None:
+    leader = Leader(2, 2).hear(replace(member("a"), done=1))
+    assert leader.round.state is RoundState.CLOSED

@@ -1,0 +1,65 @@
+"""Records go through JSON unchanged, and what is no record is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.rendezvous.records import (
+    Keys,
+    Member,
+    RecordError,
+    Round,
+    RoundState,
+    Standing,
+    decode_member,
+    decode_round,
+    encode_member,
+    encode_round,
+)
+
+names = st.text("abc-0123", min_size=1, max_size=12)
+
+
+@given(names, names, st.integers(0, 9), st.integers(0, 10**9), st.sampled_from(Standing), st.booleans())
+def test_a_member_survives_the_store(
+    name: str, host: str, ready_for: int, step: int, standing: Standing, failed: bool
+) -> None:
+    member = Member(name, host, "h:1", ready_for, step, standing, failed, 0, 2.5, arrival=17)
+    assert decode_member(f"/x/members/{name}", encode_member(member), 17) == member
+
+
+@given(st.integers(0, 99), st.sampled_from(RoundState), st.lists(names, unique=True, max_size=5))
+def test_a_round_survives_the_store(number: int, state: RoundState, roster: list[str]) -> None:
+    round_ = Round(number, state, tuple(roster), "h:1", 7, Standing.WHOLE, (1,), 2, ("x",), "because")
+    assert decode_round("/x/round", encode_round(round_)) == round_
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"\x80\x04pickle",
+        b"[1]",
+        b"{}",
+        b'{"host":1}',
+        encode_member(Member("a", "h")).replace(b'"step":0', b'"step":"0"'),
+        encode_member(Member("a", "h")).replace(b'"standing":1', b'"standing":77'),
+        encode_member(Member("a", "h")).replace(b'"failed":false', b'"failed":0'),
+        encode_member(Member("a", "h")).replace(b'"step":0', b'"step":true'),
+    ],
+)
+def test_garbage_in_the_store_is_refused_with_the_name_of_its_key(value: bytes) -> None:
+    with pytest.raises(RecordError, match="/x/members/a"):
+        decode_member("/x/members/a", value, 1)
+
+
+def test_the_largest_roster_fits_into_one_value_of_etcd() -> None:
+    roster = tuple(f"a-rather-long-host-name-{number:05d}.cluster.example-7-deadbeef1" for number in range(10_000))
+    assert len(encode_round(Round(1, RoundState.RUNNING, roster, "h:1"))) < 1.5 * 1024 * 1024
+
+
+def test_keys_of_a_run_stand_below_its_root() -> None:
+    keys = Keys("/t/run")
+    assert (keys.round, keys.leader, keys.member("m")) == ("/t/run/round", "/t/run/leader", "/t/run/members/m")

@@ -1,0 +1,212 @@
+"""A worker's end of the socket to its agent: asks for rounds, hears of every change at once, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing, round_from_dict
+
+log = logging.getLogger(__name__)
+
+OnRound = Callable[[Round], None]
+
+
+class AgentError(Exception):
+    """The agent said no, or is gone. `kind` is "timeout", "closed", "unavailable" or "lost"."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class AgentClient:
+    """One connection of one worker process to the agent of its host.
+
+    Args:
+        socket_path: the agent's Unix socket.
+        connect_timeout_s: how long to wait for it to appear.
+        on_round: called on the reader's thread with each change of a round that this member is on; must return soon.
+
+    Raises:
+        AgentError: nobody listens there in time.
+    """
+
+    def __init__(self, socket_path: str, *, connect_timeout_s: float, on_round: OnRound) -> None:
+        self._on_round = on_round
+        self._changed = threading.Condition()
+        self._round = NO_ROUND
+        self._fatal: AgentError | None = None
+        self._noted = 0
+        self._welcomed = False
+        self.member_id = ""
+        self.host = ""
+        self.address = ""
+        self.run_was_closed = False
+        self._socket = _connect(socket_path, connect_timeout_s)
+        threading.Thread(target=self._read, name="torchelastic-agent", daemon=True).start()
+        local_rank = os.environ.get("LOCAL_RANK")
+        self._send({"op": "hello", "pid": os.getpid(), "local_rank": int(local_rank) if local_rank else None})
+        self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
+
+    @property
+    def round(self) -> Round:
+        """The newest round that the agent has told of."""
+        return self._round
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the agent is gone."""
+        return self._fatal is not None and self._fatal.kind == "lost"
+
+    def join(self, *, store_address: str, step: int, standing: Standing, failed: bool, patience_s: float) -> Round:
+        """Ask for the next round and wait until this member is on the roster of one; returns that round.
+
+        The wait has no bound here: the agent ends it by the run's time-out, which does not count for spares.
+
+        Raises:
+            AgentError: the run is closed, nobody came in time, etcd is out of reach, or the agent is gone.
+        """
+        after = self._round.number if self.member_id in self._round.roster else 0
+        self._send(
+            {
+                "op": "join",
+                "store": store_address,
+                "step": step,
+                "standing": int(standing),
+                "failed": failed,
+                "patience_s": patience_s,
+            }
+        )
+
+        self._wait_for(lambda: self.is_over_for(step) or self._is_on_roster_after(after), None, "")
+        if self.is_over_for(step):
+            raise AgentError("closed", self._round.because or "the run is closed")
+        return self._round
+
+    def is_over_for(self, step: int) -> bool:
+        """Whether the run is over for a member with this many committed steps.
+
+        One that lost its last step while others finished is brought level first, in one more round.
+        """
+        round_ = self._round
+        behind = self.member_id in round_.roster and step < round_.step
+        return round_.state is RoundState.CLOSED or (round_.state is RoundState.CLOSING and not behind)
+
+    def done(self, step: int, timeout_s: float) -> None:
+        """Say that this member has finished; returns when the store has it, or after `timeout_s`."""
+        expected = self._noted + 1
+        try:
+            self._send({"op": "done", "step": step})
+            self._wait_for(lambda: self._noted >= expected, timeout_s, "etcd did not note the end in time")
+        except AgentError as error:
+            log.warning("%s: the others will notice when this process ends", error)
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """After `done`.
+
+        Wait until all are (True), or until one more round is needed to bring somebody level (False).
+        """
+        number = self._round.number
+        is_settled = lambda: self._round.state is RoundState.CLOSED or self._is_on_roster_after(number)  # noqa: E731 - read twice
+        try:
+            self._wait_for(is_settled, timeout_s, "the others did not finish in time")
+        except AgentError as error:
+            log.warning("%s: this worker ends all the same", error)
+        return not self._is_on_roster_after(number)
+
+    def close(self) -> None:
+        """Hang up; the agent withdraws the member unless it is done. Idempotent."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end has hung up already
+        self._socket.close()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _is_on_roster_after(self, number: int) -> bool:
+        round_ = self._round
+        running = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
+        return round_.number > number and running and self.member_id in round_.roster
+
+    def _send(self, message: wire.Message) -> None:
+        try:
+            self._socket.sendall(wire.encode(message))
+        except OSError as error:
+            raise self._fatal or AgentError("lost", f"the agent of this host is gone: {error}") from error
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None, complaint: str) -> None:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not condition():
+                if self._fatal is not None:
+                    raise AgentError(self._fatal.kind, str(self._fatal))
+                remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if remaining_s is not None and remaining_s <= 0:
+                    raise AgentError("timeout", complaint)
+                self._changed.wait(remaining_s)
+
+    def _read(self) -> None:
+        try:
+            with self._socket.makefile("rb") as lines:
+                for line in lines:
+                    self._take(wire.decode(line))
+        except (OSError, ValueError) as error:
+            self._fail(AgentError("lost", f"the connection to the agent of this host broke: {error}"))
+        else:
+            self._fail(AgentError("lost", "the agent of this host has hung up"))
+
+    def _take(self, message: wire.Message) -> None:
+        op = message["op"]
+        if op == "round":
+            self._take_round(round_from_dict("the agent's message", message["round"]))
+        elif op == "fatal":
+            self._fail(AgentError(str(message["kind"]), str(message["message"])))
+        elif op in ("welcome", "noted"):
+            with self._changed:
+                if op == "noted":
+                    self._noted += 1
+                else:
+                    self.member_id, self.host = str(message["member"]), str(message["host"])
+                    self.address, self.run_was_closed = str(message["address"]), bool(message["closed"])
+                    self._welcomed = True
+                self._changed.notify_all()
+
+    def _take_round(self, round_: Round) -> None:
+        with self._changed:
+            self._round = round_
+            self._changed.notify_all()
+        self._on_round(round_)
+
+    def _fail(self, error: AgentError) -> None:
+        with self._changed:
+            self._fatal = self._fatal or error
+            self._changed.notify_all()
+
+
+def _connect(path: str, timeout_s: float) -> socket.socket:
+    retrying = Retrying(
+        retry=retry_if_exception_type(OSError), stop=stop_after_delay(timeout_s), wait=wait_fixed(0.01), reraise=True
+    )
+    try:
+        return retrying(_connect_once, path)
+    except OSError as error:
+        raise AgentError("lost", f"no agent of this host answers at {path} ({error}): was it stopped?") from error
+
+
+def _connect_once(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection

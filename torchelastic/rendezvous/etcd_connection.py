@@ -1,0 +1,270 @@
+"""One connection to one of several etcd endpoints, and the way to the next one when it fails.
+
+etcd3 0.12 connects to a single endpoint and stays there. Here a connection is retired at the first sign that its
+endpoint does not serve (no answer, no leader, stream broken); the next call connects anew, to the next endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import tenacity
+
+from torchelastic.rendezvous.etcd_wire import etcd3, etcdrpc, grpc, is_stale_login, to_store_error, was_not_sent
+from torchelastic.rendezvous.store import StoreAccessError, StoreError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Pings find a peer that vanished without a word (SIGSTOP, unplugged) while a watch is silent. etcd drops clients that
+# ping more often than every 5 s, or without an open stream (--grpc-keepalive-min-time).
+PING_INTERVAL_S = 10.0
+PING_TIMEOUT_S = 5.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", int(PING_INTERVAL_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(PING_TIMEOUT_S * 1000)),
+    # a ping of gRPC's own may be on its way already; then this limit counts (default 60 s) and not the one above
+    ("grpc.http2.ping_timeout_ms", int(PING_TIMEOUT_S * 1000)),
+    ("grpc.http2.max_pings_without_data", 0),  # else gRPC stops after two pings on a silent watch
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the old one's back-off
+    ("grpc.enable_http_proxy", 0),  # as etcd's own clients: a web proxy does not lead to the cluster's network
+    ("grpc.max_receive_message_length", -1),  # a listing of a big run may exceed gRPC's 4 MiB
+)
+
+
+@dataclass(frozen=True)
+class Login:
+    """How to reach and convince etcd. Paths of PEM files; `password` is kept out of every text."""
+
+    ca_cert: str | None = None
+    cert_cert: str | None = None
+    cert_key: str | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.user is None) != (self.password is None):
+            raise ValueError("give both user and password, or neither")
+        if (self.cert_cert is None) != (self.cert_key is None):
+            raise ValueError("give both cert_cert and cert_key, or neither")
+        if self.cert_cert is not None and self.ca_cert is None:
+            raise ValueError("cert_cert and cert_key need ca_cert: without it the connection would not be encrypted")
+
+
+@dataclass(frozen=True, eq=False)
+class Connection:
+    """A client whose endpoint has answered."""
+
+    client: etcd3.Etcd3Client
+    endpoint: str
+
+
+class _TryNext(Exception):  # noqa: N818 - not an error but the signal that another attempt is worth it
+    def __init__(self, if_last: StoreError) -> None:
+        super().__init__(str(if_last))
+        self.if_last = if_last
+
+
+class Failover:
+    """Runs calls on the current connection; changes the endpoint when it must. Any thread may call any method.
+
+    Args:
+        endpoints: (host, port) in the order of preference.
+        timeout_s: The longest a call may take, all its attempts together.
+        login: Certificates and user.
+    """
+
+    def __init__(self, endpoints: Sequence[tuple[str, int]], timeout_s: float, login: Login) -> None:
+        if not endpoints:
+            raise ValueError("endpoints is empty: give at least one (host, port)")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}: give a time above 0")
+        self._endpoints = [(f"[{host}]" if ":" in host.strip("[]") else host, port) for host, port in endpoints]
+        self._timeout_s = timeout_s
+        self._login = login
+        self._state = threading.Lock()  # held briefly; guards the next three
+        self._current: Connection | None = None
+        self._preferred = 0
+        self._closed = False
+        self._connecting = threading.Lock()  # held while one thread connects for all
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The endpoints as "host:port"."""
+        return [f"{host}:{port}" for host, port in self._endpoints]
+
+    def call(self, operation: Callable[[Connection, float], T], *, repeatable: bool = True) -> T:
+        """Run `operation(connection, timeout_s)`, on another endpoint if the first does not serve.
+
+        Args:
+            operation: One call of a generated stub; it may raise grpc.RpcError.
+            repeatable: Whether doing it twice is the same as once. What is not repeatable is tried again only if it
+                certainly did not reach etcd.
+
+        Raises:
+            StoreUnavailableError: no endpoint served within the time; names each and why.
+            StoreError: etcd's answer, see `to_store_error`.
+        """
+        count = len(self._endpoints)
+        retrying = tenacity.Retrying(
+            # each endpoint once, and the first again: it may have been only its connection that was dead
+            stop=tenacity.stop_after_attempt(count + 1) | tenacity.stop_after_delay(self._timeout_s),
+            wait=tenacity.wait_chain(*[tenacity.wait_none()] * (count - 1), tenacity.wait_random(0.05, 0.2)),
+            retry=tenacity.retry_if_exception_type(_TryNext),
+            reraise=True,
+        )
+        attempt = _Attempt(self, time.monotonic() + self._timeout_s, repeatable)
+        try:
+            result: T = retrying(attempt.run, operation)
+            return result
+        except _TryNext as last:
+            raise last.if_last from last.__cause__
+
+    def connection(self, attempt: _Attempt) -> Connection:
+        """The current connection, or a new one to the preferred endpoint."""
+        with self._state:
+            self._check_open()
+            if self._current is not None:
+                return self._current
+        if not self._connecting.acquire(timeout=attempt.remaining_s()):
+            raise _TryNext(StoreUnavailableError(f"still connecting to etcd at {', '.join(self.endpoints)}"))
+        try:
+            with self._state:
+                if self._current is not None:
+                    return self._current
+                index = self._preferred
+            connection = self._connect(index, attempt)
+            with self._state:
+                if self._closed:  # while we were connecting
+                    connection.client.close()
+                self._check_open()
+                self._current = connection
+            logger.info("connected to etcd at %s", connection.endpoint)
+            return connection
+        finally:
+            self._connecting.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailableError("this EtcdStore is closed")
+
+    def _connect(self, index: int, attempt: _Attempt) -> Connection:
+        host, port = self._endpoints[index]
+        endpoint = f"{host}:{port}"
+        login = self._login
+        try:
+            client = etcd3.client(
+                host,
+                port,
+                ca_cert=login.ca_cert,
+                cert_cert=login.cert_cert,
+                cert_key=login.cert_key,
+                grpc_options=_CHANNEL_OPTIONS,
+            )
+        except OSError as error:
+            raise StoreAccessError(f"cannot read the certificate file {error.filename}: {error.strerror}") from error
+        try:
+            timeout_s = attempt.share_s()
+            self._authenticate(client, timeout_s)
+            if not client.maintenancestub.Status(etcdrpc.StatusRequest(), timeout_s, metadata=client.metadata).leader:
+                self._prefer_after(index)
+                raise attempt.try_next(endpoint, StoreUnavailableError(f"etcd at {endpoint}: no leader"))
+        except grpc.RpcError as error:
+            client.close()
+            fault = to_store_error(error, endpoint)
+            if not isinstance(fault, StoreUnavailableError):
+                raise fault from error
+            self._prefer_after(index)
+            raise attempt.try_next(endpoint, fault) from error
+        except BaseException:
+            client.close()
+            raise
+        return Connection(client, endpoint)
+
+    def _authenticate(self, client: etcd3.Etcd3Client, timeout_s: float) -> None:
+        """Log in. Not by etcd3's own arguments: it also sets call credentials, which gRPC refuses without TLS."""
+        if self._login.user is None or self._login.password is None:
+            return
+        request = etcdrpc.AuthenticateRequest(name=self._login.user, password=self._login.password)
+        try:
+            token = etcdrpc.AuthStub(client.channel).Authenticate(request, timeout_s).token
+        except grpc.RpcError as error:
+            if "authentication is not enabled" in (error.details() or ""):
+                return  # as etcd's own clients: an open etcd needs no login
+            raise
+        client.metadata = (("token", token),)
+
+    def _prefer_after(self, index: int) -> None:
+        with self._state:
+            self._preferred = (index + 1) % len(self._endpoints)
+
+    def retire(self, connection: Connection, *, same_endpoint: bool = False) -> None:
+        """Close a connection that does not serve; its other calls and its watches fail with it, as they should."""
+        with self._state:
+            if self._current is connection:
+                self._current = None
+                if not same_endpoint:
+                    index = self.endpoints.index(connection.endpoint)
+                    self._preferred = (index + 1) % len(self._endpoints)
+        connection.client.close()
+
+    def close(self) -> None:
+        """Give up the connection; every further call raises StoreUnavailableError. Idempotent."""
+        with self._state:
+            self._closed = True
+            current, self._current = self._current, None
+        if current is not None:
+            current.client.close()
+
+
+class _Attempt:
+    """One call on its way through the endpoints: the time it has left and what it met so far."""
+
+    def __init__(self, failover: Failover, deadline_s: float, repeatable: bool) -> None:
+        self._failover = failover
+        self._deadline_s = deadline_s
+        self._repeatable = repeatable
+        self._met: dict[str, str] = {}
+
+    def remaining_s(self) -> float:
+        return max(0.0, self._deadline_s - time.monotonic())
+
+    def share_s(self) -> float:
+        """A silent endpoint may use up only its share, so that the ones behind it get their turn."""
+        return self.remaining_s() / max(1, len(self._failover.endpoints) - len(self._met))
+
+    def try_next(self, endpoint: str, fault: StoreError) -> _TryNext:
+        self._met[endpoint] = str(fault)
+        if isinstance(fault, StoreUnavailableError):
+            fault = StoreUnavailableError("no etcd endpoint serves: " + "; ".join(self._met.values()))
+        return _TryNext(fault)
+
+    def run(self, operation: Callable[[Connection, float], T]) -> T:
+        connection = self._failover.connection(self)
+        try:
+            return operation(connection, self.share_s() if self._repeatable else self.remaining_s())
+        except grpc.RpcError as error:
+            fault = to_store_error(error, connection.endpoint)
+            if is_stale_login(error):
+                self._failover.retire(connection, same_endpoint=True)
+                raise self.try_next(connection.endpoint, fault) from error
+            if not isinstance(fault, StoreUnavailableError):
+                raise fault from error
+            self._failover.retire(connection)
+            if self._repeatable or was_not_sent(error):
+                raise self.try_next(connection.endpoint, fault) from error
+            raise StoreUnavailableError(f"{fault}; the write may or may not have been done") from error
+        except ValueError as error:
+            if "cannot invoke rpc" not in str(error).lower():  # "on closed channel!" or ": Channel closed!"
+                raise
+            # the channel was closed under us, mostly by another thread that retired the connection: nothing was sent
+            self._failover.retire(connection, same_endpoint=True)
+            lost = StoreUnavailableError(f"etcd at {connection.endpoint}: connection lost")
+            raise self.try_next(connection.endpoint, lost) from error

@@ -1,0 +1,279 @@
+"""How a worker gets into a group: `RendezvousHandler` as in torchelastic 0.1, and the one for `etcd://` URLs.
+
+A handler for another store implements the four abstract methods and is registered with
+`torch.distributed.register_rendezvous_handler`; the rest has defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torchelastic.processes.sockets import SocketSet
+from torchelastic.rendezvous import private_agent, wire
+from torchelastic.rendezvous.client import AgentClient, AgentError
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing
+from torchelastic.rendezvous.url import RendezvousUrl, parse_url
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.distributed_c10d import Store
+
+#: How long rank 0 may take to answer on its store once the round is known; it listens before it asks for the round.
+STORE_TIMEOUT_S = 30.0
+#: How long the end of the run may take to reach the store before this worker goes home all the same.
+DONE_TIMEOUT_S = 10.0
+
+OnRound = Callable[[Round], None]
+
+
+class RendezvousClosedException(Exception):  # noqa: N818 - a name of the public API
+    """The run is closed: there will be no further group."""
+
+
+class RendezvousTimeoutException(Exception):  # noqa: N818 - a name of the public API
+    """Too few workers came in time."""
+
+
+class RendezvousNonRetryableError(Exception):
+    """The rendezvous cannot work; trying again does not help."""
+
+
+class RendezvousHandler(ABC):
+    """Finds the other workers."""
+
+    @abstractmethod
+    def next_rendezvous(self) -> tuple[Store, int, int]:
+        """Wait for the next group; returns (store, rank, world_size).
+
+        Raises:
+            RendezvousClosedException: the run is closed.
+            RendezvousTimeoutException: too few workers came in time.
+            RendezvousNonRetryableError: anything else that waiting does not mend.
+        """
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether the run is closed, or is being closed."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """Close the run for everybody. Idempotent."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """How many workers wait for the present group to make room for them; spares over the maximum do not count."""
+
+    # --- later than 0.1, each with a default --------------------------------------------------------------------------
+
+    @property
+    def round(self) -> Round:
+        """The newest round that is known; `NO_ROUND` where a handler has no such thing."""
+        return NO_ROUND
+
+    @property
+    def joined(self) -> Round:
+        """The round of the last `next_rendezvous`, as it was then; `NO_ROUND` where a handler has no such thing."""
+        return NO_ROUND
+
+    @property
+    def address(self) -> str:
+        """The address at which the others reach this host; empty where it is not known."""
+        return ""
+
+    def serves_port(self, port: int) -> bool:
+        """Whether a server of this handler listens at that local port: its clients' connections are no group's."""
+        del port
+        return False
+
+    def on_round(self, callback: OnRound) -> None:  # noqa: B027 - a hook that only some handlers have
+        """Have `callback` called, on another thread, with every change of the round."""
+
+    def report(self, *, step: int, standing: Standing, failed: bool, patience_s: float) -> None:  # noqa: B027 - as above
+        """Say what this worker brings to the next group: see `records.Member`."""
+
+    def signal_done(self, step: int) -> None:
+        """This worker has finished after `step` steps, which ends the run for everybody."""
+        del step
+        self.set_closed()
+
+    def interrupt(self) -> None:  # noqa: B027 - as above
+        """Make whoever waits for a key of the present round's store fail at once; called from any thread."""
+
+    def wait_closed(self) -> bool:
+        """After `signal_done`: wait for the others. False: one more round is needed to bring one of them level."""
+        return True
+
+    def is_over_for(self, step: int) -> bool:
+        """Whether a worker with this many committed steps is to stop."""
+        del step
+        return self.is_closed()
+
+
+class EtcdRendezvousHandler(RendezvousHandler):
+    """Rendezvous over etcd v3, through the agent of this host; without one, a private agent is started.
+
+    Construct it and call its methods on the training thread. Neither grpc nor protobuf is imported here.
+
+    Args:
+        url: `etcd://host[:port][,host...]/run_id?min_workers=..`, see `RendezvousUrl`.
+
+    Raises:
+        RendezvousUrlError: the URL cannot be used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url: RendezvousUrl = parse_url(url)
+        self._client: AgentClient | None = None
+        self._callbacks: list[OnRound] = []
+        self._own_store: TCPStore | None = None
+        self._store_sockets = SocketSet(is_foreign=self.serves_port)
+        self._joined = NO_ROUND
+        self._report = {"step": 0, "standing": Standing.FRESH, "failed": False, "patience_s": 15.0}
+
+    @property
+    def round(self) -> Round:
+        """The newest round that the agent has told of."""
+        return NO_ROUND if self._client is None else self._client.round
+
+    @property
+    def member_id(self) -> str:
+        """This worker's name in the run, empty before the first rendezvous."""
+        return "" if self._client is None else self._client.member_id
+
+    @property
+    def joined(self) -> Round:
+        """The round of the last `next_rendezvous`, as it was then."""
+        return self._joined
+
+    def serves_port(self, port: int) -> bool:
+        """Whether this process's store server listens there."""
+        return self._own_store is not None and self._own_store.port == port
+
+    @property
+    def address(self) -> str:
+        """The address at which the others reach this host, empty before the first rendezvous."""
+        return "" if self._client is None else self._client.address
+
+    def on_round(self, callback: OnRound) -> None:
+        """Have `callback` called, on the reader's thread, with every change of the round; it must return soon."""
+        self._callbacks.append(callback)
+
+    def report(self, *, step: int, standing: Standing, failed: bool, patience_s: float) -> None:
+        """Say what this worker brings to the next group."""
+        self._report = {"step": step, "standing": standing, "failed": failed, "patience_s": patience_s}
+
+    def next_rendezvous(self) -> tuple[Store, int, int]:
+        """Wait for the next group.
+
+        See `RendezvousHandler`. The store is fresh for each round and belongs to it alone.
+        """
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        client = self._connected()
+        try:
+            round_ = client.join(store_address=self._listen(client.address), **self._report)  # type: ignore[arg-type]  # a dict of keywords
+        except AgentError as error:
+            raise _as_rendezvous_error(error) from error
+        self._joined = round_
+        host, port = round_.store_address.rsplit(":", 1)
+        # a client of its own for each round, also on rank 0: cutting it wakes whoever waits for a key of a dead peer
+        self._store_sockets.clear()
+        with self._store_sockets.recording():
+            store = TCPStore(host, int(port), None, False, timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False)
+        return PrefixStore(f"round/{round_.number}", store), round_.roster.index(client.member_id), len(round_.roster)
+
+    def is_closed(self) -> bool:
+        """Whether the run is closed or closing, as far as the agent has told; asks nobody."""
+        return self.round.is_over
+
+    def interrupt(self) -> None:
+        """Make whoever waits for a key of the present round's store fail at once; from any thread."""
+        self._store_sockets.cut()
+
+    def set_closed(self) -> None:
+        """Close the run for everybody."""
+        self.signal_done(int(self._report["step"]))
+
+    def signal_done(self, step: int) -> None:
+        """This worker has finished after `step` steps, which ends the run for everybody."""
+        self._connected().done(step, DONE_TIMEOUT_S)
+
+    def wait_closed(self) -> bool:
+        """After `signal_done`: wait for the others, within the run's time-out; see `RendezvousHandler`."""
+        return self._connected().wait_closed(self.url.timeout_s)
+
+    def is_over_for(self, step: int) -> bool:
+        """Whether a worker with this many committed steps is to stop; asks nobody."""
+        return self._client is not None and self._client.is_over_for(step)
+
+    def num_nodes_waiting(self) -> int:
+        """How many workers the present group is asked to stop for."""
+        round_ = self.round
+        return round_.waiting if round_.state is RoundState.GATHERING else 0
+
+    def close(self) -> None:
+        """Leave the run: the agent withdraws this worker unless it is done."""
+        if self._client is not None:
+            self._client.close()
+
+    # `torch.distributed.init_process_group(init_method="etcd://...")` takes a generator of rendezvous
+    def __iter__(self) -> EtcdRendezvousHandler:
+        return self
+
+    def __next__(self) -> tuple[Store, int, int]:
+        return self.next_rendezvous()
+
+    def _connected(self) -> AgentClient:
+        if self._client is not None and not self._client.is_lost:
+            return self._client
+        path = os.environ.get(wire.SOCKET_VARIABLE)
+        try:
+            if path is None or self._client is not None:
+                path = private_agent.start(self.url)
+                os.environ[wire.SOCKET_VARIABLE] = path
+            self._client = AgentClient(
+                path, connect_timeout_s=self.url.connect_timeout_s + 10.0, on_round=self._tell_callbacks
+            )
+        except AgentError as error:
+            raise _as_rendezvous_error(error) from error
+        if self._client.run_was_closed and self._joined is NO_ROUND:
+            raise RendezvousNonRetryableError(
+                f"run {self.url.run_id!r} at {self.url.endpoints_text} is already closed: it was finished before this "
+                f"worker started; choose another run id (--rdzv-id)"
+            )
+        return self._client
+
+    def _tell_callbacks(self, round_: Round) -> None:
+        for callback in self._callbacks:
+            callback(round_)
+
+    def _listen(self, address: str) -> str:
+        """Start this process's store server, once: it must listen before the roster that may name it is made."""
+        from torch._C._distributed_c10d import TCPStore
+
+        if self._own_store is None:
+            self._own_store = TCPStore(address, 0, None, True, wait_for_workers=False)
+        return f"{address}:{self._own_store.port}"
+
+
+def register() -> None:
+    """Make `etcd://` known to `torch.distributed.rendezvous`. Idempotent."""
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    try:
+        register_rendezvous_handler("etcd", _handler_for)  # type: ignore[no-untyped-call]  # torch has no types here
+    except RuntimeError:
+        pass  # registered already: by us, in an earlier import
+
+
+def _handler_for(url: str, **_unused: object) -> EtcdRendezvousHandler:
+    return EtcdRendezvousHandler(url)
+
+
+def _as_rendezvous_error(error: AgentError) -> Exception:
+    kinds = {"closed": RendezvousClosedException, "timeout": RendezvousTimeoutException}
+    return kinds.get(error.kind, RendezvousNonRetryableError)(str(error))

@@ -1,0 +1,406 @@
+"""A coordination store inside this process, with etcd v3's promises and with faults on command.
+
+For tests and simulations: time is an argument, and nothing happens that the test did not ask for. The semantics are
+etcd's (https://etcd.io/docs/v3.5/learning/api/ and `learning/data_model/`); `tests/cluster/test_store_conformance.py`
+holds this and a real etcd to the same suite.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from torchelastic.rendezvous.delivery import WatchCallbacks, check_start_revision, check_ttl, compacted_error
+from torchelastic.rendezvous.store import (
+    CompactedError,
+    Compare,
+    CoordinationStore,
+    Delete,
+    EventKind,
+    KeyValue,
+    Lease,
+    LeaseLostError,
+    Listing,
+    OnError,
+    OnEvents,
+    Put,
+    StoreError,
+    StoreEvent,
+    StoreUnavailableError,
+    Target,
+    TxnResult,
+    Watch,
+)
+
+MIN_TTL_S = 2
+"""The shortest lease etcd grants with its default election timeout (1 s): one and a half of it, in whole seconds."""
+
+_NOTHING = KeyValue(key="", value=b"", create_revision=0, mod_revision=0, version=0)
+
+
+@dataclass
+class _LeaseState:
+    ttl_s: float
+    expires_at_s: float
+    keys: set[str] = field(default_factory=set)
+
+
+class _Tree:
+    """The data: keys, leases and the history of changes. No lock and no clock; `now_s` is always an argument."""
+
+    def __init__(self) -> None:
+        self.revision = 1  # that of an empty etcd: the first write makes revision 2
+        self.keys: dict[str, KeyValue] = {}
+        self.leases: dict[int, _LeaseState] = {}
+        self._compacted_revision = 0
+        self._history: list[tuple[StoreEvent, ...]] = []  # entry i holds the changes of revision _oldest + i
+        self._oldest = 2
+
+    def holds(self, compare: Compare) -> bool:
+        kv = self.keys.get(compare.key, _NOTHING)
+        actual = {
+            Target.CREATE_REVISION: kv.create_revision,
+            Target.MOD_REVISION: kv.mod_revision,
+            Target.VERSION: kv.version,
+        }[compare.target]
+        return actual == compare.value
+
+    def apply(self, writes: Sequence[Put | Delete]) -> tuple[StoreEvent, ...]:
+        """Do the writes as one revision; writes that change nothing make no revision."""
+        for write in writes:
+            if isinstance(write, Put) and write.lease_id and write.lease_id not in self.leases:
+                raise LeaseLostError(f"lease {write.lease_id} of key {write.key!r} has expired or was revoked")
+        revision = self.revision + 1
+        changes = [
+            self._put(write, revision) if isinstance(write, Put) else self._delete(write.key, revision)
+            for write in writes
+        ]
+        events = tuple(event for event in changes if event is not None)
+        if events:
+            self.revision = revision
+            self._history.append(events)
+        return events
+
+    def _put(self, put: Put, revision: int) -> StoreEvent:
+        old = self.keys.get(put.key, _NOTHING)
+        if old.lease_id in self.leases:
+            self.leases[old.lease_id].keys.discard(put.key)
+        if put.lease_id:
+            self.leases[put.lease_id].keys.add(put.key)
+        created = old.create_revision or revision
+        kv = KeyValue(put.key, put.value, created, revision, old.version + 1, put.lease_id)
+        self.keys[put.key] = kv
+        return StoreEvent(EventKind.PUT, kv)
+
+    def _delete(self, key: str, revision: int) -> StoreEvent | None:
+        old = self.keys.pop(key, None)
+        if old is None:
+            return None
+        if old.lease_id in self.leases:
+            self.leases[old.lease_id].keys.discard(key)
+        return StoreEvent(EventKind.DELETE, KeyValue(key, b"", 0, revision, 0))
+
+    def end_lease(self, lease_id: int) -> tuple[StoreEvent, ...]:
+        """Forget a lease; all its keys go in one revision."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return ()
+        events = self.apply([Delete(key) for key in sorted(lease.keys)])
+        del self.leases[lease_id]
+        return events
+
+    def expired(self, now_s: float) -> list[int]:
+        """The leases whose time is over, longest overdue first."""
+        due = [(lease.expires_at_s, lease_id) for lease_id, lease in self.leases.items() if lease.expires_at_s <= now_s]
+        return [lease_id for _, lease_id in sorted(due)]
+
+    def renew(self, lease_id: int, now_s: float) -> float:
+        if lease_id not in self.leases:
+            raise LeaseLostError(f"lease {lease_id} has expired or was revoked")
+        lease = self.leases[lease_id]
+        lease.expires_at_s = now_s + lease.ttl_s
+        return lease.ttl_s
+
+    def compact(self, revision: int) -> None:
+        if revision > self.revision:
+            raise ValueError(f"cannot compact to revision {revision}: the store is at {self.revision}")
+        self._compacted_revision = max(revision, self._compacted_revision)
+        forgotten = max(0, self._compacted_revision - self._oldest)
+        del self._history[:forgotten]
+        self._oldest += forgotten
+
+    def changes_from(self, start_revision: int) -> list[tuple[StoreEvent, ...]]:
+        if start_revision < self._compacted_revision:
+            raise compacted_error(start_revision, self._compacted_revision)
+        return self._history[max(0, start_revision - self._oldest) :]
+
+
+class _MemoryWatch(Watch):
+    """A queue and the thread that empties it, so that a writer never runs a watcher's code."""
+
+    def __init__(
+        self, prefix: str, start_revision: int, callbacks: WatchCallbacks, on_end: Callable[[_MemoryWatch], None]
+    ) -> None:
+        self._prefix = prefix
+        self._start_revision = start_revision
+        self._callbacks = callbacks
+        self._on_end = on_end
+        self._queue: SimpleQueue[tuple[StoreEvent, ...] | StoreError | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=f"memory-watch-{prefix}", daemon=True).start()
+
+    def offer(self, events: Sequence[StoreEvent]) -> None:
+        """Queue those of a revision's changes that this watch is about."""
+        wanted = tuple(
+            event
+            for event in events
+            if event.kv.key.startswith(self._prefix) and event.kv.mod_revision >= self._start_revision
+        )
+        if wanted:
+            self._queue.put(wanted)
+
+    def fail(self, error: StoreError) -> None:
+        """Queue the end; what was queued before is still delivered."""
+        self._queue.put(error)
+
+    def cancel(self) -> None:
+        self._callbacks.end()
+        self._queue.put(None)
+        self._on_end(self)
+
+    def _run(self) -> None:
+        alive = True
+        while alive:
+            item = self._queue.get()
+            if isinstance(item, tuple):
+                alive = self._callbacks.deliver(item)
+            else:
+                alive = False
+                if item is not None:
+                    self._callbacks.fail(item)
+        self._on_end(self)
+
+
+class _Shared:
+    """What all handles on one store have in common. `lock` guards everything in here."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # a lease was granted, or a handle closed
+        self.tree = _Tree()
+        self.running = True
+        self.lease_ids = itertools.count(1)  # goes on after a loss of data: an old lease must not come alive again
+        self.watches: list[_MemoryWatch] = []
+        self.open_handles = 0
+        self._timer: threading.Thread | None = None
+
+    def publish(self, events: Sequence[StoreEvent]) -> None:
+        if events:
+            for watch in self.watches:
+                watch.offer(events)
+
+    def expire_due(self) -> None:
+        if self.running:
+            for lease_id in self.tree.expired(self.clock()):
+                self.publish(self.tree.end_lease(lease_id))
+
+    def fail_watches(self, reason: str) -> None:
+        for watch in self.watches:
+            watch.fail(StoreUnavailableError(reason))
+        self.watches.clear()
+
+    def forget(self, watch: _MemoryWatch) -> None:
+        with self.lock:
+            if watch in self.watches:
+                self.watches.remove(watch)
+
+    def lease_granted(self) -> None:
+        """With real time somebody must notice an expiry even if nobody calls; with a test's clock the test does."""
+        if self.clock is time.monotonic and self._timer is None:
+            self._timer = threading.Thread(target=self._run_timer, name="memory-store-leases", daemon=True)
+            self._timer.start()
+        self.changed.notify_all()
+
+    def _run_timer(self) -> None:
+        with self.changed:
+            while self.tree.leases and self.open_handles:
+                if not self.running:  # nothing expires now; start() wakes this thread
+                    self.changed.wait()
+                    continue
+                self.expire_due()
+                now_s = self.clock()
+                next_s = min((lease.expires_at_s for lease in self.tree.leases.values()), default=now_s)
+                self.changed.wait(max(0.0, next_s - now_s))
+            self._timer = None
+
+
+class MemoryStore(CoordinationStore):
+    """A store in this process, for tests; `connect` gives further clients of the same data.
+
+    A lease that is due is ended by the next call of any client, or by `expire_due`; with the default clock a thread
+    does it in time as well. Callbacks of a watch run on a thread of that watch. Any thread may call any method.
+
+    Args:
+        clock: Monotonic seconds, for the leases.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._attach(_Shared(clock))
+
+    def _attach(self, shared: _Shared) -> None:
+        self._shared = shared
+        self._watches: list[_MemoryWatch] = []
+        self._closed = False
+        with shared.lock:
+            shared.open_handles += 1
+
+    def connect(self) -> MemoryStore:
+        """Another client of the same data; closing it ends only its own watches."""
+        other = MemoryStore.__new__(MemoryStore)
+        other._attach(self._shared)
+        return other
+
+    @contextmanager
+    def _serving(self) -> Iterator[_Tree]:
+        with self._shared.lock:
+            if self._closed:
+                raise StoreUnavailableError("this client of the in-memory store is closed")
+            if not self._shared.running:
+                raise StoreUnavailableError("the in-memory store is stopped")
+            self._shared.expire_due()
+            yield self._shared.tree
+
+    def get(self, key: str) -> KeyValue | None:
+        """Read one key; see `CoordinationStore.get`."""
+        with self._serving() as tree:
+            _check_key(key)
+            return tree.keys.get(key)
+
+    def list_prefix(self, prefix: str) -> Listing:
+        """Read all keys under a prefix; see `CoordinationStore.list_prefix`."""
+        with self._serving() as tree:
+            found = sorted(key for key in tree.keys if key.startswith(prefix))
+            return Listing(tuple(tree.keys[key] for key in found), tree.revision)
+
+    def txn(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+        """Compare and write at once; see `CoordinationStore.txn`."""
+        with self._serving() as tree:
+            _check_txn(compares, writes)
+            if not all(tree.holds(compare) for compare in compares):
+                return TxnResult(False, tree.revision)
+            self._shared.publish(tree.apply(writes))
+            return TxnResult(True, tree.revision)
+
+    def grant_lease(self, ttl_s: float) -> Lease:
+        """Obtain a lease of whole seconds, `MIN_TTL_S` at least; see `CoordinationStore.grant_lease`."""
+        check_ttl(ttl_s)
+        with self._serving() as tree:
+            granted_s = float(max(MIN_TTL_S, math.ceil(ttl_s)))
+            lease_id = next(self._shared.lease_ids)
+            tree.leases[lease_id] = _LeaseState(granted_s, self._shared.clock() + granted_s)
+            self._shared.lease_granted()
+            return Lease(lease_id, granted_s)
+
+    def keep_alive(self, lease_id: int) -> float:
+        """Renew a lease; see `CoordinationStore.keep_alive`."""
+        with self._serving() as tree:
+            return tree.renew(lease_id, self._shared.clock())
+
+    def revoke_lease(self, lease_id: int) -> None:
+        """End a lease; see `CoordinationStore.revoke_lease`."""
+        with self._serving() as tree:
+            self._shared.publish(tree.end_lease(lease_id))
+
+    def watch(self, prefix: str, start_revision: int, on_events: OnEvents, on_error: OnError) -> Watch:
+        """Report changes; see `CoordinationStore.watch`."""
+        check_start_revision(start_revision)
+        with self._serving() as tree:
+            callbacks = WatchCallbacks(prefix, on_events, on_error)
+            watch = _MemoryWatch(prefix, start_revision, callbacks, self._forget)
+            try:
+                for events in tree.changes_from(start_revision):
+                    watch.offer(events)
+            except CompactedError as error:
+                watch.fail(error)
+                return watch
+            self._shared.watches.append(watch)
+            self._watches.append(watch)
+            return watch
+
+    def _forget(self, watch: _MemoryWatch) -> None:
+        with self._shared.lock:
+            self._shared.forget(watch)
+            if watch in self._watches:
+                self._watches.remove(watch)
+
+    def close(self) -> None:
+        """End this client's watches; the data and the other clients stay."""
+        with self._shared.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._shared.open_handles -= 1
+            self._shared.changed.notify_all()
+            watches = list(self._watches)
+        for watch in watches:  # outside the lock: this waits for running callbacks, which may be calling a store
+            watch.cancel()
+
+    # Faults, for tests ----------------------------------------------------------------------------------------------
+
+    def expire_due(self) -> None:
+        """End every lease whose time is over by the clock, as etcd does by itself."""
+        with self._shared.lock:
+            self._shared.expire_due()
+
+    def stop(self) -> None:
+        """As if the server died: every call and every watch gets StoreUnavailableError, and no lease expires."""
+        with self._shared.lock:
+            self._shared.running = False
+            self._shared.fail_watches("the in-memory store was stopped")
+
+    def start(self) -> None:
+        """As if the server came back with its data: as with etcd, every lease has its full time again."""
+        with self._shared.lock:
+            if self._shared.running:
+                return
+            self._shared.running = True
+            for lease_id in self._shared.tree.leases:
+                self._shared.tree.renew(lease_id, self._shared.clock())
+            self._shared.changed.notify_all()
+
+    def lose_data(self) -> None:
+        """As if the server came back without its data: empty, leases gone, revisions from 1; the watches end."""
+        with self._shared.lock:
+            self._shared.tree = _Tree()
+            self._shared.fail_watches("the in-memory store lost its data")
+            self._shared.changed.notify_all()
+
+    def compact(self, revision: int) -> None:
+        """Forget the history before `revision`; a watch that starts there gets CompactedError.
+
+        Raises:
+            ValueError: the store has not reached that revision.
+        """
+        with self._shared.lock:
+            self._shared.tree.compact(revision)
+
+
+def _check_key(key: str) -> None:
+    if not key:
+        raise StoreError("a key is empty")
+
+
+def _check_txn(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> None:
+    for item in (*compares, *writes):
+        _check_key(item.key)
+    put: set[str] = set()
+    for key in (write.key for write in writes if isinstance(write, Put)):
+        if key in put or Delete(key) in writes:
+            raise StoreError(f"key {key!r} is written twice in one transaction")
+        put.add(key)

@@ -1,0 +1,242 @@
+"""What stands under a run's prefix in the store: members, the round, and how both are written as JSON.
+
+Nothing read from the store is trusted: a value that does not fit is a `RecordError` that names the key, never a crash.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RecordError(ValueError):
+    """A value in the store is not what this version writes."""
+
+
+class RoundState(str, enum.Enum):
+    """Where a round stands.
+
+    RUNNING: the roster trains. GATHERING: it still trains, but is asked to stop at an agreed step because somebody
+    wants in. BROKEN: it cannot go on; whoever lives asks for the next round. CLOSING: somebody has finished; nobody
+    starts a step any more. CLOSED: the run is over, late-comers are turned away.
+    """
+
+    RUNNING = "running"
+    GATHERING = "gathering"
+    BROKEN = "broken"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class Standing(enum.IntEnum):
+    """How much a member's state is worth; the larger, the better a source it is.
+
+    TORN: half-way through an optimizer step, nothing to give. FRESH: what every new process starts with.
+    UNCOMMITTED: the optimizer step was completed but the step failed afterwards; the weights are those after it, and
+    they are used only where nobody has anything better. WHOLE: exactly the state after `step` committed steps.
+    """
+
+    TORN = 0
+    FRESH = 1
+    UNCOMMITTED = 2
+    WHOLE = 3
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker, as its own agent declares it.
+
+    Attributes:
+        member_id: unique for each process that ever takes part.
+        host: ranks of one host stay adjacent.
+        store_address: HOST:PORT where this member's TCPStore listens, used if it becomes rank 0.
+        ready_for: number of the round that it wants, 0 while it wants none; above the present number it waits.
+        step: committed steps.
+        standing: what its state is worth.
+        failed: it asks because a step or a formation failed, not because it was asked to stop.
+        done: the number of the round in which it finished (or closed) the run, 0 while it has not.
+        patience_s: how long the others shall wait for a member that lives but does not get ready.
+        arrival: the key's create revision; the order of arrival. Not written, but read off the key.
+    """
+
+    member_id: str
+    host: str
+    store_address: str = ""
+    ready_for: int = 0
+    step: int = 0
+    standing: Standing = Standing.FRESH
+    failed: bool = False
+    done: int = 0
+    patience_s: float = 15.0
+    arrival: int = 0
+
+    @property
+    def worth(self) -> tuple[Standing, int]:
+        """The order in which members are chosen as the source of the state."""
+        return (self.standing, self.step)
+
+
+@dataclass(frozen=True)
+class Round:
+    """The one document of a run, written by the leader alone.
+
+    Attributes:
+        number: rises by one with every roster; the fencing token of everything that a roster publishes.
+        state: see `RoundState`.
+        roster: member ids; the position is the rank.
+        store_address: HOST:PORT of rank 0's TCPStore.
+        step: committed steps of the source (rank 0) when the round began; while closing, of those who are done.
+        standing: what the source's state is worth; at FRESH or TORN nobody has progress.
+        stale: ranks whose state is worth less than the source's.
+        waiting: how many newcomers the members shall stop for.
+        evicted: members that were alive and did not get ready in time; their agents end them.
+        because: why the round is in this state, for people.
+    """
+
+    number: int = 0
+    state: RoundState = RoundState.BROKEN
+    roster: tuple[str, ...] = ()
+    store_address: str = ""
+    step: int = 0
+    standing: Standing = Standing.FRESH
+    stale: tuple[int, ...] = ()
+    waiting: int = 0
+    evicted: tuple[str, ...] = ()
+    because: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended or is ending: no step starts any more."""
+        return self.state in (RoundState.CLOSING, RoundState.CLOSED)
+
+
+#: What is true before the leader has ever published: nobody is on the roster, so there is nobody to wait for.
+NO_ROUND = Round(because="no round yet")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a run's documents stand; `root` ends without a slash."""
+
+    root: str
+    round: str = field(init=False)
+    leader: str = field(init=False)
+    members: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "round", f"{self.root}/round")
+        object.__setattr__(self, "leader", f"{self.root}/leader")
+        object.__setattr__(self, "members", f"{self.root}/members/")
+
+    def member(self, member_id: str) -> str:
+        """The key of one member."""
+        return self.members + member_id
+
+
+def encode_member(member: Member) -> bytes:
+    """Member as JSON, without `arrival`, which the store itself knows."""
+    document = {
+        "host": member.host,
+        "store": member.store_address,
+        "ready_for": member.ready_for,
+        "step": member.step,
+        "standing": int(member.standing),
+        "failed": member.failed,
+        "done": member.done,
+        "patience_s": member.patience_s,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def decode_member(key: str, value: bytes, arrival: int) -> Member:
+    """The inverse of `encode_member`; the id is the last part of the key. Raises RecordError."""
+    document = _load(key, value)
+    return Member(
+        member_id=key.rsplit("/", 1)[-1],
+        host=_get(key, document, "host", str),
+        store_address=_get(key, document, "store", str),
+        ready_for=_get(key, document, "ready_for", int),
+        step=_get(key, document, "step", int),
+        standing=_enum(key, Standing, _get(key, document, "standing", int)),
+        failed=_get(key, document, "failed", bool),
+        done=_get(key, document, "done", int),
+        patience_s=float(_get(key, document, "patience_s", (int, float))),
+        arrival=arrival,
+    )
+
+
+def round_to_dict(round_: Round) -> dict[str, Any]:
+    """Round as JSON types; also what an agent sends to its workers."""
+    return {
+        "number": round_.number,
+        "state": round_.state.value,
+        "roster": list(round_.roster),
+        "store": round_.store_address,
+        "step": round_.step,
+        "standing": int(round_.standing),
+        "stale": list(round_.stale),
+        "waiting": round_.waiting,
+        "evicted": list(round_.evicted),
+        "because": round_.because,
+    }
+
+
+def encode_round(round_: Round) -> bytes:
+    """Round as JSON."""
+    return json.dumps(round_to_dict(round_), separators=(",", ":")).encode()
+
+
+def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
+    """The inverse of `round_to_dict`; `source` is named in a RecordError."""
+    return Round(
+        number=_get(source, document, "number", int),
+        state=_enum(source, RoundState, _get(source, document, "state", str)),
+        roster=_tuple_of(source, document, "roster", str),
+        store_address=_get(source, document, "store", str),
+        step=_get(source, document, "step", int),
+        standing=_enum(source, Standing, _get(source, document, "standing", int)),
+        stale=_tuple_of(source, document, "stale", int),
+        waiting=_get(source, document, "waiting", int),
+        evicted=_tuple_of(source, document, "evicted", str),
+        because=_get(source, document, "because", str),
+    )
+
+
+def decode_round(key: str, value: bytes) -> Round:
+    """The inverse of `encode_round`. Raises RecordError."""
+    return round_from_dict(key, _load(key, value))
+
+
+def _load(key: str, value: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(value)
+    except ValueError as error:
+        raise RecordError(f"{key} does not hold JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise RecordError(f"{key} holds {type(document).__name__}, not an object")
+    return document
+
+
+def _get(source: str, document: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    value = document.get(name)
+    # bool is an int in Python; a number is wanted where the record says number
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RecordError(f"{source}: field {name!r} is missing or of the wrong type")
+    return value
+
+
+def _tuple_of(source: str, document: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
+    values = _get(source, document, name, list)
+    if not all(isinstance(value, kind) for value in values):
+        raise RecordError(f"{source}: field {name!r} holds values of the wrong type")
+    return tuple(values)
+
+
+def _enum(source: str, kind: Any, value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise RecordError(f"{source}: {value!r} is no {kind.__name__}") from error

@@ -1,0 +1,47 @@
+"""How a worker and the agent of its host talk: JSON lines over a Unix socket that only their user may open.
+
+Worker to agent:
+    {"op": "hello", "pid": .., "local_rank": ..}          -> {"op": "welcome", "member": .., "host": .., ..}
+    {"op": "join", ..}      wants the next round           -> {"op": "round", "round": {..}} at every change from then
+    on {"op": "done", "step": ..}                             -> {"op": "noted"} once the store has it {"op": "leave"}
+    withdraws the member {"op": "metrics", ..}   see `torchelastic.metrics`
+Agent to worker besides the answers:
+    {"op": "fatal", "kind": "timeout" | "closed" | "unavailable", "message": ..}
+
+Nothing is ever unpickled or evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
+SOCKET_VARIABLE = "TORCHELASTIC_AGENT_SOCKET"
+
+#: A line that is longer is refused: the largest message is a roster of 10,000 members.
+MAX_LINE_BYTES = 4 * 1024 * 1024
+
+Message = dict[str, Any]
+
+
+class WireError(ValueError):
+    """A line that is no message of ours."""
+
+
+def encode(message: Message) -> bytes:
+    """One message as one line."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """One line as a message. Raises WireError."""
+    if len(line) > MAX_LINE_BYTES:
+        raise WireError(f"a line of {len(line)} bytes; at most {MAX_LINE_BYTES} are taken")
+    try:
+        message = json.loads(line)
+    except ValueError as error:
+        raise WireError(f"not JSON: {line[:80]!r}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("op"), str):
+        raise WireError(f"no object with an 'op': {line[:80]!r}")
+    return message
