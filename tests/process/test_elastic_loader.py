@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i, so that batches show which indices were loaded."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class ProcessIds(Numbers):
+    """Each sample is the id of the process that loaded it."""
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+class FailsOnce(Numbers):
+    def __init__(self, size: int, bad_index: int) -> None:
+        super().__init__(size)
+        self.bad_index = bad_index
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad_index:
+            self.bad_index = -1
+            raise OSError("the disk hiccupped")
+        return index
+
+
+def make(size: int, batch: int, *, epochs: int = 1, shuffle: bool = False, **options: Any) -> ElasticLoader:
+    return ElasticLoader(Numbers(size), ElasticBatchSampler(size, batch, epochs=epochs, shuffle=shuffle), **options)
+
+
+@pytest.fixture(params=[0, 2], ids=["in this process", "two workers"])
+def workers(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+def test_steps_go_over_the_ends_of_epochs_and_stop_after_the_last(workers: int) -> None:
+    loader = make(5, 2, epochs=3, num_workers=workers)
+    seen = []
+    for batch in loader:
+        assert batch.tolist() == list(loader.sampler.pending[0].indices)
+        loader.sampler.commit()
+        seen.append(batch.tolist())
+    assert seen == [[0, 1], [2, 3], [4]] * 3
+    assert next(loader, "end") == "end"
+
+
+def test_each_epoch_has_its_own_order() -> None:
+    loader = make(20, 20, epochs=2, shuffle=True)
+    first, second = (batch.tolist() for batch in loader)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_a_rolled_back_step_gets_the_same_batches_again_without_a_reset(workers: int) -> None:
+    loader = make(40, 2, num_workers=workers)
+    next(loader)
+    loader.sampler.commit()
+    for _ in range(3):
+        assert [next(loader).tolist() for _ in range(2)] == [[2, 3], [4, 5]]
+        loader.sampler.rollback()
+    assert next(loader).tolist() == [2, 3]
+
+
+def test_a_loaded_position_and_a_new_world_are_noticed(workers: int) -> None:
+    loader = make(40, 4, num_workers=workers)
+    assert next(loader).tolist() == [0, 1, 2, 3]
+    loader.sampler.commit()
+    state = loader.sampler.state_dict()
+    assert next(loader).tolist() == [4, 5, 6, 7]
+    loader.sampler.commit()
+    loader.sampler.load_state_dict(state)
+    assert next(loader).tolist() == [4, 5, 6, 7]
+    loader.sampler.set_world(1, 2)
+    assert next(loader).tolist() == [6, 7]
+    loader.sampler.commit()
+    assert next(loader).tolist() == [10, 11]
+
+
+def test_prefetched_batches_survive_whatever_leaves_the_position_where_it_is() -> None:
+    loader = make(40, 4, collate_fn=list)
+    next(loader)
+    running = loader._running
+    loader.sampler.commit()
+    loader.sampler.rollback()
+    loader.sampler.load_state_dict(loader.sampler.state_dict())
+    loader.sampler.set_world(0, 1)
+    assert next(loader) == [4, 5, 6, 7]
+    assert loader._running is running
+
+
+def test_an_accumulation_over_the_last_end_hands_out_what_there_is() -> None:
+    loader = make(10, 2, epochs=2)
+    steps = []
+    while batches := list(itertools.islice(loader, 4)):
+        steps.append(len(batches))
+        assert len(loader.sampler.pending) == len(batches)
+        loader.sampler.commit()
+    assert steps == [4, 4, 2]
+    assert loader.sampler.finished
+
+
+def test_prefetching_counts_nothing() -> None:
+    loader = make(40, 2, num_workers=2, prefetch_factor=4)
+    next(loader)
+    assert loader.sampler.position == (0, 1)
+    assert len(loader.sampler.pending) == 1
+
+
+def test_workers_outlive_epochs_rollbacks_and_resizes() -> None:
+    sampler = ElasticBatchSampler(8, 4, epochs=6)
+    loader = ElasticLoader(ProcessIds(8), sampler, num_workers=1)
+    pids = set()
+    for step in range(10):
+        pids |= set(next(loader).tolist())
+        if step % 3 == 0:
+            sampler.rollback()
+        else:
+            sampler.commit()
+        if step == 5:
+            sampler.set_world(1, 2)
+    assert len(pids) == 1
+    assert pids != {os.getpid()}
+
+
+def test_a_killed_worker_is_replaced_at_once_and_no_batch_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = ElasticBatchSampler(64, 4, shuffle=False)
+    loader = ElasticLoader(ProcessIds(64), sampler, num_workers=1)
+    (victim,) = set(next(loader).tolist())
+    sampler.commit()
+    next(loader)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):  # noqa: PT012 - torch raises it during the sleep
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(10)
+    sampler.rollback()
+    start_s = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        (replacement,) = set(next(loader).tolist())
+    assert time.monotonic() - start_s < 4, "DataLoader alone takes five seconds to notice"
+    assert replacement != victim
+    assert sampler.pending[0].number == 1
+    assert "died" in caplog.text
+
+
+def test_workers_that_are_not_to_persist_end_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make(40, 4, num_workers=1, persistent_workers=False)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert next(loader).tolist() == [0, 1, 2, 3]
+            loader.sampler.rollback()
+    assert caplog.text == ""
+
+
+def test_a_sample_that_fails_to_load_is_tried_again_at_the_same_place() -> None:
+    loader = ElasticLoader(FailsOnce(10, bad_index=5), ElasticBatchSampler(10, 4, shuffle=False))
+    assert next(loader).tolist() == [0, 1, 2, 3]
+    with pytest.raises(OSError, match="hiccupped"):
+        next(loader)
+    assert loader.sampler.position == (0, 1)
+    assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7], [8, 9]]
+
+
+def test_starting_again_leaves_the_random_state_of_the_train_step_alone(workers: int) -> None:
+    loader = make(20, 2, num_workers=workers)
+    next(loader)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    loader.sampler.rollback()
+    next(loader)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_reset_when_nothing_runs_and_close_are_harmless() -> None:
+    loader = make(6, 2, num_workers=1)
+    loader.reset()
+    assert next(loader).tolist() == [0, 1]
+    loader.reset()
+    assert next(loader).tolist() == [2, 3]
+    loader.close()
+    assert next(loader).tolist() == [4, 5]
+
+
+def test_a_pickled_loader_goes_on_where_it_was() -> None:
+    loader = make(10, 4, num_workers=1)
+    next(loader)
+    loader.sampler.commit()
+    twin = pickle.loads(pickle.dumps(loader))
+    assert next(twin).tolist() == next(loader).tolist() == [4, 5, 6, 7]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: make(10, 4, batch_size=3), "batch_size"),
+        (lambda: make(10, 4, in_order=False), "in_order"),
+        (lambda: ElasticLoader(Numbers(10), ElasticBatchSampler(11, 4)), "10 samples but its sampler was made for 11"),
+        (lambda: ElasticLoader(Stream(), ElasticBatchSampler(3, 1)), "map-style"),
+    ],
+)
+def test_what_the_sampler_decides_cannot_be_passed(build: Callable[[], ElasticLoader], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,148 @@
+"""Loads the batches of an `ElasticBatchSampler` for train steps."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torchelastic.data.batch_sampler import ElasticBatchSampler
+from torchelastic.data.order import mixed_seed
+
+logger = logging.getLogger(__name__)
+
+# What the sampler decides, and what would hand out batches in another order than they are counted in.
+_REFUSED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+
+
+class _Upcoming:
+    """The loader's side of the sampler as DataLoader wants it: iterable again and again, from the present position."""
+
+    def __init__(self, sampler: ElasticBatchSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._sampler.upcoming()
+
+
+class ElasticLoader(Iterator[Any]):
+    """An endless-looking iterator for train steps: `next(loader)` is this rank's share of the next global batch.
+
+    It counts each batch it hands out (`sampler.consume()`), goes over the ends of epochs without a pause, and raises
+    StopIteration after the last one. When the sampler was rolled back, loaded or given a new world it notices by
+    itself and continues from where the sampler is now. Prefetching workers may run ahead as they like: only what was
+    handed out counts, and only for good once it is committed.
+
+    For gradient accumulation call `next` several times in one step, on every rank equally often. If StopIteration
+    comes in the middle, what was drawn before it is in `sampler.pending` and still wants a step::
+
+        batches = list(itertools.islice(loader, 4))
+        if not batches:
+            raise StopIteration
+
+    Each start of the DataLoader draws from a generator of its own, seeded by seed, epoch, batch and rank. The global
+    random state of torch, which the train step's dropout uses, is not touched, so that a repeated step sees the same
+    numbers. (What a dataset draws in a worker process depends on that worker's past and does not repeat.)
+    Use it from the training thread only. A pickled or copied loader starts its workers anew.
+
+    Args:
+        dataset: map-style dataset with the length that the sampler was made for.
+        sampler: says what to load; its `set_world` must have been called if there are several ranks.
+        **dataloader_kwargs: for `torch.utils.data.DataLoader`: num_workers, collate_fn, pin_memory, ... With workers,
+            `persistent_workers` is True unless given.
+
+    Raises:
+        ValueError: the dataset is iterable-style or of another length, or an argument is given that the sampler decides
+            (batch_size, shuffle, sampler, batch_sampler, drop_last, in_order).
+    """
+
+    def __init__(self, dataset: Dataset[Any], sampler: ElasticBatchSampler, **dataloader_kwargs: Any) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise ValueError("ElasticLoader needs a map-style dataset: samples are addressed by index")
+        size = len(dataset)  # type: ignore[arg-type] # torch types no __len__ on Dataset, but batch sampling needs one
+        if size != sampler.dataset_size:
+            raise ValueError(f"the dataset has {size} samples but its sampler was made for {sampler.dataset_size}")
+        refused = [name for name in _REFUSED if name in dataloader_kwargs]
+        if refused:
+            raise ValueError(f"ElasticLoader does not take {', '.join(refused)}: the sampler decides what comes when")
+        self.dataset = dataset
+        self.sampler = sampler
+        self._options = dict(dataloader_kwargs)
+        if self._options.get("num_workers", 0) > 0:
+            self._options.setdefault("persistent_workers", True)
+        self._dataloader: DataLoader[Any] | None = None
+        self._running: Iterator[Any] | None = None
+        self._running_for: tuple[tuple[int, int], int, int] | None = None
+        self._workers: set[BaseProcess] = set()
+
+    def __iter__(self) -> ElasticLoader:
+        return self
+
+    def __next__(self) -> Any:
+        if self.sampler.position[0] >= self.sampler.epochs:
+            self.close()
+            raise StopIteration
+        # Comparing positions is exact: a rollback with nothing drawn, or loading the position where we are, keeps what
+        # was prefetched.
+        try:
+            if self._running is None or self._running_for != self._place():
+                self._start()
+            assert self._running is not None
+            batch = next(self._running)
+        except BaseException as error:
+            # A worker may be gone, or be in the middle of another batch: begin again with a fresh set.
+            self.close()
+            if isinstance(error, StopIteration):
+                raise RuntimeError("the DataLoader ended before its sampler did") from error
+            raise
+        self.sampler.consume()
+        self._running_for = self._place()
+        return batch
+
+    def reset(self) -> None:
+        """Drop what was prefetched; the next `next` starts from where the sampler is. Keeps the workers.
+
+        Never needed for correctness. Costs nothing when nothing is running.
+        """
+        self._running = None
+        self._running_for = None
+
+    def close(self) -> None:
+        """Drop what was prefetched and let the workers end. A later `next` starts them anew."""
+        self.reset()
+        self._dataloader = None
+        self._workers = set()
+
+    def _place(self) -> tuple[tuple[int, int], int, int]:
+        return self.sampler.position, self.sampler.rank, self.sampler.world_size
+
+    def _start(self) -> None:
+        self.reset()
+        if not all(worker.is_alive() for worker in self._workers):
+            # DataLoader would notice too, but only after waiting five seconds for the dead one's answer.
+            logger.warning("a data worker of this loader died; starting new ones")
+            self._dataloader = None
+        if self._dataloader is None:
+            options = {"generator": torch.Generator(), **self._options}
+            self._dataloader = DataLoader(self.dataset, batch_sampler=_Upcoming(self.sampler), **options)
+        others = set(multiprocessing.active_children())
+        self._running = self._iterate(self._dataloader)
+        self._running_for = self._place()
+        started = set(multiprocessing.active_children()) - others
+        if started and self._options.get("persistent_workers"):  # the others end with each iterator, and should
+            self._workers = started
+
+    def _iterate(self, dataloader: DataLoader[Any]) -> Iterator[Any]:
+        if "generator" not in self._options and dataloader.generator is not None:
+            (epoch, number), rank, _ = self._place()
+            base = mixed_seed(self.sampler.seed, epoch)
+            dataloader.generator.manual_seed(mixed_seed(base * 2**32 + number, rank))
+        return iter(dataloader)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_dataloader": None, "_running": None, "_running_for": None, "_workers": set()}
