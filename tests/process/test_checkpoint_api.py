@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from torchelastic.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    CorruptCheckpointError,
+    FileSystemCheckpointManager,
+    api,
+    get_checkpoint_manager,
+    set_checkpoint_manager,
+)
+from torchelastic.checkpoint.api import load_latest, save
+
+
+class ByteState:
+    """A state that is just bytes."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = data
+
+    def save(self, stream: BinaryIO) -> None:
+        stream.write(self.data)
+
+    def load(self, stream: BinaryIO) -> None:
+        self.data = stream.read()
+
+
+class FailingState(ByteState):
+    """Fails in the middle of saving, or after it has read everything."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(b"half of it")
+        self.error = error
+
+    def save(self, stream: BinaryIO) -> None:
+        super().save(stream)
+        raise self.error
+
+    def load(self, stream: BinaryIO) -> None:
+        super().load(stream)
+        raise self.error
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> FileSystemCheckpointManager:
+    return FileSystemCheckpointManager(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def folder(manager: FileSystemCheckpointManager, tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def loaded(manager: CheckpointManager) -> bytes | None:
+    state = ByteState()
+    return state.data if load_latest(manager, state) is not None else None
+
+
+def test_what_was_saved_last_is_loaded(manager: FileSystemCheckpointManager) -> None:
+    for data in (b"one", b"two", b"three"):
+        save(manager, ByteState(data))
+    state = ByteState()
+    checkpoint = load_latest(manager, state)
+    assert repr(checkpoint) == repr(manager.get_latest_checkpoint())
+    assert state.data == b"three"
+
+
+def test_nothing_is_loaded_where_there_is_nothing(manager: FileSystemCheckpointManager) -> None:
+    state = ByteState(b"initial")
+    assert load_latest(manager, state) is None
+    assert state.data == b"initial"
+
+
+def flip_one_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+@pytest.mark.parametrize(
+    ("harm", "file", "reason"),
+    [
+        (truncate, "default", "has 4 bytes, and its manifest says 5"),
+        (extend, "default", "has 6 bytes, and its manifest says 5"),
+        (flip_one_bit, "default", "the digest of its stream 'default' does not match"),
+        (Path.unlink, "default", "No such file"),
+        (truncate, "manifest.json", "is damaged"),
+        (flip_one_bit, "manifest.json", "its manifest is damaged"),
+        (Path.unlink, "manifest.json", "it has no manifest"),
+    ],
+)
+def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_one_is_loaded(
+    manager: FileSystemCheckpointManager,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    harm: object,
+    file: str,
+    reason: str,
+) -> None:
+    save(manager, ByteState(b"older"))
+    save(manager, ByteState(b"newer"))
+    assert callable(harm)
+    before = (folder / "1" / file).read_bytes()
+    harm(folder / "1" / file)
+    assert not (folder / "1" / file).exists() or (folder / "1" / file).read_bytes() != before
+    with caplog.at_level(logging.WARNING, logger=api.__name__):
+        if (harm, file) == (truncate, "manifest.json"):  # only the final newline is lost: that is no damage
+            assert loaded(manager) == b"newer"
+            return
+        assert loaded(manager) == b"older"
+    (record,) = caplog.records
+    assert str(folder / "1") in record.getMessage()
+    assert reason in record.getMessage()
+
+
+def test_training_never_starts_from_scratch_silently(manager: FileSystemCheckpointManager, folder: Path) -> None:
+    for data in (b"older", b"newer"):
+        save(manager, ByteState(data))
+    flip_one_bit(folder / "0" / "default")
+    truncate(folder / "1" / "default")
+    state = ByteState(b"initial")
+    with pytest.raises(CorruptCheckpointError, match="no checkpoint can be loaded") as info:
+        load_latest(manager, state)
+    assert str(folder / "0") in str(info.value)
+    assert str(folder / "1") in str(info.value)
+    assert state.data == b"initial"
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong shape"), OSError(5, "of the user"), EOFError(), KeyError("layer")])
+def test_what_load_raises_on_intact_bytes_propagates_unchanged(
+    manager: FileSystemCheckpointManager, error: Exception
+) -> None:
+    for data in (b"older", b"newer"):
+        save(manager, ByteState(data))
+    state = FailingState(error)
+    with pytest.raises(type(error)) as info:
+        load_latest(manager, state)
+    assert info.value is error
+    assert state.data == b"newer"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("user"), RuntimeError("user"), StopIteration(), OSError("user"), KeyboardInterrupt()]
+)
+def test_a_save_that_fails_leaves_nothing_and_keeps_its_error(
+    manager: FileSystemCheckpointManager, folder: Path, error: BaseException
+) -> None:
+    save(manager, ByteState(b"good"))
+    with pytest.raises(type(error)) as info:
+        save(manager, FailingState(error))
+    assert info.value is error
+    assert [path.name for path in folder.iterdir()] == ["0"]
+    assert loaded(manager) == b"good"
+
+
+class SpyCheckpoint(Checkpoint):
+    """As a user may write one for 0.1; remembers its calls, and fails where it is told."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.fails_at = fails_at
+        self.calls: list[str] = []
+        self.stream = io.BytesIO()
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails_at:
+            raise RuntimeError(f"{name} failed")
+
+    def open_output_stream(self, key: str) -> BinaryIO:
+        self._called(f"open {key}")
+        return self.stream
+
+    def open_input_stream(self, key: str) -> BinaryIO:
+        self._called(f"read {key}")
+        return io.BytesIO(b"stored")
+
+    def commit(self) -> None:
+        self._called("commit")
+
+    def discard(self) -> None:
+        self.calls.append("discard")
+        raise AttributeError("a failure of discard must not hide the first one")
+
+
+class SpyManager(CheckpointManager):
+    def __init__(self, checkpoint: SpyCheckpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def create_checkpoint(self) -> Checkpoint:
+        return self.checkpoint
+
+    def get_checkpoint(self, sequence_id: int) -> Checkpoint | None:
+        return self.checkpoint
+
+    def get_latest_checkpoint(self) -> Checkpoint | None:
+        return self.checkpoint
+
+    def list_checkpoints(self) -> Sequence[Checkpoint]:
+        return [self.checkpoint]
+
+
+@pytest.mark.parametrize("fails_at", ["open default", "commit"])
+def test_the_first_failure_is_raised_even_if_discarding_fails_too(fails_at: str) -> None:
+    checkpoint = SpyCheckpoint(fails_at)
+    with pytest.raises(RuntimeError, match=f"{fails_at} failed"):
+        save(SpyManager(checkpoint), ByteState(b"x"))
+    assert checkpoint.calls[-1] == "discard"
+
+
+def test_a_manager_with_only_the_methods_of_0_1_works() -> None:
+    checkpoint = SpyCheckpoint()
+    assert save(SpyManager(checkpoint), ByteState(b"x")) is checkpoint
+    assert checkpoint.calls == ["open default", "commit"]
+    assert checkpoint.stream.closed
+    assert loaded(SpyManager(checkpoint)) == b"stored"
+
+
+class HidingState(ByteState):
+    """Hides an error of the stream behind one of its own, as torch.save does."""
+
+    def save(self, stream: BinaryIO) -> None:
+        try:
+            super().save(stream)
+        except OSError:
+            raise RuntimeError("unexpected pos 768 vs 662") from None
+
+
+class FailingStream(io.BytesIO):
+    failure: CheckpointError | None = None
+
+    def write(self, _data: object, /) -> int:
+        self.failure = CheckpointError("the disk is full")
+        raise self.failure
+
+
+def test_the_error_of_the_stream_is_raised_where_the_state_hid_it() -> None:
+    checkpoint = SpyCheckpoint()
+    checkpoint.stream = FailingStream()
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        save(SpyManager(checkpoint), HidingState(b"x"))
+    assert checkpoint.calls == ["open default", "discard"]
+
+
+def test_a_checkpoint_without_the_default_stream_is_not_passed_over(manager: FileSystemCheckpointManager) -> None:
+    save(manager, ByteState(b"older"))
+    checkpoint = manager.create_checkpoint()
+    checkpoint.open_output_stream("weights").close()
+    checkpoint.commit()
+    with pytest.raises(CheckpointError, match=r"/1 has no stream 'default'; it has 'weights'"):
+        loaded(manager)
+
+
+@pytest.fixture
+def _no_manager_afterwards() -> Iterator[None]:
+    yield
+    set_checkpoint_manager(None)
+
+
+@pytest.mark.usefixtures("_no_manager_afterwards")
+def test_the_manager_of_the_process_is_the_one_set_last(manager: FileSystemCheckpointManager) -> None:
+    assert get_checkpoint_manager() is None
+    set_checkpoint_manager(manager)
+    assert get_checkpoint_manager() is api.get_checkpoint_manager() is manager
+
+
+def test_checkpoints_need_no_torch_and_both_front_doors_have_all_names() -> None:
+    program = """
+import sys
+names = ["Checkpoint", "CheckpointManager", "FileSystemCheckpointManager", "set_checkpoint_manager",
+         "get_checkpoint_manager"]
+import torchelastic.checkpoint
+assert "torchelastic.checkpoint.api" not in sys.modules
+import torchelastic.checkpoint.api
+assert "torchelastic.checkpoint.file_system" not in sys.modules
+for name in names:
+    assert getattr(torchelastic.checkpoint, name) is getattr(torchelastic.checkpoint.api, name), name
+    assert name in dir(torchelastic.checkpoint) and name in torchelastic.checkpoint.__all__
+from torchelastic.checkpoint import *
+from torchelastic.checkpoint.api import *
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("module", ["torchelastic.checkpoint", "torchelastic.checkpoint.api"])
+def test_an_unknown_name_is_an_attribute_error(module: str) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'CheckpointUtil'"):
+        _ = sys.modules[module].CheckpointUtil

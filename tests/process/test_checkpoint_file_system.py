@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
+from torchelastic.checkpoint.file_system import FileSystemCheckpoint
+from torchelastic.checkpoint.manifest import _digest
+from torchelastic.checkpoint.staging import ABANDONED_AFTER_S, Owner, encode_staging_name, this_process
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> FileSystemCheckpointManager:
+    return FileSystemCheckpointManager(tmp_path)
+
+
+def write(checkpoint: FileSystemCheckpoint, data: bytes = b"data", key: str = "default") -> FileSystemCheckpoint:
+    with checkpoint.open_output_stream(key) as stream:
+        stream.write(data)
+    return checkpoint
+
+
+def commit(manager: FileSystemCheckpointManager, data: bytes = b"data") -> FileSystemCheckpoint:
+    checkpoint = write(manager.create_checkpoint(), data)
+    checkpoint.commit()
+    return checkpoint
+
+
+def read(checkpoint: FileSystemCheckpoint | None, key: str = "default") -> bytes:
+    assert checkpoint is not None
+    with checkpoint.open_input_stream(key) as stream:
+        return stream.read()
+
+
+def ids(manager: FileSystemCheckpointManager) -> list[int]:
+    return [checkpoint.sequence_id for checkpoint in manager.list_checkpoints()]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Layout, ids, life of a checkpoint
+
+
+def test_the_layout_is_that_of_0_1_with_a_manifest(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
+    commit(manager, b"hello")
+    assert names(tmp_path) == ["0"]
+    assert names(tmp_path / "0") == ["default", "manifest.json"]
+    assert (tmp_path / "0" / "default").read_bytes() == b"hello"
+    manifest = json.loads((tmp_path / "0" / "manifest.json").read_text())
+    assert manifest["version"] == 1
+    assert manifest["streams"] == {"default": {"size_bytes": 5, "sha256": hashlib.sha256(b"hello").hexdigest()}}
+
+
+def test_constructing_a_checkpoint_creates_nothing(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
+    FileSystemCheckpoint(5, tmp_path)
+    manager.create_checkpoint()
+    assert names(tmp_path) == []
+    assert ids(manager) == []
+
+
+def test_a_checkpoint_is_seen_only_after_commit(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
+    commit(manager, b"old")
+    checkpoint = write(manager.create_checkpoint(), b"new")
+    assert ids(manager) == [0]
+    assert read(manager.get_latest_checkpoint()) == b"old"
+    with pytest.raises(CheckpointError, match="was not committed"):
+        checkpoint.open_input_stream("default")
+    checkpoint.commit()
+    assert ids(manager) == [1, 0]
+    assert read(manager.get_latest_checkpoint()) == read(checkpoint) == b"new"
+
+
+def test_ids_grow_over_committed_uncommitted_and_foreign_names(tmp_path: Path) -> None:
+    for name in ("3", "007", "9a", "-8", "²"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "4").write_text("a file in the way")
+    manager = FileSystemCheckpointManager(tmp_path)
+    assert manager.create_checkpoint().sequence_id == 5
+    assert manager.create_checkpoint().sequence_id == 6
+    assert commit(manager).sequence_id == 7
+    assert FileSystemCheckpointManager(tmp_path).create_checkpoint().sequence_id == 8
+    assert ids(manager) == [7]
+
+
+def test_a_checkpoint_is_found_by_its_id(manager: FileSystemCheckpointManager) -> None:
+    commit(manager, b"zero")
+    commit(manager, b"one")
+    assert read(manager.get_checkpoint(0)) == b"zero"
+    assert manager.get_checkpoint(2) is None
+
+
+def test_there_is_no_latest_checkpoint_at_first(manager: FileSystemCheckpointManager) -> None:
+    assert manager.get_latest_checkpoint() is None
+    assert manager.list_checkpoints() == []
+
+
+def test_the_latest_checkpoint_is_the_newest_complete_one(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
+    commit(manager, b"older")
+    commit(manager, b"newer")
+    (tmp_path / "1" / "default").write_bytes(b"new")
+    assert read(manager.get_latest_checkpoint()) == b"older"
+    assert ids(manager) == [0]
+    assert [checkpoint.sequence_id for checkpoint in manager.list_candidates()] == [1, 0]
+
+
+def test_a_checkpoint_has_many_streams_that_appear_together(manager: FileSystemCheckpointManager) -> None:
+    checkpoint = write(manager.create_checkpoint(), b"a", "default")
+    write(checkpoint, b"b", "sampler")
+    write(checkpoint, b"", "empty")
+    checkpoint.commit()
+    assert [read(checkpoint, key) for key in ("default", "sampler", "empty")] == [b"a", b"b", b""]
+
+
+def test_discard_removes_what_was_written(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
+    checkpoint = manager.create_checkpoint()
+    stream = checkpoint.open_output_stream("default")
+    stream.write(b"never closed")
+    assert len(names(tmp_path)) == 1
+    checkpoint.discard()
+    checkpoint.discard()
+    assert stream.closed
+    assert names(tmp_path) == []
+    with pytest.raises(CheckpointError, match="is discarded and cannot be committed"):
+        checkpoint.commit()
+
+
+def test_discard_after_commit_removes_nothing(manager: FileSystemCheckpointManager) -> None:
+    checkpoint = commit(manager)
+    checkpoint.discard()
+    assert ids(manager) == [0]
+    found = manager.get_checkpoint(0)
+    assert found is not None
+    found.discard()
+    assert read(found) == b"data"
+
+
+def test_everything_is_on_the_disk_before_it_is_published_and_the_name_after(
+    manager: FileSystemCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A power failure cannot be had in a test; the order of the calls that guard against one can.
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        calls.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name.partition('-')[0]}")
+        fsync(descriptor)
+
+    def recorded_rename(source: Path, target: Path) -> None:
+        calls.append(f"rename to {target.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    commit(manager)
+    parent = tmp_path.name.partition("-")[0]
+    assert calls == ["fsync default", "fsync manifest.json", "fsync .tmp", "rename to 0", f"fsync {parent}"]
+
+
+def test_commit_closes_streams_that_are_open(manager: FileSystemCheckpointManager) -> None:
+    checkpoint = manager.create_checkpoint()
+    checkpoint.open_output_stream("default").write(b"left open")
+    checkpoint.commit()
+    assert read(checkpoint) == b"left open"
+
+
+def test_a_committed_checkpoint_cannot_be_changed(manager: FileSystemCheckpointManager) -> None:
+    for checkpoint in (commit(manager), manager.get_checkpoint(0)):
+        assert checkpoint is not None
+        with pytest.raises(CheckpointError, match="is committed and cannot be written"):
+            checkpoint.open_output_stream("more")
+        with pytest.raises(CheckpointError, match="is committed and cannot be committed"):
+            checkpoint.commit()
+
+
+def test_a_checkpoint_without_a_stream_cannot_be_committed(manager: FileSystemCheckpointManager) -> None:
+    with pytest.raises(CheckpointError, match="nothing was written"):
+        manager.create_checkpoint().commit()
+    assert ids(manager) == []
+
+
+@pytest.mark.parametrize("key", ["", ".", "..", ".hidden", "a/b", "../1/default", "nul\0", "manifest.json"])
+def test_a_key_that_is_no_file_name_is_refused(manager: FileSystemCheckpointManager, tmp_path: Path, key: str) -> None:
+    with pytest.raises(ValueError, match="is no key for a stream"):
+        manager.create_checkpoint().open_output_stream(key)
+    assert names(tmp_path) == []
+
+
+def test_a_stream_is_written_once(manager: FileSystemCheckpointManager) -> None:
+    checkpoint = write(manager.create_checkpoint())
+    with pytest.raises(ValueError, match="was opened for writing before"):
+        checkpoint.open_output_stream("default")
+
+
+def test_a_checkpoint_of_a_newer_release_is_neither_damaged_nor_passed_over(
+    manager: FileSystemCheckpointManager, tmp_path: Path
+) -> None:
+    commit(manager)
+    (tmp_path / "1").mkdir()
+    document: dict[str, object] = {"version": 2}
+    document["manifest_sha256"] = _digest(document)
+    (tmp_path / "1" / "manifest.json").write_text(json.dumps(document))
+    assert ids(manager) == [1, 0]
+    with pytest.raises(CheckpointError, match="manifest version 2"):
+        read(manager.get_latest_checkpoint())
+
+
+def test_whoever_may_read_the_folder_may_read_a_checkpoint(
+    manager: FileSystemCheckpointManager, tmp_path: Path
+) -> None:
+    umask = os.umask(0o022)
+    try:
+        commit(manager)
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "0", *(tmp_path / "0").iterdir())}
+    assert modes == {"0": 0o755, "default": 0o644, "manifest.json": 0o644}
+
+
+def test_a_relative_folder_stays_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    manager = FileSystemCheckpointManager("a/b")
+    monkeypatch.chdir("/")
+    commit(manager)
+    assert (tmp_path / "a" / "b" / "0" / "default").exists()
+
+
+# Several writers
+
+
+def test_two_writers_of_one_id_publish_both_checkpoints(tmp_path: Path) -> None:
+    first = write(FileSystemCheckpointManager(tmp_path).create_checkpoint(), b"first")
+    second = write(FileSystemCheckpointManager(tmp_path).create_checkpoint(), b"second")
+    assert first.sequence_id == second.sequence_id == 0
+    second.commit()
+    first.commit()
+    assert (second.sequence_id, first.sequence_id) == (0, 1)
+    assert (read(second), read(first)) == (b"second", b"first")
+
+
+def test_a_file_in_the_way_is_not_overwritten(manager: FileSystemCheckpointManager, tmp_path: Path) -> None:
+    checkpoint = write(manager.create_checkpoint())
+    (tmp_path / "0").write_text("precious")
+    checkpoint.commit()
+    assert checkpoint.sequence_id == 1
+    assert (tmp_path / "0").read_text() == "precious"
+
+
+# Retention
+
+
+def test_all_checkpoints_are_kept_by_default(manager: FileSystemCheckpointManager) -> None:
+    for _ in range(5):
+        commit(manager)
+    assert ids(manager) == [4, 3, 2, 1, 0]
+
+
+def test_keep_deletes_the_oldest_after_a_commit(tmp_path: Path) -> None:
+    manager = FileSystemCheckpointManager(tmp_path, keep=2)
+    seen = []
+    for _ in range(4):
+        commit(manager)
+        seen.append(ids(manager))
+    assert seen == [[0], [1, 0], [2, 1], [3, 2]]
+    assert names(tmp_path) == ["2", "3"]
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+    manager = FileSystemCheckpointManager(tmp_path, keep=2)
+    commit(manager)
+    commit(manager)
+    (tmp_path / "1" / "default").write_bytes(b"torn")
+    (tmp_path / "1" / "manifest.json").write_bytes(b"{")
+    commit(manager)
+    assert ids(manager) == [2, 0]
+    assert names(tmp_path) == ["0", "1", "2"]
+
+
+def test_a_checkpoint_being_written_survives_the_deletion_of_old_ones(tmp_path: Path) -> None:
+    manager = FileSystemCheckpointManager(tmp_path, keep=1)
+    slow = write(manager.create_checkpoint(), b"slow")
+    commit(manager)
+    commit(manager)
+    slow.commit()
+    assert ids(manager) == [2]
+    assert names(tmp_path) == ["2"]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_none_is_refused(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(ValueError, match="give at least 1"):
+        FileSystemCheckpointManager(tmp_path, keep=keep)
+
+
+# The folder
+
+
+def test_a_missing_folder_is_created(tmp_path: Path) -> None:
+    manager = FileSystemCheckpointManager(tmp_path / "a" / "b")
+    commit(manager)
+    assert names(tmp_path / "a" / "b") == ["0"]
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="checkpoint_dir is empty"):
+        FileSystemCheckpointManager("")
+
+
+def test_a_folder_below_a_file_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"a file is where a folder should be.*file/checkpoints"):
+        FileSystemCheckpointManager(tmp_path / "file" / "checkpoints")
+
+
+def test_a_file_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"choose another checkpoint_dir.*file'"):
+        FileSystemCheckpointManager(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training() -> None:
+    # Even the superuser can create nothing here.
+    with pytest.raises(CheckpointError, match=r"could not prepare the folder for checkpoints.*'/proc/1'"):
+        FileSystemCheckpointManager("/proc/1")
+
+
+@pytest.fixture
+def read_only_mount(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", mount], capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"may not mount here: {done.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
+
+
+def test_a_read_only_folder_is_refused_before_training(read_only_mount: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"Read-only file system \(it is mounted read-only; remount it"):
+        FileSystemCheckpointManager(read_only_mount)
+
+
+def test_an_error_survives_the_way_between_processes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError) as info:
+        FileSystemCheckpointManager(tmp_path / "file")
+    copy = pickle.loads(pickle.dumps(info.value))
+    assert (type(copy), str(copy), copy.errno) == (CheckpointError, str(info.value), info.value.errno)
+
+
+# Left-overs
+
+
+def leave_behind(folder: Path, owner: Owner, age_s: float = 0.0) -> Path:
+    left = folder / encode_staging_name(owner, "0123456789abcdef")
+    left.mkdir()
+    (left / "default").write_bytes(b"unfinished")
+    then_s = left.stat().st_mtime - age_s
+    for path in (left / "default", left):
+        os.utime(path, (then_s, then_s))
+    return left
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_the_left_over_of_a_dead_process_of_this_host_is_removed(tmp_path: Path, dead_pid: int) -> None:
+    here = this_process()
+    left = leave_behind(tmp_path, Owner(here.host, here.scope, dead_pid))
+    FileSystemCheckpointManager(tmp_path)
+    assert not left.exists()
+
+
+def test_the_folder_of_a_living_process_stays(tmp_path: Path) -> None:
+    here = this_process()
+    left = leave_behind(tmp_path, Owner(here.host, here.scope, os.getppid()))
+    FileSystemCheckpointManager(tmp_path)
+    assert left.exists()
+
+
+def test_the_folder_of_another_host_stays_for_a_day(tmp_path: Path, dead_pid: int) -> None:
+    elsewhere = Owner("elsewhere", "0" * 12, dead_pid)
+    left = leave_behind(tmp_path, elsewhere, age_s=ABANDONED_AFTER_S - 600)
+    FileSystemCheckpointManager(tmp_path)
+    assert left.exists()
+
+
+def test_a_folder_that_nobody_touched_for_a_day_is_removed(tmp_path: Path, dead_pid: int) -> None:
+    left = leave_behind(tmp_path, Owner("elsewhere", "0" * 12, dead_pid), age_s=ABANDONED_AFTER_S + 600)
+    FileSystemCheckpointManager(tmp_path)
+    assert not left.exists()
+
+
+def test_a_file_written_lately_keeps_its_old_folder(tmp_path: Path, dead_pid: int) -> None:
+    left = leave_behind(tmp_path, Owner("elsewhere", "0" * 12, dead_pid), age_s=ABANDONED_AFTER_S + 600)
+    os.utime(left / "default")
+    FileSystemCheckpointManager(tmp_path)
+    assert left.exists()
+
+
+def test_a_writer_whose_folder_was_taken_away_publishes_nothing(
+    manager: FileSystemCheckpointManager, tmp_path: Path
+) -> None:
+    commit(manager, b"old")
+    checkpoint = write(manager.create_checkpoint(), b"late")
+    (left,) = tmp_path.glob(".tmp-*")
+    left.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="removed from outside"):
+        checkpoint.commit()
+    assert ids(manager) == [0]

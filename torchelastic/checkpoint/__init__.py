@@ -1,0 +1,49 @@
+"""Durable checkpoints: what is saved where, and how it is found again.
+
+Names are loaded on first use (PEP 562), so that importing this package costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.api import (
+        Checkpoint,
+        CheckpointManager,
+        get_checkpoint_manager,
+        set_checkpoint_manager,
+    )
+    from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+    from torchelastic.checkpoint.file_system import FileSystemCheckpointManager
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "CorruptCheckpointError",
+    "FileSystemCheckpointManager",
+    "get_checkpoint_manager",
+    "set_checkpoint_manager",
+]
+
+_HOME_OF_NAME = {
+    "Checkpoint": "torchelastic.checkpoint.api",
+    "CheckpointError": "torchelastic.checkpoint.errors",
+    "CheckpointManager": "torchelastic.checkpoint.api",
+    "CorruptCheckpointError": "torchelastic.checkpoint.errors",
+    "FileSystemCheckpointManager": "torchelastic.checkpoint.file_system",
+    "get_checkpoint_manager": "torchelastic.checkpoint.api",
+    "set_checkpoint_manager": "torchelastic.checkpoint.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF_NAME})

@@ -1,0 +1,161 @@
+"""Hidden folders in which checkpoints are written before they are published, and to which they move to be deleted.
+
+A process that is killed leaves its folder behind. The name of the folder tells who made it, so that the next manager
+can tell a left-over from the folder of a writer that is at work, also on a file system shared by many hosts.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+# A writer that has not touched its folder for so long is gone, or stopped for so long that it may lose this one save.
+ABANDONED_AFTER_S = 24 * 3600.0
+
+_NAME = re.compile(r"\.tmp-(?P<pid>\d{1,7})-[0-9a-f]{16}-(?P<scope>[0-9a-f]{12})-(?P<host>.+)")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that made a staging folder.
+
+    Attributes:
+        host: its host's name, for people. It identifies nothing: clones and containers share names.
+        scope: digest of host, boot and process namespace; process numbers can be compared within one scope only.
+        pid: its process number.
+    """
+
+    host: str
+    scope: str
+    pid: int
+
+
+def encode_staging_name(owner: Owner, token: str) -> str:
+    """The name of a staging folder; `decode_staging_name` finds the owner in it.
+
+    Args:
+        owner: who makes the folder.
+        token: 16 hexadecimal digits that this owner uses once.
+    """
+    return f".tmp-{owner.pid}-{token}-{owner.scope}-{owner.host}"
+
+
+def decode_staging_name(name: str) -> Owner | None:
+    """Whose staging folder has this name; None if it is no staging folder at all."""
+    match = _NAME.fullmatch(name)
+    return Owner(match["host"], match["scope"], int(match["pid"])) if match else None
+
+
+def is_abandoned(owner: Owner, observer: Owner, *, process_lives: bool, idle_s: float) -> bool:
+    """Decides whether a staging folder may be removed.
+
+    Args:
+        owner: who made the folder.
+        observer: who asks.
+        process_lives: whether a process with the owner's number exists where the observer runs; that counts only
+            if both are in one scope.
+        idle_s: for how many seconds nothing in the folder has changed, by the file system's own clock.
+    """
+    if owner.scope == observer.scope and not process_lives:
+        return True
+    return idle_s > ABANDONED_AFTER_S
+
+
+def this_process() -> Owner:
+    """The calling process as the owner of a staging folder. Asked anew each time, since a fork changes the answer."""
+    host = socket.gethostname().replace("/", "_")[:64] or "unnamed"
+    boot, namespace = "", ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        pass  # not Linux: there are no process namespaces, and the host's name alone has to do
+    scope = hashlib.sha256("\n".join((host, boot, namespace)).encode()).hexdigest()[:12]
+    return Owner(host, scope, os.getpid())
+
+
+def make_staging_folder(parent: Path) -> Path:
+    """Creates an empty staging folder of the calling process in `parent`."""
+    folder = new_staging_path(parent)
+    folder.mkdir()  # with the user's umask: published folders must be readable by whoever may read the parent
+    return folder
+
+
+def remove_folder(folder: Path) -> bool:
+    """Removes a folder, so that nobody ever sees a part of it under its name. Returns False if it was gone already.
+
+    A failure is logged and not raised: nothing that was committed depends on it, and the next manager tries again.
+    """
+    doomed = new_staging_path(folder.parent)
+    try:
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+    except FileNotFoundError:
+        return False  # another process was faster
+    except OSError as error:
+        log.warning("could not remove %s completely: %s", folder, error)
+    return True
+
+
+def remove_abandoned_folders(parent: Path, now_s: float) -> None:
+    """Removes the staging folders in `parent` whose writers are gone.
+
+    Args:
+        parent: the checkpoint folder.
+        now_s: the time as the file system tells it (the modification time of a file just written there), so that the
+            clocks of other hosts do not matter.
+    """
+    observer = this_process()
+    for folder in sorted(parent.iterdir()):
+        owner = decode_staging_name(folder.name)
+        if owner is None:
+            continue
+        try:
+            idle_s = now_s - _last_change_s(folder)
+        except FileNotFoundError:
+            continue  # being published or removed while we look
+        lives = _process_lives(owner.pid)
+        if is_abandoned(owner, observer, process_lives=lives, idle_s=idle_s) and remove_folder(folder):
+            log.info("removed %s, left behind by process %d on %s", folder, owner.pid, owner.host)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable (files are made durable by their own fsync)."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems cannot do this for folders; they order names themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def new_staging_path(parent: Path) -> Path:
+    """A name in `parent` that nobody uses, for a staging folder of the calling process."""
+    return parent / encode_staging_name(this_process(), secrets.token_hex(8))
+
+
+def _last_change_s(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+
+
+def _process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it lives, as another user
+    return True
