@@ -1,0 +1,445 @@
+"""The train loop against a coordinator that obeys the test: the order of calls, and what each failure costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import torchelastic
+from torchelastic import train_loop
+from torchelastic.checkpoint import Checkpoint, CheckpointManager
+from torchelastic.coordinator import Coordinator
+from torchelastic.train_loop import train
+
+
+class ScriptedCoordinator(Coordinator):
+    """A world of one that does what it is told, and notes every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.errors: list[BaseException] = []
+        self.stopped = False
+        self.leave_after: set[int] = set()
+        self.fail: dict[str, list[Exception]] = {}
+        self.steps = 0
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fail.get(name):
+            raise self.fail[name].pop(0)
+
+    def rendezvous_barrier(self) -> Any:
+        self._note("rendezvous_barrier")
+        return None, 0, 1
+
+    def init_process_group(self) -> None:
+        self._note("init_process_group")
+
+    def should_save_checkpoint(self) -> bool:
+        self._note("should_save_checkpoint")
+        return False
+
+    def should_rendezvous(self, state: torchelastic.State) -> bool:
+        self._note("should_rendezvous")
+        return self.steps in self.leave_after
+
+    def should_stop_training(self) -> bool:
+        return self.stopped
+
+    def signal_training_done(self) -> None:
+        self._note("signal_training_done")
+        self.stopped = True
+
+    def monitor_progress(self, state: torchelastic.State, worker_stats: Any) -> None:
+        self._note("monitor_progress")
+
+    def report_progress(self, state: torchelastic.State) -> None:
+        self._note("report_progress")
+
+    def on_error(self, e: BaseException) -> None:
+        self.errors.append(e)
+        self._note("on_error")
+
+    def step_committed(self) -> None:
+        self.steps += 1
+
+
+class Counter(torchelastic.State):
+    """Counts steps; its snapshot is the count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.syncs = 0
+        self.applied: list[int] = []
+        self.fail_sync: list[Exception] = []
+
+    def sync(self) -> None:
+        self.syncs += 1
+        if self.fail_sync:
+            raise self.fail_sync.pop(0)
+
+    def snapshot(self) -> int:
+        return self.count
+
+    def apply(self, snapshot: int) -> None:
+        self.applied.append(snapshot)
+        self.count = snapshot
+
+
+def count_to(limit: int, at: dict[int, Exception] | None = None) -> Callable[[Counter], None]:
+    """A train step that counts, raises each of `at` once after having counted, and ends at `limit`."""
+    faults = dict(at or {})
+
+    def step(state: Counter) -> None:
+        if state.count == limit:
+            raise StopIteration
+        state.count += 1
+        if state.count in faults:
+            raise faults.pop(state.count)
+
+    return step
+
+
+def test_the_order_of_calls_is_that_of_0_1() -> None:
+    coordinator = ScriptedCoordinator()
+    state = train(coordinator, count_to(1), Counter())
+    assert isinstance(state, Counter)
+    assert state.count == 1
+    assert coordinator.calls == [
+        "rendezvous_barrier",
+        "init_process_group",
+        "monitor_progress",
+        "should_rendezvous",
+        "report_progress",
+        "signal_training_done",
+    ]
+
+
+def test_a_step_that_raises_a_runtime_error_is_rolled_back_and_repeated() -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    train(coordinator, count_to(5, {3: RuntimeError("lost")}), state)
+    assert (state.count, state.applied, state.syncs) == (5, [2], 2)
+    assert coordinator.steps == 5
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, NotImplementedError, RecursionError])
+def test_an_exception_of_the_user_keeps_its_type_and_is_not_retried(kind: type[Exception]) -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    with pytest.raises(kind):
+        train(coordinator, count_to(5, {3: kind("mine")}), state)
+    assert state.applied == []
+    assert isinstance(coordinator.errors[0], kind)
+
+
+def test_retryable_is_a_runtime_error_and_non_retryable_is_not() -> None:
+    state = Counter()
+    train(ScriptedCoordinator(), count_to(4, {2: torchelastic.RetryableException()}), state)
+    assert state.applied == [1]
+    with pytest.raises(torchelastic.NonRetryableException):
+        train(ScriptedCoordinator(), count_to(4, {2: torchelastic.NonRetryableException()}), Counter())
+
+
+def test_failures_in_a_row_are_bounded_and_the_last_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_loop, "MAX_FAILURES", 4)
+    tries = 0
+
+    def step(state: Counter) -> None:
+        nonlocal tries
+        tries += 1
+        raise RuntimeError(f"try {tries}")
+
+    with pytest.raises(RuntimeError, match="4 failures in a row") as caught:
+        train(ScriptedCoordinator(), step, Counter())
+    assert str(caught.value.__cause__) == "try 4"
+    assert tries == 4
+
+
+def test_a_committed_step_sets_the_count_of_failures_back() -> None:
+    faults: dict[int, Exception] = {number: RuntimeError() for number in range(1, 30)}
+    state = Counter()
+    train(ScriptedCoordinator(), count_to(30, faults), state, max_failures=2)
+    assert state.count == 30
+
+
+def test_an_argument_goes_before_the_module_bound() -> None:
+    def step(state: Counter) -> None:
+        raise RuntimeError("always")
+
+    with pytest.raises(RuntimeError, match="1 failures in a row"):
+        train(ScriptedCoordinator(), step, Counter(), max_failures=1)
+
+
+def test_a_formation_that_fails_applies_nothing() -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    coordinator.fail["init_process_group"] = [RuntimeError("a peer did not come")]
+    train(coordinator, count_to(3), state)
+    assert (state.count, state.applied) == (3, [])
+    assert coordinator.calls.count("rendezvous_barrier") == 2
+
+
+def test_a_sync_that_fails_is_undone_and_tried_in_the_next_group() -> None:
+    state = Counter()
+    state.fail_sync = [RuntimeError("the source died")]
+    train(ScriptedCoordinator(), count_to(3), state)
+    assert (state.count, state.applied, state.syncs) == (3, [0], 2)
+
+
+@pytest.mark.parametrize("where", ["monitor_progress", "should_rendezvous", "report_progress"])
+def test_what_fails_after_the_commit_costs_a_group_and_never_the_step(where: str) -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    coordinator.fail[where] = [RuntimeError("a peer died")]
+    train(coordinator, count_to(3), state)
+    assert (state.count, state.applied, coordinator.steps) == (3, [], 3)
+    assert coordinator.calls.count("rendezvous_barrier") == 2
+
+
+def test_leaving_the_group_undoes_nothing() -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    coordinator.leave_after = {2}
+    train(coordinator, count_to(4), state)
+    assert (state.count, state.applied, state.syncs) == (4, [], 2)
+
+
+def test_a_closed_run_returns_the_state() -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    coordinator.fail["rendezvous_barrier"] = [torchelastic.StopException("closed")]
+    assert train(coordinator, count_to(3), state) is state
+    assert state.count == 0
+
+
+def test_non_retryable_from_the_barrier_ends_the_run() -> None:
+    coordinator = ScriptedCoordinator()
+    coordinator.fail["rendezvous_barrier"] = [torchelastic.NonRetryableException("no group in time")]
+    with pytest.raises(torchelastic.NonRetryableException, match="no group in time"):
+        train(coordinator, count_to(3), Counter())
+
+
+def test_what_a_step_may_return() -> None:
+    stats = torchelastic.SimpleWorkerStats(3.0)
+    train(ScriptedCoordinator(), _returning(lambda _state: None), Counter())
+    train(ScriptedCoordinator(), _returning(lambda _state: stats), Counter())
+    replaced = Counter()
+    final = train(ScriptedCoordinator(), _returning(lambda _state: (replaced, stats)), Counter())
+    assert final is replaced
+
+
+def _returning(value_of: Callable[[Counter], Any]) -> Callable[[Counter], Any]:
+    calls = 0
+
+    def step(state: Counter) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise StopIteration
+        return value_of(state)
+
+    return step
+
+
+@pytest.mark.parametrize("value", [3, "loss", (1, 2), [None]])
+def test_anything_else_that_a_step_returns_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(TypeError, match="return None, a WorkerStats, or"):
+        train(ScriptedCoordinator(), _returning(lambda _state: value), Counter())
+
+
+def test_something_that_is_no_state_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torchelastic\.State"):
+        train(ScriptedCoordinator(), count_to(1), object())  # type: ignore[arg-type]  # what the test is about
+
+
+def test_a_snapshot_without_apply_is_refused_before_anything_is_trained() -> None:
+    class Forgetful(torchelastic.State):
+        def sync(self) -> None: ...
+
+        def snapshot(self) -> int:
+            return 1
+
+    coordinator = ScriptedCoordinator()
+    with pytest.raises(torchelastic.NonRetryableException, match="apply"):
+        train(coordinator, count_to(1), Forgetful())
+    assert coordinator.calls == []
+
+
+class OldState(torchelastic.State):
+    """As written for 0.1.0rc1."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.synced_with: list[tuple[int, int]] = []
+
+    def sync(self, world_size: int, rank: int) -> OldState:
+        self.synced_with.append((world_size, rank))
+        return self
+
+    def capture_snapshot(self) -> int:
+        return self.count
+
+    def apply_snapshot(self, capture_snapshot: int) -> None:
+        self.count = capture_snapshot
+
+
+def test_a_state_written_for_0_1_runs_unchanged() -> None:
+    state = OldState()
+
+    faults: dict[int, Exception] = {2: RuntimeError("once")}
+    pending = count_to(4, faults)
+
+    def step_with_memory(state: OldState) -> tuple[OldState, None]:
+        pending(state)  # type: ignore[arg-type]  # it counts like the other one
+        return state, None
+
+    train(ScriptedCoordinator(), step_with_memory, state)
+    assert (state.count, state.synced_with) == (4, [(1, 0), (1, 0)])
+
+
+class MemoryCheckpoint(Checkpoint):
+    def __init__(self, manager: MemoryManager) -> None:
+        import io
+
+        self.manager = manager
+        self.stream = io.BytesIO()
+
+    def open_output_stream(self, key: str) -> Any:
+        return self.stream
+
+    def open_input_stream(self, key: str) -> Any:
+        self.stream.seek(0)
+        return self.stream
+
+    def commit(self) -> None:
+        if self.manager.fail:
+            raise self.manager.fail.pop(0)
+        self.manager.saved.append(self)
+
+    def discard(self) -> None: ...
+
+
+class MemoryManager(CheckpointManager):
+    def __init__(self) -> None:
+        self.saved: list[MemoryCheckpoint] = []
+        self.fail: list[Exception] = []
+
+    def create_checkpoint(self) -> Checkpoint:
+        return MemoryCheckpoint(self)
+
+    def get_checkpoint(self, sequence_id: int) -> Checkpoint | None:
+        return self.saved[sequence_id]
+
+    def get_latest_checkpoint(self) -> Checkpoint | None:
+        return self.saved[-1] if self.saved else None
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        return list(reversed(self.saved))
+
+
+class SavedCounter(Counter):
+    every = 2
+
+    def should_save_checkpoint(self, rank: int) -> bool:
+        return self.count % self.every == 0
+
+    def save(self, stream: Any) -> None:
+        stream.close = lambda: None  # a memory file that is closed is gone
+        stream.write(str(self.count).encode())
+
+    def load(self, stream: Any) -> None:
+        self.count = int(stream.read())
+
+
+def test_checkpoints_are_saved_when_the_state_says_so_and_loaded_at_the_next_start() -> None:
+    manager = MemoryManager()
+    train(ScriptedCoordinator(), count_to(5), SavedCounter(), checkpoint=manager)
+    assert len(manager.saved) == 2
+    seen: list[int] = []
+
+    def step(state: SavedCounter) -> None:
+        seen.append(state.count)
+        raise StopIteration
+
+    train(ScriptedCoordinator(), step, SavedCounter(), checkpoint=manager)
+    assert seen == [4]
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_step() -> None:
+    manager, state = MemoryManager(), SavedCounter()
+    manager.fail = [OSError(28, "No space left on device")]
+    train(ScriptedCoordinator(), count_to(4), state, checkpoint=manager)
+    assert (state.count, state.applied, len(manager.saved)) == (4, [], 1)
+
+
+def test_a_checkpoint_is_not_loaded_again_after_a_failure() -> None:
+    manager, state = MemoryManager(), SavedCounter()
+    train(ScriptedCoordinator(), count_to(7, {6: RuntimeError()}), state, checkpoint=manager)
+    assert state.count == 7
+    assert state.applied == [5], "from the snapshot, not from the checkpoint of step 4"
+
+
+# --- the user's own loop ----------------------------------------------------------------------------------------------
+
+
+def test_steps_is_the_same_loop() -> None:
+    coordinator, state, faults = ScriptedCoordinator(), Counter(), [3]
+    for step in torchelastic.steps(coordinator, state):
+        with step:
+            if state.count == 5:
+                raise StopIteration
+            state.count += 1
+            if state.count in faults:
+                faults.remove(state.count)
+                raise RuntimeError("once")
+    assert (state.count, state.applied) == (5, [2])
+    assert coordinator.calls[-1] == "signal_training_done"
+
+
+def test_leaving_the_loop_ends_the_run_for_everybody() -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    for step in torchelastic.steps(coordinator, state):
+        with step:
+            state.count += 1
+        if state.count == 3:
+            break
+    assert coordinator.calls[-1] == "signal_training_done"
+
+
+def test_leaving_the_loop_by_return_ends_the_run_for_everybody_too() -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+
+    def loop() -> int:
+        for step in torchelastic.steps(coordinator, state):
+            with step:
+                state.count += 1
+            if state.count == 2:
+                return state.count
+        return -1
+
+    assert loop() == 2
+    assert coordinator.calls[-1] == "signal_training_done"
+
+
+def fails_outside_the_block(coordinator: ScriptedCoordinator, fail: Callable[[], object]) -> None:
+    state = Counter()
+    for step in torchelastic.steps(coordinator, state):
+        with step:
+            state.count += 1
+        fail()
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize("fail", [lambda: None, lambda: dict[str, int]()["mine"]])
+def test_an_error_outside_the_block_does_not_end_the_run_for_everybody(fail: Callable[[], object]) -> None:
+    coordinator = ScriptedCoordinator()
+    with pytest.raises((ValueError, KeyError), match="mine"):
+        fails_outside_the_block(coordinator, fail)
+    assert "signal_training_done" not in coordinator.calls
+
+
+def loop_without_with() -> None:
+    for _ in torchelastic.steps(ScriptedCoordinator(), Counter()):
+        pass
+
+
+def test_a_loop_without_the_with_block_is_told_so() -> None:
+    with pytest.raises(NotImplementedError, match="with step"):
+        loop_without_with()

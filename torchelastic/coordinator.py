@@ -1,0 +1,106 @@
+"""What the train loop needs from a coordinator, and the exceptions with which the two talk.
+
+The method names are those of torchelastic 0.1. What came later has a default here, so that coordinators written for
+0.1 work unchanged.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from torchelastic.state import State
+    from torchelastic.worker_stats import WorkerStats
+
+
+class StopException(Exception):  # noqa: N818 - a name of the public API
+    """The run is over for this worker, and that is fine: `train` returns."""
+
+
+class NonRetryableException(Exception):  # noqa: N818 - a name of the public API
+    """Trying again cannot help: `train` raises it."""
+
+
+class RetryableException(RuntimeError):  # noqa: N818 - a name of the public API
+    """For user code: undo this step on every worker and try it again."""
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether a failed step is undone and repeated: RuntimeErrors are, but not those that only a programmer can mend.
+
+    All errors of collectives and of a full GPU memory are RuntimeErrors in torch.
+    """
+    return isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError))
+
+
+class Coordinator(ABC):
+    """Gathers workers, says when to stop, and hears of progress and errors. One object per worker process.
+
+    Every method is called by the train loop on the training thread, on every rank, in the order documented in
+    `torchelastic.train_loop`.
+    """
+
+    @abstractmethod
+    def rendezvous_barrier(self) -> tuple[Store, int, int]:
+        """Leave the present group, wait for the next one; returns (store, rank, world_size).
+
+        Raises:
+            StopException: the run is closed.
+            NonRetryableException: no group can be had (a time-out, for example).
+        """
+
+    @abstractmethod
+    def init_process_group(self) -> None:
+        """Make `torch.distributed`'s default group of the members found by the barrier. RuntimeError: try again."""
+
+    @abstractmethod
+    def should_save_checkpoint(self) -> bool:
+        """Whether the coordinator wants a checkpoint after this step; the state is asked too."""
+
+    @abstractmethod
+    def should_rendezvous(self, state: State) -> bool:
+        """Whether to leave the group now, after a committed step, without undoing anything; equal on all ranks."""
+
+    @abstractmethod
+    def should_stop_training(self) -> bool:
+        """Whether the run is over."""
+
+    @abstractmethod
+    def signal_training_done(self) -> None:
+        """This worker has no more to train: ends the run for everybody."""
+
+    @abstractmethod
+    def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:
+        """Hears what the step reported, after each committed step."""
+
+    @abstractmethod
+    def report_progress(self, state: State) -> None:
+        """Called last, after each committed step."""
+
+    @abstractmethod
+    def on_error(self, e: BaseException) -> None:
+        """Hears of each error before it is handled or raised."""
+
+    # --- later than 0.1, each with a default --------------------------------------------------------------------------
+
+    def step_committed(self) -> None:  # noqa: B027 - a hook, most coordinators need none
+        """A step has succeeded on this rank and will not be undone."""
+
+    def state_changed(self, state: State, *, synced: bool) -> None:  # noqa: B027 - as above
+        """The state was rolled back (`synced` False) or has just been brought level with the group (True)."""
+
+    def nobody_has_progress(self) -> bool | None:
+        """Whether the new group has only fresh or unusable states, so that a checkpoint is wanted. None: not known."""
+        return None
+
+    def save_together(self, due: bool, rank: int, save: Callable[[], None]) -> None:
+        """Let rank 0 run `save` if it finds it `due`; the others go on only when it is durable.
+
+        The default does not make the others wait, for it knows no group.
+        """
+        if due and rank == 0:
+            save()

@@ -1,0 +1,175 @@
+"""Moves a nested state to the ranks that lack it, and to no other; no pickled code is ever executed.
+
+A state is a tree of dicts, lists, tuples, numbers, strings and tensors. It travels as a skeleton (the tree with each
+tensor replaced by its number, type and shape) and the tensors' bytes, several in one message. Receivers get fresh
+tensors: what they hold stays whole until all has arrived.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Tensors travel together up to this size: fewer messages, and no second copy of a large model.
+CHUNK_BYTES = 32 * 1024 * 1024
+#: A dict with this single key stands for a tensor; no state can have it by accident.
+_TENSOR = "\0tensor"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A state taken apart: the skeleton as bytes, and the tensors in the order of their numbers."""
+
+    skeleton: bytes
+    tensors: tuple[torch.Tensor, ...]
+
+
+def pack(tree: Any) -> Packed:
+    """Take a state apart; the tensors are not copied. Raises whatever torch.save does for what it cannot write."""
+    tensors: list[torch.Tensor] = []
+    stream = io.BytesIO()
+    torch.save(_strip(tree, tensors), stream)
+    return Packed(stream.getvalue(), tuple(tensors))
+
+
+def unpack(packed: Packed) -> Any:
+    """Put a state together again. Raises pickle.UnpicklingError if it holds anything but plain values and tensors."""
+    return _fill(_read(packed.skeleton), packed.tensors)
+
+
+def bring_level(
+    tree: Any, *, source: int, stale: Sequence[int], rank: int, world_size: int, device: torch.device
+) -> Any | None:
+    """Move the source's state to the stale ranks; called on every rank of the default group.
+
+    Args:
+        tree: the state, used on the source only.
+        source: rank that has it.
+        stale: ranks that lack it; equal on all ranks.
+        rank: of this process.
+        world_size: of the group.
+        device: where messages must lie for the group's backend.
+
+    Returns:
+        The state on a stale rank, with tensors on `device`; None on all others. Ranks that are neither source nor stale
+        do not take part, unless all lack it: then it is a broadcast.
+
+    Raises:
+        RuntimeError: a peer is lost; nothing has changed here.
+    """
+    everybody = len(stale) == world_size - 1
+    if rank != source and rank not in stale:
+        return None
+    channel = _Channel(source, () if everybody else tuple(stale), is_source=rank == source, device=device)
+    packed = pack(tree) if rank == source else None
+    skeleton = channel.bytes(packed.skeleton if packed else None)
+    tensors = list(packed.tensors) if packed else _empty_like(_read(skeleton), device)
+    for chunk in _chunks(tensors):
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in chunk]) if packed else _flat_like(chunk, device)
+        channel.tensor(flat)
+        if packed is None:
+            _scatter(flat, chunk)
+    return None if packed else _fill(_read(skeleton), tensors)
+
+
+class _Channel:
+    """From one rank to several, by broadcast or by messages."""
+
+    def __init__(self, source: int, receivers: Sequence[int], *, is_source: bool, device: torch.device) -> None:
+        self._source, self._receivers, self._is_source, self._device = source, receivers, is_source, device
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._receivers:
+            dist.broadcast(tensor, src=self._source)
+        elif self._is_source:
+            for work in [dist.isend(tensor, dst=receiver) for receiver in self._receivers]:
+                if work is not None:
+                    work.wait()
+        else:
+            dist.recv(tensor, src=self._source)
+        return tensor
+
+    def bytes(self, data: bytes | None) -> bytes:
+        length = self.tensor(torch.tensor([len(data) if data is not None else 0], device=self._device))
+        if data is not None:
+            # a copy, because a tensor over immutable bytes must not be written to
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        else:
+            payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+        return self.tensor(payload).cpu().numpy().tobytes()
+
+
+def _strip(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree.detach())
+        dtype = str(tree.dtype).removeprefix("torch.")
+        return {_TENSOR: (len(tensors) - 1, dtype, tuple(tree.shape))}
+    if isinstance(tree, dict):
+        return {key: _strip(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_strip(value, tensors) for value in tree) if type(tree) in (list, tuple) else tree
+    return tree
+
+
+def _fill(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if _TENSOR in tree:
+            return tensors[tree[_TENSOR][0]]
+        return {key: _fill(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_fill(value, tensors) for value in tree)
+    return tree
+
+
+def _read(skeleton: bytes) -> Any:
+    return torch.load(io.BytesIO(skeleton), weights_only=True)
+
+
+def _empty_like(tree: Any, device: torch.device) -> list[torch.Tensor]:
+    slots: dict[int, torch.Tensor] = {}
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            if _TENSOR in node:
+                number, dtype, shape = node[_TENSOR]
+                slots[number] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                return
+            for value in node.values():
+                visit(value)
+        elif isinstance(node, (list, tuple)):
+            for value in node:
+                visit(value)
+
+    visit(tree)
+    return [slots[number] for number in range(len(slots))]
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Neighbours of one type, up to CHUNK_BYTES together; the same on both sides, for only types and shapes count."""
+    chunks: list[list[torch.Tensor]] = []
+    size_bytes = 0
+    for tensor in tensors:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if not tensor_bytes:
+            continue
+        if not chunks or chunks[-1][0].dtype != tensor.dtype or size_bytes + tensor_bytes > CHUNK_BYTES:
+            chunks.append([])
+            size_bytes = 0
+        chunks[-1].append(tensor)
+        size_bytes += tensor_bytes
+    return chunks
+
+
+def _flat_like(chunk: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.empty(sum(tensor.numel() for tensor in chunk), dtype=chunk[0].dtype, device=device)
+
+
+def _scatter(flat: torch.Tensor, chunk: Sequence[torch.Tensor]) -> None:
+    parts = torch.split(flat, [tensor.numel() for tensor in chunk])
+    for tensor, part in zip(chunk, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,93 @@
+"""State: everything of a job that must survive a failure, with the five hooks that make it survive."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any, BinaryIO
+
+from torchelastic.coordinator import NonRetryableException
+from torchelastic.rendezvous.records import Standing
+
+
+class State(ABC):
+    """Subclass this, or use `ModelState`, which has all five hooks done.
+
+    Two pairs and one single: `snapshot`/`apply` undo a failed step in memory, `save`/`load` keep the state on storage,
+    `sync` brings all members of a new group level. Subclasses written for torchelastic 0.1, which spell the first
+    pair `capture_snapshot`/`apply_snapshot`, work unchanged.
+    """
+
+    @property
+    def standing(self) -> Standing:
+        """What this state is worth as a source for others; WHOLE unless a subclass knows better."""
+        return Standing.WHOLE
+
+    @abstractmethod
+    def sync(self, *args: Any) -> Any:
+        """Bring all members of the new group level; called on every rank of every new group, inside the group.
+
+        Write it as `sync(self)` or as `sync(self, world_size, rank)`. Rank 0 always has the best state that there is,
+        so broadcasting from rank 0 is right. Steps are not synchronised here: gradients are the step's business. A
+        RuntimeError (a peer died meanwhile) is undone with `apply` and tried again in the next group.
+        """
+
+    def snapshot(self) -> Any:
+        """What `apply` needs to undo a step; taken before each step. None: no undo, `sync` alone repairs."""
+        return self.capture_snapshot()
+
+    def apply(self, snapshot: Any) -> None:
+        """Go back to a snapshot; called on the ranks whose step failed, while the old group object still exists."""
+        self.apply_snapshot(snapshot)
+
+    def commit(self) -> None:  # noqa: B027 - a hook, most states need none
+        """Called when a step has succeeded on this rank and will not be undone; for counters, cursors and the like."""
+
+    def capture_snapshot(self) -> Any:
+        """0.1's name of `snapshot`."""
+        return None
+
+    def apply_snapshot(self, capture_snapshot: Any) -> None:
+        """0.1's name of `apply`."""
+        if capture_snapshot is not None:
+            raise NotImplementedError(f"{type(self).__name__}.snapshot() returns a value: write apply(snapshot) too")
+
+    def save(self, stream: BinaryIO) -> None:
+        """Write the state to a file-like object; on rank 0 only. The default writes what `snapshot` returns."""
+        import torch
+
+        torch.save(self.snapshot(), stream)
+
+    def load(self, stream: BinaryIO) -> None:
+        """The inverse of `save`; on rank 0 only, when nobody in the group has progress.
+
+        The default executes no pickled code: a snapshot of other things than tensors and plain Python values is
+        refused by torch (`weights_only`); write your own pair for those.
+        """
+        import torch
+
+        self.apply(torch.load(stream, map_location="cpu", weights_only=True))
+
+    def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - part of the contract
+        """Whether to save after this step; the answer of rank 0 counts."""
+        return False
+
+
+def call_sync(state: State, world_size: int, rank: int) -> None:
+    """Call `state.sync` in whichever of its two forms it is written."""
+    try:
+        inspect.signature(state.sync).bind(world_size, rank)
+    except TypeError:
+        state.sync()
+    else:
+        state.sync(world_size, rank)
+
+
+def check_can_roll_back(state: State, snapshot: Any) -> None:
+    """Raise NonRetryableException, before anything is trained, if a snapshot is taken that could not be applied."""
+    kind = type(state)
+    if snapshot is not None and kind.apply is State.apply and kind.apply_snapshot is State.apply_snapshot:
+        raise NonRetryableException(
+            f"{kind.__name__}.snapshot() returns a value, but apply(snapshot) is not written, so a failed step could "
+            f"not be undone: write {kind.__name__}.apply, or return None from snapshot()"
+        )

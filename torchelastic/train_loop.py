@@ -1,0 +1,320 @@
+"""The algorithm.
+
+    until the run is over:
+        form a group: rendezvous, process group, checkpoint if nobody has progress, sync
+        until the run is over or the group has to change:
+            snapshot -> train step -> commit -> monitor, checkpoint, agree, report
+
+A step that fails with a RuntimeError is undone and repeated in a new group; a step that has committed is never undone,
+whatever fails after it. StopIteration from the step ends the run for everybody. Any other exception is the user's: it
+is raised as it is. The order of the calls is that of torchelastic 0.1.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+from torchelastic import metrics
+from torchelastic.checkpoint import api as checkpoints
+from torchelastic.coordinator import Coordinator, StopException, is_retryable
+from torchelastic.state import State, call_sync, check_can_roll_back
+from torchelastic.worker_stats import WorkerStats
+
+log = logging.getLogger(__name__)
+
+#: How many failures in a row, without a committed step between them, end the run. Read anew at each failure.
+MAX_FAILURES = 100
+
+METRICS_GROUP = "torchelastic"
+
+TrainStep = Callable[[Any], Any]
+
+
+def train(
+    coordinator: Coordinator,
+    train_step: TrainStep,
+    state: State,
+    *,
+    checkpoint: checkpoints.CheckpointManager | None = None,
+    max_failures: int | None = None,
+) -> State:
+    """Train until the step raises StopIteration on any rank; every rank calls this, on its main thread.
+
+    Args:
+        coordinator: finds the other workers.
+        train_step: called with the state; returns None, a `WorkerStats`, or (state, worker_stats).
+        state: what must survive failures; every rank builds it with the same arguments.
+        checkpoint: where checkpoints go; default: what `set_checkpoint_manager` was given, else none are taken.
+        max_failures: failures in a row, without a committed step, after which to give up; default: `MAX_FAILURES`.
+
+    Returns:
+        The state at the end of the run.
+
+    Raises:
+        NonRetryableException: no group could be had, or nobody holds a state to go on from.
+        RuntimeError: too many failures in a row; the last one is the cause.
+        TypeError: `state` is no State, or the step returned something else.
+        Exception: whatever else the step or the state raised, unchanged.
+    """
+    loop = TrainLoop(coordinator, state, checkpoint, max_failures)
+    for step in loop.steps():
+        with step:
+            step.returned(train_step(loop.state))
+    return loop.state
+
+
+def steps(
+    coordinator: Coordinator,
+    state: State,
+    *,
+    checkpoint: checkpoints.CheckpointManager | None = None,
+    max_failures: int | None = None,
+) -> Iterator[Step]:
+    """The same loop for people who keep their own; arguments and errors as for `train`.
+
+    ::
+
+        for step in torchelastic.steps(coordinator, state):
+            with step:
+                ...  # a failure in here is rolled back, and the step comes again
+
+    Leaving the loop (break, or StopIteration inside the block) ends the run for everybody.
+    """
+    return TrainLoop(coordinator, state, checkpoint, max_failures).steps()
+
+
+class TrainLoop:
+    """One run of one worker; see the module's docstring."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        state: State,
+        checkpoint: checkpoints.CheckpointManager | None,
+        max_failures: int | None,
+    ) -> None:
+        if not isinstance(state, State):
+            raise TypeError(f"state is a {type(state).__name__}: it must be a torchelastic.State (or a ModelState)")
+        self.coordinator = coordinator
+        self.state = state
+        self.rank = -1
+        self._checkpoint = checkpoint
+        self._max_failures = max_failures
+        self._failures = 0
+        self._last_error: BaseException | None = None
+        self._synced_before = False
+
+    def steps(self) -> Iterator[Step]:
+        """Yield one step after the other until the run is over."""
+        step: Step | None = None
+        began_s = time.time()
+        try:
+            while not self.coordinator.should_stop_training():
+                self._give_up_after_too_many_failures()
+                if not self._form_group():
+                    continue
+                formed_s = time.time()
+                while not self.coordinator.should_stop_training():
+                    step = Step(self)
+                    yield step
+                    if not step.has_committed() or self._must_leave_group(step):
+                        break
+                _publish_duration("inner_train_loop", formed_s)
+        except StopException:
+            log.info("the run is closed")
+        except GeneratorExit:
+            if step is not None and step.committed and _is_left_on_purpose(sys._getframe(1)):
+                self.coordinator.signal_training_done()
+            raise
+        _publish_duration("outer_train_loop", began_s)
+
+    # --- the parts, in the order in which they happen ---------------------------------------------------------------
+
+    def _form_group(self) -> bool:
+        """Rendezvous, process group, checkpoint, sync. False: it failed, try again. Raises StopException: no more."""
+        snapshot = self.state.snapshot()
+        check_can_roll_back(self.state, snapshot)
+        try:
+            _, self.rank, world_size = self.coordinator.rendezvous_barrier()
+            self.coordinator.init_process_group()
+        except StopException:
+            raise
+        except Exception as error:  # noqa: BLE001 - sorted by type in _failed
+            self._failed(error)  # there was no group yet, so there is nothing to undo
+            return False
+        try:
+            self._load_checkpoint()
+            self._sync(world_size)
+        except StopException:
+            raise
+        except Exception as error:  # noqa: BLE001 - sorted by type in _failed
+            self._failed(error)
+            self.roll_back(snapshot)
+            return False
+        return True
+
+    def _load_checkpoint(self) -> None:
+        manager = self._manager
+        unknown_to_coordinator = self.coordinator.nobody_has_progress()
+        wanted = not self._synced_before if unknown_to_coordinator is None else unknown_to_coordinator
+        if manager is not None and wanted and self.rank == 0:
+            loaded = checkpoints.load_latest(manager, self.state)
+            log.info("checkpoint %s loaded", loaded) if loaded else log.info("no checkpoint yet: starting afresh")
+
+    def _sync(self, world_size: int) -> None:
+        started_s = time.time()
+        call_sync(self.state, world_size, self.rank)
+        _publish_duration("state_sync", started_s)
+        self._synced_before = True
+        self.coordinator.state_changed(self.state, synced=True)
+
+    def _must_leave_group(self, step: Step) -> bool:
+        """All that follows a committed step. Whatever fails in here costs a new group at most, never the step."""
+        try:
+            self.coordinator.monitor_progress(self.state, step.worker_stats)
+            self._save_checkpoint()
+            leave = self.coordinator.should_rendezvous(self.state)
+            if not leave:
+                self.coordinator.report_progress(self.state)
+        except StopIteration:
+            self.coordinator.signal_training_done()
+            return True
+        except Exception as error:  # noqa: BLE001 - sorted by type in _failed
+            self._failed(error)
+            return True
+        return leave
+
+    def _save_checkpoint(self) -> None:
+        manager = self._manager
+        if manager is None:
+            return
+        due = self.coordinator.should_save_checkpoint() or self.state.should_save_checkpoint(self.rank)
+
+        def save() -> None:
+            try:
+                checkpoints.save(manager, self.state)
+            except (OSError, RuntimeError):
+                # the disk may be full: the last checkpoint stands, and the step that was trained stays trained
+                log.exception("could not save a checkpoint; training goes on, the one before stays the latest")
+
+        self.coordinator.save_together(due, self.rank, save)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def committed(self) -> None:
+        """Called by the step that has succeeded: from here on nothing can undo it."""
+        self.state.commit()
+        self._failures = 0
+        self._last_error = None
+        self.coordinator.step_committed()
+
+    def undo(self, error: BaseException, snapshot: Any) -> None:
+        """Called by the step that has failed: raises what cannot be retried, rolls back otherwise."""
+        self._failed(error)
+        self.roll_back(snapshot)
+
+    def roll_back(self, snapshot: Any) -> None:
+        """Back to the snapshot; what it is worth now goes to the coordinator, who chooses a source by it."""
+        self.state.apply(snapshot)
+        self.coordinator.state_changed(self.state, synced=False)
+
+    def _failed(self, error: BaseException) -> None:
+        self.coordinator.on_error(error)
+        if not is_retryable(error):
+            raise error
+        self._failures += 1
+        self._last_error = error
+        log.warning("failure %d in a row: %s: %s", self._failures, type(error).__name__, error)
+
+    def _give_up_after_too_many_failures(self) -> None:
+        limit = MAX_FAILURES if self._max_failures is None else self._max_failures
+        if self._failures >= limit > 0 or (limit <= 0 and self._failures):
+            error = RuntimeError(
+                f"{self._failures} failures in a row without a committed step (the bound is {limit}: max_failures, or "
+                f"torchelastic.train_loop.MAX_FAILURES); the last one: {self._last_error}"
+            )
+            self.coordinator.on_error(error)
+            raise error from self._last_error
+
+    @property
+    def _manager(self) -> checkpoints.CheckpointManager | None:
+        return self._checkpoint if self._checkpoint is not None else checkpoints.get_checkpoint_manager()
+
+
+class Step:
+    """One attempt at a step, used with `with`; succeeds as a whole or is undone.
+
+    Attributes:
+        committed: whether it has succeeded.
+        worker_stats: what it reported, or None.
+    """
+
+    __slots__ = ("_entered", "_loop", "_snapshot", "_started_s", "committed", "worker_stats")
+
+    def __init__(self, loop: TrainLoop) -> None:
+        self.committed = False
+        self.worker_stats: WorkerStats | None = None
+        self._entered = False
+        self._loop = loop
+        self._snapshot = loop.state.snapshot()
+        self._started_s = time.time()
+
+    def returned(self, value: Any) -> None:
+        """Take what a train step returned: None, a WorkerStats, or (state, worker_stats). Raises TypeError."""
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], State):
+            self._loop.state, value = value
+        if value is not None and not isinstance(value, WorkerStats):
+            raise TypeError(
+                f"train_step returned a {type(value).__name__}: return None, a WorkerStats, or (state, worker_stats)"
+            )
+        self.worker_stats = value
+
+    def has_committed(self) -> bool:
+        """Whether the step has succeeded; NotImplementedError if it was not used with `with`."""
+        if not self._entered:
+            raise NotImplementedError("write `with step:` around the body of a torchelastic.steps loop")
+        return self.committed
+
+    def __enter__(self) -> Step:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False] | bool:
+        _publish_duration("train_step", self._started_s)
+        if error is None:
+            self._loop.committed()
+            self.committed = True
+            return False
+        if isinstance(error, StopIteration):
+            self._loop.coordinator.signal_training_done()
+            return True
+        if not isinstance(error, Exception):
+            return False  # Ctrl-C, exit, a generator being closed
+        if not is_retryable(error):
+            self._loop.coordinator.on_error(error)
+            return False
+        self._loop.undo(error, self._snapshot)
+        return True
+
+
+def _is_left_on_purpose(caller: FrameType) -> bool:
+    """Whether the user's loop is left by `break` or `return`, and not by an error, which must not end the run for all.
+
+    A generator that is closed cannot see an exception that is on its way through the frame that held it. But that
+    frame stands at the instruction that raised; at a `break` or `return` it stands at the one that drops the iterator.
+    """
+    if caller.f_lasti < 0:
+        return False
+    return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("POP_TOP", "POP_ITER")
+
+
+def _publish_duration(name: str, started_s: float) -> None:
+    metrics.publish_metric(METRICS_GROUP, f"{name}.duration.ms", metrics.get_elapsed_time_ms(started_s))
