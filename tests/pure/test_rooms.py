@@ -1,0 +1,117 @@
+"""The house: which room may import which, what is loaded when, and how large a file or function may get."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "torchelastic"
+
+# outermost last: a room may import rooms of lower floors, and its own
+FLOORS: dict[str, int] = {
+    "version": 0,
+    "processes": 0,
+    "metrics": 1,
+    "rendezvous": 1,
+    "data": 1,
+    "distributed": 1,
+    "model": 1,
+    "coordinator": 2,
+    "worker_stats": 2,
+    "checkpoint": 2,
+    "state": 3,
+    "model_state": 4,
+    "train_loop": 4,
+    "p2p": 4,
+    "agent": 5,
+    "launch": 6,
+    "testing": 7,
+    "__init__": 8,
+}
+NEVER_TORCH = ("agent", "launch", "processes", "metrics")
+
+#: Names that are longer than the budget, each with its reason.
+LARGER: dict[str, str] = {}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """What a module imports, also inside functions, but not for types only."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    for_types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    left_out = {id(inner) for node in for_types for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            bare_package = node.module == "torchelastic"
+            found |= {f"torchelastic.{alias.name}" for alias in node.names} if bare_package else {node.module}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_inwards(path: Path) -> None:
+    room = room_of(path)
+    for name in imports_of(path):
+        if name.startswith("torchelastic."):
+            other = name.split(".")[1]
+            assert other == room or FLOORS[other] < FLOORS[room], f"{room} must not import {other}"
+
+
+@pytest.mark.parametrize("room", NEVER_TORCH)
+def test_what_runs_in_the_agent_does_not_name_torch(room: str) -> None:
+    for path in modules():
+        if room_of(path) == room:
+            assert not {name for name in imports_of(path) if name.split(".")[0] == "torch"}, path
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize("statement", ["import torchelastic", "import torchelastic.rendezvous"])
+def test_the_package_alone_loads_nothing_heavy(statement: str) -> None:
+    assert not loaded_by(statement) & {"torch", "grpc", "etcd3", "google.protobuf"}
+
+
+def test_the_agent_loads_no_torch() -> None:
+    loaded = loaded_by("import torchelastic.launch.main, torchelastic.agent.__main__")
+    assert "torch" not in loaded
+
+
+def test_the_trainer_loads_neither_grpc_nor_protobuf() -> None:
+    loaded = loaded_by("import torchelastic.p2p, torchelastic.model_state, torchelastic.train_loop")
+    assert "torch" in loaded
+    assert not loaded & {"grpc", "etcd3", "google.protobuf"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_keep_within_their_size(path: Path) -> None:
+    name = str(path.relative_to(PACKAGE))
+    lines = len(path.read_text().splitlines())
+    assert lines <= 420 or name in LARGER, f"{name} has {lines} lines"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            size = (node.end_lineno or 0) - node.lineno + 1 - len(docstring.splitlines())
+            assert size <= 45 or f"{name}:{node.name}" in LARGER, f"{name}:{node.name} has {size} lines"
+
+
+def test_there_is_no_room_for_odds_and_ends() -> None:
+    assert not list(PACKAGE.rglob("util*.py"))
+    assert {room_of(path) for path in modules()} <= set(FLOORS)

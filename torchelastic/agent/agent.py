@@ -1,0 +1,294 @@
+"""The agent of one host: joins the store, the workers' connections and the supervisor. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchelastic.agent.connections import Connections
+from torchelastic.agent.membership import Membership
+from torchelastic.agent.supervisor import Supervisor, Worker, process_end
+from torchelastic.metrics.exposition import MetricsRegistry
+from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.records import Keys, Round, RoundState
+from torchelastic.rendezvous.store import CoordinationStore, StoreError
+from torchelastic.rendezvous.url import RendezvousUrl
+
+log = logging.getLogger(__name__)
+
+#: How often the agent looks whether a worker has waited too long for a group.
+_WAIT_CHECK_S = 0.5
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """What one agent is started with.
+
+    Attributes:
+        url: the run.
+        socket_path: where its workers connect.
+        owner_pid: of a private agent: the process that it serves and ends with.
+        metrics_address: (host, port) to serve Prometheus metrics at; port 0 takes any free one; None: not served.
+        term_grace_s: how long workers may take to end on SIGTERM.
+    """
+
+    url: RendezvousUrl
+    socket_path: Path
+    owner_pid: int | None = None
+    metrics_address: tuple[str, int] | None = None
+    term_grace_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended: the exit code of the launcher, and what to say last."""
+
+    exit_code: int
+    message: str = ""
+
+
+class Agent:
+    """Runs until the run is over, its workers are, or its owner is.
+
+    Args:
+        options: see `AgentOptions`.
+        store: a connection to the run's etcd, owned by the agent from now on.
+        make_supervisor: builds the supervisor of this host's workers from (may_restart, on_exit); None: a private
+        agent.
+    """
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        store: CoordinationStore,
+        make_supervisor: Callable[[Callable[[int], bool], Callable[[Worker, int], None]], Supervisor] | None = None,
+    ) -> None:
+        self._options = options
+        self._store = store
+        self._make_supervisor = make_supervisor
+        self._metrics = MetricsRegistry()
+        self._stop_metrics: Callable[[], None] | None = None
+        self._stop_signal: int | None = None
+        self._interrupted = asyncio.Event()
+        self.metrics_port: int | None = None
+
+    async def run(self) -> Outcome:
+        """Do everything; the event loop must run in the main thread."""
+        self._build()
+        await self.connections.start()
+        try:
+            await self.membership.start(self._options.url.connect_timeout_s)
+        except StoreError as error:
+            return await self._refuse(f"{error}; the run was not started")
+        self.connections.run_was_closed = self.membership.round.is_over
+        if self.connections.run_was_closed and self._make_supervisor is not None:
+            return Outcome(1, _closed_already(self._options.url))
+        self.connections.open()
+        self._start_metrics()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        waits = asyncio.create_task(self._end_long_waits())
+        try:
+            return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
+        finally:
+            waits.cancel()
+            await self.connections.stop()
+            await self.membership.stop()
+            if self._stop_metrics is not None:
+                self._stop_metrics()
+
+    async def _refuse(self, message: str) -> Outcome:
+        """Nothing can be done: say so to the owner, if that is who waits, or to the person at the terminal."""
+        self.connections.refuse("unavailable", message)
+        if self._options.owner_pid is not None:
+            await _within(5.0, process_end(self._options.owner_pid))
+            message = ""  # the owner has said it
+        await self.connections.stop()
+        return Outcome(1, message)
+
+    # --- assembling -------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        url = self._options.url
+        incarnation = uuid.uuid4().hex[:8]
+        host = socket.gethostname()
+        self.connections = Connections(
+            self._options.socket_path,
+            host=host,
+            address=address_towards(url.endpoints[0]),
+            incarnation=incarnation,
+            clock=time.monotonic,
+            declare=lambda member: self.membership.declare(member),
+            withdraw=lambda member_id: self.membership.withdraw(member_id),
+            until_written=lambda: self.membership.until_written(),
+            on_metrics=self._on_metrics,
+        )
+        self.membership = Membership(
+            self._store,
+            Keys(url.root),
+            url.settings,
+            agent_id=f"{host}-{incarnation}",
+            ttl_s=url.ttl_s,
+            on_round=self._on_round,
+            clock=time.monotonic,
+        )
+        self.supervisor = (
+            None if self._make_supervisor is None else self._make_supervisor(self._may_restart, self._on_worker_exit)
+        )
+
+    def _start_metrics(self) -> None:
+        address = self._options.metrics_address
+        if address is not None:
+            self.metrics_port, self._stop_metrics = self._metrics.start_endpoint(*address)
+            log.info("metrics at http://%s:%d/metrics", address[0], self.metrics_port)
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def _on_round(self, round_: Round) -> None:
+        self.connections.tell_round(round_)
+        self._record("rendezvous", "round", round_.number)
+        self._record("rendezvous", "world_size", len(round_.roster))
+        for member_id in round_.evicted:
+            connection = self.connections.by_member.get(member_id)
+            if connection is not None and self.supervisor is not None:
+                self.supervisor.end_hung(connection.pid)
+
+    def _on_worker_exit(self, _worker: Worker, pid: int) -> None:
+        self.connections.process_gone(pid)
+        if self.supervisor is not None:
+            self._record("agent", "worker_restarts", self.supervisor.total_restarts)
+
+    def _may_restart(self, pid: int) -> bool:
+        """A script that fails before it ever asks for a group fails the next time too.
+
+        Say so now, not after k tries.
+        """
+        return pid in self.connections.ever_joined and not self.membership.round.is_over
+
+    def _on_metrics(self, local_rank: int | None, items: list[Any]) -> None:
+        for group, name, value, *_ in items:
+            self._record(group, name, value, local_rank)
+
+    def _record(self, group: str, name: str, value: float, local_rank: int | None = None) -> None:
+        try:
+            self._metrics.record(local_rank, group, name, value)
+        except ValueError as error:
+            log.warning("a metric was refused: %s", error)
+
+    def _on_signal(self, number: int) -> None:
+        self._stop_signal = number
+        self._interrupted.set()
+
+    async def _end_long_waits(self) -> None:
+        """Tell workers that have waited for a group longer than the run's time-out.
+
+        A spare waits as long as it takes.
+        """
+        timeout_s = self._options.url.timeout_s
+        while True:
+            await asyncio.sleep(min(_WAIT_CHECK_S, timeout_s / 4))
+            running = self.membership.round.state in (RoundState.RUNNING, RoundState.GATHERING)
+            for connection in list(self.connections.by_member.values()):
+                since_s = connection.waiting_since_s
+                if since_s is None or running:
+                    continue
+                if time.monotonic() - since_s > timeout_s:
+                    connection.waiting_since_s = None
+                    connection.tell({"op": "fatal", "kind": "timeout", "message": self._too_few()})
+                    self.membership.withdraw(connection.member.member_id)
+
+    def _too_few(self) -> str:
+        url = self._options.url
+        return (
+            f"run {url.run_id!r}: fewer than min_workers={url.min_workers} workers came within {url.timeout_s:g} s: "
+            f"start more, lower min_workers, or raise timeout (etcd at {url.endpoints_text})"
+        )
+
+    # --- the two lives of an agent ----------------------------------------------------------------
+
+    async def _serve_owner(self) -> Outcome:
+        """Serve the one process that has started this agent, and end with it."""
+        assert self._options.owner_pid is not None
+        owner = self._options.owner_pid
+        await _first_of(process_end(owner), self._interrupted.wait())
+        self.connections.process_gone(owner)
+        await self._leave_in_order()
+        return Outcome(0)
+
+    async def _run_workers(self) -> Outcome:
+        """Run this host's workers to the end of the run, or of their strength."""
+        assert self.supervisor is not None
+        self.supervisor.start()
+        await _first_of(self.supervisor.all_over.wait(), self._interrupted.wait())
+        if self._stop_signal is not None:
+            await self.supervisor.stop(self._options.term_grace_s)
+            await self._leave_in_order()
+            return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
+        await self._leave_in_order()
+        everybody_fine = all(worker.exit_code == 0 for worker in self.supervisor.workers)
+        if self.membership.round.is_over or everybody_fine:
+            return Outcome(0)
+        return Outcome(1, self.supervisor.failure_report())
+
+    async def _leave_in_order(self) -> None:
+        """What this host has said must reach the store; if its workers finished, see the run closed."""
+        if not any(member.done for member in self.membership.members):
+            await _within(2.0, self.membership.until_written())
+            return
+        # the others may be in a long step: they see the end when it is over
+        await _first_of(self.membership.until_closed(), self._interrupted.wait())
+
+
+def address_towards(endpoint: tuple[str, int]) -> str:
+    """The address of this host on the network that leads to `endpoint`.
+
+    The others, who also reach it, reach us there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: it only makes the kernel choose a route
+        return str(probe.getsockname()[0])
+
+
+def _closed_already(url: RendezvousUrl) -> str:
+    return (
+        f"run {url.run_id!r} at {url.endpoints_text} is already closed: it was finished before; "
+        f"choose another run id (--rdzv-id)"
+    )
+
+
+async def _first_of(*works: Any) -> None:
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _within(seconds: float, work: Any) -> None:
+    try:
+        await asyncio.wait_for(work, seconds)
+    except asyncio.TimeoutError:
+        log.info("gave up waiting after %g s", seconds)
+
+
+def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
+    """What the workers of this host see."""
+    environment = dict(os.environ)
+    # set for this process alone, so that etcd3 can be imported; the user's protobuf is the user's
+    environment.pop("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", None)
+    return environment | {
+        wire.SOCKET_VARIABLE: str(options.socket_path),
+        "TORCHELASTIC_INIT_METHOD": str(options.url),
+        "TORCHELASTIC_RUN_ID": options.url.run_id,
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "PYTHONUNBUFFERED": "1",
+    }

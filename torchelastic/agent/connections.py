@@ -1,0 +1,233 @@
+"""The agent's side of the socket to its workers: who is connected, what they ask for, what they are told.
+
+The protocol is in `torchelastic.rendezvous.wire`. Only processes of this user may connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.protocol import is_done
+from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, round_to_dict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Connection:
+    """One connected worker.
+
+    Attributes:
+        member: what it has last said of itself.
+        pid: its process.
+        local_rank: its place on this host; None without the launcher.
+        waiting_since_s: since when it waits for a group; None while it does not.
+    """
+
+    member: Member
+    pid: int
+    local_rank: int | None
+    writer: asyncio.StreamWriter
+    waiting_since_s: float | None = None
+
+    def tell(self, message: wire.Message) -> None:
+        """Send without waiting; a worker that has gone is noticed elsewhere."""
+        if not self.writer.is_closing():
+            self.writer.write(wire.encode(message))
+
+
+class Connections:
+    """Serves the workers of this host. Use it on one event loop.
+
+    Args:
+        socket_path: where to listen; created with mode 0600.
+        host: this host's name in the run.
+        address: where the workers of other hosts reach this one.
+        incarnation: unique for this agent process; part of its members' ids.
+        clock: monotonic seconds.
+        declare: called with a member's new record.
+        withdraw: called with the id of a member that is gone.
+        until_written: waits until the store has what was declared.
+        on_metrics: called with (local rank, the message's items).
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        host: str,
+        address: str,
+        incarnation: str,
+        clock: Callable[[], float],
+        declare: Callable[[Member], None],
+        withdraw: Callable[[str], None],
+        until_written: Callable[[], Any],
+        on_metrics: Callable[[int | None, list[Any]], None],
+    ) -> None:
+        self.by_member: dict[str, Connection] = {}
+        self.round: Round | None = None
+        self.run_was_closed = False
+        self.ever_joined: set[int] = set()
+        self._path, self._host, self._address, self._incarnation = socket_path, host, address, incarnation
+        self._clock, self._declare, self._withdraw = clock, declare, withdraw
+        self._until_written, self._on_metrics = until_written, on_metrics
+        self._count = 0
+        self._open = asyncio.Event()
+        self._refusal: wire.Message | None = None
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self) -> None:
+        """Listen."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        old_mask = os.umask(0o177)
+        try:
+            listener.bind(str(self._path))
+        finally:
+            os.umask(old_mask)
+        self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=wire.MAX_LINE_BYTES)
+
+    def open(self) -> None:
+        """Answer workers; before that, they are kept waiting."""
+        self._open.set()
+
+    def refuse(self, kind: str, message: str) -> None:
+        """Answer every worker with an error that ends it."""
+        self._refusal = {"op": "fatal", "kind": kind, "message": message}
+        self._open.set()
+
+    async def stop(self) -> None:
+        """Hang up on everybody and remove the socket."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self.by_member.values():
+            connection.writer.close()
+        self._path.unlink(missing_ok=True)
+
+    def tell_round(self, round_: Round) -> None:
+        """Every worker hears of every change of the round; what it means for it, it knows."""
+        self.round = round_
+        message = {"op": "round", "round": round_to_dict(round_)}
+        for connection in self.by_member.values():
+            in_a_group = round_.state is RoundState.RUNNING and connection.member.member_id in round_.roster
+            if in_a_group or round_.is_over:
+                connection.waiting_since_s = None
+            connection.tell(message)
+
+    def process_gone(self, pid: int) -> None:
+        """A worker's process has ended: whatever it was, it is no member any more, unless it had finished."""
+        for connection in [c for c in self.by_member.values() if c.pid == pid]:
+            self._drop(connection)
+
+    # --- one connection ---------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection: Connection | None = None
+        try:
+            _refuse_strangers(writer)
+            await self._open.wait()
+            if self._refusal is not None:
+                writer.write(wire.encode(self._refusal))
+                await writer.drain()
+                return
+            async for line in reader:
+                message = wire.decode(line)
+                if message["op"] == "hello":
+                    connection = self._welcome(message, writer)
+                elif message["op"] == "metrics-hello":
+                    await self._serve_metrics(message, reader)
+                elif connection is None:
+                    raise wire.WireError(f"{message['op']!r} before 'hello'")
+                else:
+                    await self._take(connection, message)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("a worker's connection ends: %s", error)
+        finally:
+            writer.close()
+            if connection is not None:
+                self._drop(connection)
+
+    def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> Connection:
+        self._count += 1
+        local_rank = message["local_rank"]
+        place = "p" if local_rank is None else str(int(local_rank))
+        member = Member(f"{self._host}-{place}-{self._incarnation}{self._count}", self._host)
+        connection = Connection(member, int(message["pid"]), local_rank, writer)
+        self.by_member[member.member_id] = connection
+        connection.tell(
+            {
+                "op": "welcome",
+                "member": member.member_id,
+                "host": self._host,
+                "address": self._address,
+                "closed": self.run_was_closed,
+            }
+        )
+        if self.round is not None:
+            connection.tell({"op": "round", "round": round_to_dict(self.round)})
+        return connection
+
+    async def _take(self, connection: Connection, message: wire.Message) -> None:
+        op = message["op"]
+        if op == "join":
+            self._join(connection, message)
+        elif op == "done":
+            connection.waiting_since_s = None
+            number = self.round.number if self.round is not None else 0
+            connection.member = replace(
+                connection.member, done=max(1, number), step=int(message["step"]), standing=Standing.WHOLE
+            )
+            self._declare(connection.member)
+            await self._until_written()
+            connection.tell({"op": "noted"})
+        elif op == "leave":
+            self._withdraw(connection.member.member_id)
+        else:
+            raise wire.WireError(f"unknown op {op!r}")
+
+    def _join(self, connection: Connection, message: wire.Message) -> None:
+        known = self.round.number if self.round is not None else 0
+        connection.waiting_since_s = self._clock()
+        self.ever_joined.add(connection.pid)
+        connection.member = replace(
+            connection.member,
+            store_address=str(message["store"]),
+            ready_for=known + 1,
+            step=int(message["step"]),
+            standing=Standing(message["standing"]),
+            failed=bool(message["failed"]),
+            patience_s=float(message["patience_s"]),
+        )
+        self._declare(connection.member)
+
+    async def _serve_metrics(self, hello: wire.Message, reader: asyncio.StreamReader) -> None:
+        local_rank = hello["local_rank"]
+        async for line in reader:
+            self._on_metrics(local_rank, list(wire.decode(line)["items"]))
+
+    def _drop(self, connection: Connection) -> None:
+        known = self.by_member.pop(connection.member.member_id, None)
+        # a finished member's record is what closes the run: it stays until the agent itself ends
+        finished = self.round is not None and (
+            self.round.state is RoundState.CLOSED or is_done(connection.member, self.round)
+        )
+        if known is not None and not finished:
+            self._withdraw(connection.member.member_id)
+
+
+def _refuse_strangers(writer: asyncio.StreamWriter) -> None:
+    credentials = writer.get_extra_info("socket").getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid not in (os.getuid(), 0):
+        raise PermissionError(f"a process of user {uid} may not use the agent of user {os.getuid()}")

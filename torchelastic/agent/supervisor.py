@@ -1,0 +1,283 @@
+"""Starts the workers of this host, passes their output on, sees their death at once, starts them again.
+
+Use it on one event loop, in the main thread: a worker's lifeline hangs on the thread that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from torchelastic.processes.lifeline import dies_with_parent
+
+log = logging.getLogger(__name__)
+
+#: Lines of standard error that are kept to be shown last when a worker has failed.
+TAIL_LINES = 60
+#: Sent to a worker that hangs, before it is ended: `CoordinatorP2P` has registered a dump of all stacks for it.
+DUMP_STACK_SIGNAL = signal.SIGRTMIN + 5
+
+
+def restart_delay_s(restarts: int) -> float:
+    """Seconds to wait before the restart with this number (1, 2, ..): 0.2, 0.4, .. up to 30."""
+    return float(min(0.1 * 2**restarts, 30.0))
+
+
+@dataclass
+class Worker:
+    """One place on this host; the processes in it come and go.
+
+    Attributes:
+        local_rank: its number on this host.
+        restarts: how often its process has been started again.
+        process: the present one, None between two.
+        exit_code: of the last one that ended, as subprocess has it (negative: a signal).
+        gave_up: it has failed and will not be started again.
+        tail: the last lines of its standard error.
+    """
+
+    local_rank: int
+    restarts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    exit_code: int | None = None
+    gave_up: bool = False
+    tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
+    log_path: Path | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing runs here and nothing will."""
+        return self.process is None and (self.gave_up or self.exit_code == 0)
+
+
+class Supervisor:
+    """Runs `nproc` workers.
+
+    Args:
+        command: argument list of one worker, without the lifeline.
+        nproc: how many.
+        environment: for all of them; LOCAL_RANK and TORCHELASTIC_RESTART_COUNT are added for each.
+        max_restarts: per worker.
+        log_dir: where their output goes as files, None: only to the screen.
+        may_restart: asked with the pid of a worker that has failed.
+        on_exit: called with the worker and its former pid as soon as a process has ended.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        nproc: int,
+        *,
+        environment: Mapping[str, str],
+        max_restarts: int,
+        log_dir: Path | None,
+        may_restart: Callable[[int], bool],
+        on_exit: Callable[[Worker, int], None],
+    ) -> None:
+        self.workers = [Worker(local_rank) for local_rank in range(nproc)]
+        self.total_restarts = 0
+        self.all_over = asyncio.Event()
+        self._command, self._environment = list(command), dict(environment)
+        self._max_restarts, self._log_dir = max_restarts, log_dir
+        self._may_restart, self._on_exit = may_restart, on_exit
+        self._first_failure: Worker | None = None
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start all workers."""
+        for worker in self.workers:
+            self._spawn(worker)
+
+    async def stop(self, grace_s: float) -> None:
+        """End all workers: SIGTERM, then after `grace_s` SIGKILL, to them and to what they have started."""
+        self._stopping = True
+        for worker in self.workers:
+            _signal_group(worker, signal.SIGTERM)
+        if not await self._ended_within(grace_s):
+            for worker in self.workers:
+                _signal_group(worker, signal.SIGKILL)
+            await self._ended_within(5.0)
+
+    def end_hung(self, pid: int) -> None:
+        """Have a worker that hangs write where it hangs, then end it; it is started again like any other."""
+        for worker in self.workers:
+            if worker.process is not None and worker.process.pid == pid:
+                log.error(
+                    "worker %d (pid %d) did not get ready in time: its stacks follow in its log", worker.local_rank, pid
+                )
+                os.kill(pid, DUMP_STACK_SIGNAL)
+                os.kill(pid, signal.SIGCONT)  # a stopped process must run to write anything
+                asyncio.get_running_loop().call_later(1.0, _signal_group, worker, signal.SIGKILL)
+
+    def failure_report(self) -> str:
+        """What went wrong first, with the traceback last; empty if nothing did."""
+        worker = self._first_failure
+        if worker is None:
+            return ""
+        where = f", log {worker.log_path}" if worker.log_path else ""
+        head = f"worker {worker.local_rank} failed: {describe_exit(worker.exit_code)}{where}"
+        return "\n".join([head, *_last_traceback(list(worker.tail))])
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _spawn(self, worker: Worker) -> None:
+        environment = self._environment | {
+            "LOCAL_RANK": str(worker.local_rank),
+            "TORCHELASTIC_RESTART_COUNT": str(worker.restarts),
+        }
+        worker.process = subprocess.Popen(
+            dies_with_parent(self._command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that a worker is ended together with its data loaders
+        )
+        worker.tail.clear()
+        file = self._open_log(worker)
+        readers = [
+            self._task(self._pass_on(worker, worker.process.stdout, sys.stdout, file, keep=False)),
+            self._task(self._pass_on(worker, worker.process.stderr, sys.stderr, file, keep=True)),
+        ]
+        self._task(self._watch(worker, worker.process, readers, file))
+
+    def _open_log(self, worker: Worker) -> BinaryIO | None:
+        if self._log_dir is None:
+            return None
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        worker.log_path = self._log_dir / f"worker_{worker.local_rank}.{worker.restarts}.log"
+        return worker.log_path.open("wb", buffering=0)
+
+    async def _watch(
+        self,
+        worker: Worker,
+        process: subprocess.Popen[bytes],
+        readers: Sequence[asyncio.Task[None]],
+        file: BinaryIO | None,
+    ) -> None:
+        await process_end(process.pid)
+        # the others are told before anything else is done: their recovery waits for nothing here
+        worker.process = None
+        self._on_exit(worker, process.pid)
+        worker.exit_code = process.wait()
+        _signal_group_id(process.pid, signal.SIGKILL)  # its data loaders, if it left any
+        await asyncio.wait(readers, timeout=1.0)
+        if file is not None:
+            file.close()
+        await self._decide(worker, process.pid)
+
+    async def _decide(self, worker: Worker, pid: int) -> None:
+        if worker.exit_code != 0 and not self._stopping:
+            log.warning("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
+            if worker.restarts < self._max_restarts and self._may_restart(pid):
+                worker.restarts += 1
+                self.total_restarts += 1
+                await asyncio.sleep(restart_delay_s(worker.restarts))
+                if not self._stopping:
+                    self._spawn(worker)
+                    return
+            worker.gave_up = True
+            self._first_failure = self._first_failure or worker
+        worker.gave_up = worker.gave_up or self._stopping
+        if all(other.is_over for other in self.workers):
+            self.all_over.set()
+
+    async def _pass_on(
+        self, worker: Worker, pipe: IO[bytes] | None, screen: object, file: BinaryIO | None, *, keep: bool
+    ) -> None:
+        assert pipe is not None
+        reader = asyncio.StreamReader(limit=2**20)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        prefix = f"[worker {worker.local_rank}] "
+        while True:
+            try:
+                line = await reader.readuntil(b"\n")
+            except asyncio.IncompleteReadError as rest:
+                line = rest.partial
+            except asyncio.LimitOverrunError:
+                line = await reader.read(2**16)
+            if not line:
+                break
+            if file is not None:
+                file.write(line)
+            text = line.decode(errors="replace").rstrip("\n")
+            print(prefix + text, file=screen, flush=True)  # type: ignore[call-overload]
+            if keep:
+                worker.tail.append(text)
+        transport.close()
+
+    async def _ended_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self.all_over.wait(), seconds)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _task(self, work: collections.abc.Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)  # the event loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def process_end(pid: int) -> None:
+    """Return as soon as the process has ended (it is not reaped yet)."""
+    descriptor = os.pidfd_open(pid)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _resolve, ended)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _signal_group(worker: Worker, number: int) -> None:
+    if worker.process is not None:
+        _signal_group_id(worker.process.pid, number)
+
+
+def _signal_group_id(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass  # it has ended by itself
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """A sentence for people."""
+    if exit_code is not None and exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    return f"exit code {exit_code}"
+
+
+def _last_traceback(lines: list[str]) -> list[str]:
+    """From the last traceback on, if there is one: what a person wants to see, not what was printed before it."""
+    starts = [
+        number
+        for number, line in enumerate(lines)
+        if re.match(r"(\[rank\d+\]: )?Traceback \(most recent call last\)", line)
+    ]
+    # a chained exception prints several tracebacks: all of one chain belong together
+    while len(starts) > 1 and any("exception" in line for line in lines[starts[-2] : starts[-1]][-4:]):
+        starts.pop()
+    return lines[starts[-1] :] if starts else lines

@@ -1,0 +1,1 @@
+"""The command line: `torchelastic run`, also as `python -m torchelastic.launch run`."""

@@ -1,0 +1,148 @@
+"""`torchelastic run`: this process becomes the agent of its host and runs a script in several workers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from torchelastic.agent.agent import Agent, AgentOptions, Outcome, worker_environment
+from torchelastic.agent.etcd_connection import connect
+from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
+
+log = logging.getLogger(__name__)
+
+EXAMPLES = """examples:
+  torchelastic run --standalone --nproc-per-node 3 train.py --epochs 10
+  torchelastic run --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --nnodes 2:4 --nproc-per-node 8 train.py
+"""
+
+
+class UsageError(Exception):
+    """The command's words do not make sense together; the message says what to change."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `run` to the command line. Dashes and underscores are the same, as for torchrun's users."""
+    parser = commands.add_parser(
+        "run",
+        help="run a training script on this host, alone or together with others",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # else an option of the script that begins like two of ours is refused as ambiguous
+    )
+    _add(parser, "standalone", action="store_true", help="this host alone, with an etcd of its own")
+    _add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", help="the etcd where the hosts of a run meet")
+    _add(parser, "rdzv-id", metavar="ID", help="names the run; the same on every host")
+    _add(parser, "nnodes", default="1:1", metavar="MIN[:MAX]", help="how many hosts (default 1)")
+    _add(parser, "nproc-per-node", type=int, default=1, metavar="N", help="workers on each host (default 1)")
+    _add(parser, "min-workers", type=int, metavar="M", help="default: 1 with --standalone, else MIN x N")
+    _add(parser, "max-workers", type=int, metavar="M", help="default: MAX x N")
+    _add(parser, "max-restarts", type=int, default=3, metavar="K", help="of each worker (default 3)")
+    _add(parser, "log-dir", type=Path, metavar="DIR", help="write each worker's output to a file in here too")
+    _add(parser, "rdzv-timeout", type=float, default=600.0, metavar="S", help="wait for a group (default 600 s)")
+    _add(parser, "last-call", type=float, default=30.0, metavar="S", help="first group: wait for more (default 30 s)")
+    _add(parser, "ttl", type=float, default=10.0, metavar="S", help="silence after which a host is lost (default 10 s)")
+    _add(parser, "connect-timeout", type=float, default=30.0, metavar="S", help="wait for etcd (default 30 s)")
+    _add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
+    _add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
+    parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
+    parser.add_argument("-v", "--verbose", action="store_true", help="say more about membership")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Be the agent until the run is over. Exit code 0 only if the run was completed."""
+    level = logging.INFO if options.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="[agent] %(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    command = _worker_command(options)
+    with ExitStack() as stack:
+        url = _url(options, stack)
+        socket_dir = Path(tempfile.mkdtemp(prefix="te-"))  # short: a Unix socket's path has 107 bytes
+        stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
+        metrics = None if options.metrics_port is None else (options.metrics_host, options.metrics_port)
+        agent_options = AgentOptions(url, socket_dir / "agent", metrics_address=metrics)
+
+        def make_supervisor(may_restart: Callable[[int], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
+            return Supervisor(
+                command,
+                options.nproc_per_node,
+                environment=worker_environment(agent_options, options.nproc_per_node),
+                max_restarts=options.max_restarts,
+                log_dir=options.log_dir,
+                may_restart=may_restart,
+                on_exit=on_exit,
+            )
+
+        outcome = asyncio.run(_run_agent(agent_options, make_supervisor))
+    if outcome.message:
+        print(outcome.message, file=sys.stderr, flush=True)  # noqa: T201 - the last word on the screen
+    return outcome.exit_code
+
+
+async def _run_agent(
+    options: AgentOptions,
+    make_supervisor: Callable[[Callable[[int], bool], Callable[[Worker, int], None]], Supervisor],
+) -> Outcome:
+    return await Agent(options, connect(options.url), make_supervisor).run()
+
+
+def _add(parser: argparse.ArgumentParser, name: str, **settings: object) -> None:
+    spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
+    parser.add_argument(*sorted(spellings), dest=name.replace("-", "_"), **settings)  # type: ignore[arg-type]  # passed through
+
+
+def _worker_command(options: argparse.Namespace) -> list[str]:
+    if options.module:
+        return [sys.executable, "-m", options.script, *options.arguments]
+    if not Path(options.script).is_file():
+        raise UsageError(f"there is no file {options.script!r}; for a module write -m {options.script}")
+    return [sys.executable, options.script, *options.arguments]
+
+
+def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
+    min_nodes, max_nodes = _nodes(options.nnodes)
+    per_node = options.nproc_per_node
+    if per_node < 1 or options.max_restarts < 0:
+        raise UsageError("--nproc-per-node starts at 1 and --max-restarts at 0")
+    min_workers = options.min_workers or (1 if options.standalone else min_nodes * per_node)
+    max_workers = options.max_workers or max_nodes * per_node
+    if options.standalone:
+        if options.rdzv_endpoint or max_nodes > 1:
+            raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
+        endpoint = stack.enter_context(EtcdServer()).endpoint
+        run_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
+    else:
+        if not options.rdzv_endpoint or not options.rdzv_id:
+            raise UsageError("give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --standalone for this host alone")
+        endpoint, run_id = options.rdzv_endpoint, options.rdzv_id
+    query = (
+        f"min_workers={min_workers}&max_workers={max_workers}&timeout={options.rdzv_timeout}"
+        f"&last_call_timeout={options.last_call}&ttl={options.ttl}&connect_timeout={options.connect_timeout}"
+    )
+    try:
+        return parse_url(f"etcd://{endpoint}/{run_id}?{query}")
+    except RendezvousUrlError as error:
+        raise UsageError(str(error)) from error
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        nodes = int(low), int(high or low)
+    except ValueError:
+        raise UsageError(f"--nnodes {text!r}: write a number, or MIN:MAX") from None
+    if not 1 <= nodes[0] <= nodes[1]:
+        raise UsageError(f"--nnodes {text!r}: 1 <= MIN <= MAX")
+    return nodes

@@ -1,0 +1,88 @@
+"""How all ranks come to leave a group at the same step, without waiting for each other.
+
+A tiny all-reduce is started at the end of one step and read at the end of a later one, so nobody waits for it; what
+it says is the same on every rank, so all act on it at the same step. For very short steps it is done only every n-th
+step, so that it costs at most a share of the time; n is agreed on by the same all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Share of the training time that the agreement may cost.
+MAX_SHARE = 0.01
+#: Nobody who asks waits longer than about this for the others to hear of it.
+MAX_DELAY_S = 0.5
+
+
+def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_delay_s: float = MAX_DELAY_S) -> int:
+    """How many steps apart two agreements are to be: rare enough to be cheap, often enough to be prompt.
+
+    >>> interval_steps(step_s=0.1, cost_s=0.0002)
+    1
+    >>> interval_steps(step_s=0.001, cost_s=0.0002)
+    20
+    >>> interval_steps(step_s=0.00001, cost_s=0.01)
+    50000
+    """
+    cheap = math.ceil(cost_s / max(share * step_s, 1e-9))
+    prompt = max(1, math.floor(max_delay_s / max(step_s, 1e-9) + 1e-6))
+    return max(1, min(cheap, prompt))
+
+
+class StepAgreement:
+    """Agrees on whether to leave the group; one object per group, used on the training thread of every rank.
+
+    Args:
+        group: a group for CPU tensors; None: this worker is alone.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._group = group
+        self._clock = clock
+        self._steps = 0
+        self._next_at = 1
+        self._pending: dist.Work | None = None
+        self._words = torch.zeros(2, dtype=torch.int64)
+        self._step_s = 0.0
+        self._cost_s = 0.0
+        self._last_s = clock()
+
+    def leave(self, wish: bool) -> bool:
+        """Called after each step by every rank; true on all of them at the same step, soon after one has wished it.
+
+        Raises RuntimeError if a peer is lost.
+        """
+        if self._group is None:
+            return wish
+        self._steps += 1
+        if self._steps < self._next_at:
+            return False
+        began_s = self._clock()
+        leave, interval = False, 1
+        if self._pending is not None:
+            self._pending.wait()
+            leave, interval = bool(self._words[0]), int(self._words[1])
+        self._next_at = self._steps + interval
+        if not leave:
+            self._start(wish, began_s, interval)
+        return leave
+
+    def _start(self, wish: bool, began_s: float, interval: int) -> None:
+        self._words[0] = int(wish)
+        self._words[1] = interval_steps(self._step_s, self._cost_s) if self._step_s else 1
+        self._pending = dist.all_reduce(self._words, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        now_s = self._clock()
+        # smoothed: one slow step must not change how often all ranks talk
+        self._step_s += 0.2 * ((began_s - self._last_s) / interval - self._step_s)
+        self._cost_s += 0.2 * ((now_s - began_s) - self._cost_s)
+        self._last_s = now_s
