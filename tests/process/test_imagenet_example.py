@@ -1,0 +1,764 @@
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+from examples.imagenet import digits
+from examples.imagenet.audit import SampleLedger, group_of_each_step, groups_formed, recovery_s, sample_ledger
+from examples.imagenet.demo import REPOSITORY_ROOT, Demo, Outcome, choose_victim, command_line, half_way
+from examples.imagenet.demo import main as run_demo
+from examples.imagenet.epoch_sampler import EpochSampler
+from examples.imagenet.evaluation import Accuracy, count_correct, evaluate
+from examples.imagenet.events import Event, EventReader, EventWriter, read_events
+from examples.imagenet.images import (
+    EvalTransform,
+    ImageDataset,
+    Item,
+    TrainTransform,
+    index_images,
+    item_seed,
+    random_crop_box,
+)
+from examples.imagenet.main import FreshStart, Training
+from examples.imagenet.options import HANDWRITTEN_DIGITS, PHOTOGRAPHS, parse_options
+from examples.imagenet.progress import RunDisplay
+from examples.imagenet.resnet import resnet
+from examples.imagenet.schedule import learning_rate
+from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.checkpoint.api import load_latest, save
+from torchelastic.data import ElasticLoader
+from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.testing.etcd import running_etcd
+
+
+@pytest.fixture(scope="module")
+def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "digits"
+    digits.write_digits(root)
+    return root
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For nets this small a second thread only waits for a core that some other test may have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def gradient_image(width: int, height: int) -> Image.Image:
+    """An image whose red channel tells the column and whose green channel tells the row."""
+    pixels = bytes(
+        level
+        for row in range(height)
+        for column in range(width)
+        for level in (column * 255 // width, row * 255 // height, 0)
+    )
+    return Image.frombytes("RGB", (width, height), pixels)
+
+
+def make_folder(root: Path, files: list[str]) -> Path:
+    for name in files:
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix:
+            gradient_image(12, 10).save(file, format="PNG")
+        else:
+            file.mkdir()
+    return root
+
+
+# ------------------------------------------------------------------------------------------------------------ the net
+
+
+@pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)])
+def test_a_resnet_has_the_published_number_of_parameters(depth: int, parameters: int) -> None:
+    with torch.device("meta"):
+        network = resnet(depth, 1000)
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize(("small_images", "size", "last_grid"), [(False, 224, 7), (True, 32, 4)])
+def test_a_resnet_shrinks_the_image_as_in_the_paper(depth: int, small_images: bool, size: int, last_grid: int) -> None:
+    network = resnet(depth, 5, width=4, small_images=small_images).eval()
+    grids: list[torch.Size] = []
+    network[-3].register_forward_hook(lambda _module, inputs, _output: grids.append(inputs[0].shape))
+    assert network(torch.zeros(2, 3, size, size)).shape == (2, 5)
+    assert grids[0][-2:] == (last_grid, last_grid)
+
+
+@pytest.mark.parametrize(("depth", "width", "named"), [(101, 64, "18, 34, 50"), (18, 0, "width")])
+def test_an_impossible_resnet_is_refused_by_name(depth: int, width: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        resnet(depth, 10, width=width)
+
+
+# ------------------------------------------------------------------------------------------------------- the schedule
+
+
+def test_the_rate_warms_up_peaks_and_falls_towards_zero() -> None:
+    rates = [learning_rate(step, total_steps=100, peak=0.5, warmup_steps=10) for step in range(101)]
+    assert rates[0] == pytest.approx(0.05)
+    assert max(rates) == rates[10] == 0.5
+    assert rates[:11] == sorted(rates[:11])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(0.25)  # half way down the cosine
+    assert 0 < rates[100] == rates[99] < 0.001
+
+
+def test_the_rate_needs_no_warmup() -> None:
+    assert learning_rate(0, total_steps=1, peak=0.1, warmup_steps=0) == 0.1
+
+
+@pytest.mark.parametrize(("step", "total", "warmup"), [(-1, 10, 1), (0, 0, 0), (0, 5, 5)])
+def test_a_schedule_that_cannot_be_is_refused(step: int, total: int, warmup: int) -> None:
+    with pytest.raises(ValueError, match="warmup_steps"):
+        learning_rate(step, total_steps=total, peak=1.0, warmup_steps=warmup)
+
+
+# --------------------------------------------------------------------------------------------------------- the images
+
+
+def test_classes_and_files_are_indexed_in_sorted_order_whatever_the_suffix_case(tmp_path: Path) -> None:
+    root = make_folder(
+        tmp_path,
+        ["train/zebra/2.JPEG", "train/zebra/1.png", "train/ant/7.jpg", "val/zebra/9.jpeg", "train/ant/notes.txt"],
+    )
+    index = index_images(root)
+    assert index.classes == ("ant", "zebra")
+    assert [(file.name, label) for file, label in index.train] == [("7.jpg", 0), ("1.png", 1), ("2.JPEG", 1)]
+    assert [(file.name, label) for file, label in index.val] == [("9.jpeg", 1)]
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        (["val/ant/1.png"], r"no folder .*train: expected"),
+        (["train/ant/1.png"], r"no folder .*val: expected"),
+        (["train/1.png", "val/ant/1.png"], r"no class folders in .*train: expected"),
+        (["train/ant/1.png", "train/bee", "val/ant/1.png"], r"no images in .*bee: expected"),
+        (["train/ant/1.png", "val/ant"], r"no images in .*val: expected"),
+        (["train/ant/1.png", "val/wasp/1.png"], r"classes that train has not: wasp"),
+    ],
+)
+def test_a_folder_of_the_wrong_shape_is_refused_with_what_was_expected(
+    tmp_path: Path, files: list[str], complaint: str
+) -> None:
+    root = make_folder(tmp_path, files)
+    with pytest.raises(ValueError, match=complaint):
+        index_images(root)
+
+
+def test_a_missing_folder_is_refused_with_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no folder .*nowhere: expected"):
+        index_images(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 30, 60])
+def test_a_damaged_image_is_named(tmp_path: Path, kept_bytes: int) -> None:
+    index = index_images(make_folder(tmp_path, ["train/ant/1.png", "val/ant/1.png"]))
+    file = index.train[0][0]
+    file.write_bytes(file.read_bytes()[:kept_bytes])
+    with pytest.raises(ValueError, match=r"cannot read the image .*1\.png"):
+        ImageDataset(index.train, EvalTransform(8))[0]
+
+
+def test_an_item_depends_on_seed_epoch_and_index_and_on_nothing_else(digits_folder: Path) -> None:
+    samples = index_images(digits_folder).train
+
+    def load(seed: int, epoch: int, item: int) -> torch.Tensor:
+        data = ImageDataset(samples, TrainTransform(16, min_area=0.5), seed=seed)
+        return data[epoch * len(data) + item].pixels
+
+    first = load(1, 2, 3)
+    torch.manual_seed(99)
+    data = ImageDataset(samples, TrainTransform(16, min_area=0.5), seed=1, cache=True)
+    data[7]  # loaded in another order, by a data set that keeps images
+    assert torch.equal(data[2 * len(data) + 3].pixels, first)
+    assert torch.equal(data[2 * len(data) + 3].pixels, first)
+    assert data[2 * len(data) + 3][1:] == (samples[3][1], 3)
+    for other in (load(2, 2, 3), load(1, 3, 3), load(1, 2, 4)):
+        assert not torch.equal(other, first)
+
+
+def test_loading_an_item_leaves_the_global_random_state_alone(digits_folder: Path) -> None:
+    data = ImageDataset(index_images(digits_folder).train, TrainTransform(16), seed=5)
+    before = torch.get_rng_state()
+    data[0]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_item_seeds_of_neighbours_do_not_collide() -> None:
+    seeds = {item_seed(seed, epoch, index) for seed in range(5) for epoch in range(20) for index in range(200)}
+    assert len(seeds) == 5 * 20 * 200
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (500, 375), (20, 300)])
+def test_crop_boxes_stay_inside_and_keep_the_promised_area(size: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    areas: list[float] = []
+    for _ in range(300):
+        left, top, right, bottom = random_crop_box(size, 0.4, 4 / 3, generator)
+        assert 0 <= left < right <= size[0]
+        assert 0 <= top < bottom <= size[1]
+        areas.append((right - left) * (bottom - top) / (size[0] * size[1]))
+        if size[0] / size[1] > 0.5:  # a thin image takes the centred square instead
+            assert areas[-1] >= 0.4 - 1e-9
+            assert 3 / 4 - 1e-9 <= (right - left) / (bottom - top) <= 4 / 3 + 1e-9
+    if size == (500, 375):
+        assert max(areas) > 0.9
+        assert min(areas) < 0.5
+    if size == (20, 300):
+        assert areas[0] == pytest.approx(20 * 20 / (20 * 300))
+
+
+def red_rises(pixels: torch.Tensor) -> bool:
+    return bool(pixels[0, :, -1].mean() > pixels[0, :, 0].mean())
+
+
+def test_half_of_the_training_images_are_mirrored_unless_flipping_is_off() -> None:
+    image = gradient_image(32, 32)
+    seeds = [torch.Generator().manual_seed(item_seed(0, 0, item)) for item in range(200)]
+    upright = [red_rises(TrainTransform(8, min_area=0.5)(image, generator)) for generator in seeds]
+    assert 70 < sum(upright) < 130
+    assert all(red_rises(TrainTransform(8, min_area=0.5, flip=False)(image, generator)) for generator in seeds)
+
+
+def test_validation_takes_the_centre() -> None:
+    image = Image.new("RGB", (80, 40), (255, 0, 0))
+    image.paste((0, 0, 255), (30, 10, 50, 30))  # a blue square in the very middle, half of the height
+    pixels = EvalTransform(16, kept=0.5)(image, torch.Generator())
+    assert pixels.shape == (3, 16, 16)
+    assert torch.allclose(pixels[2, 4:-4, 4:-4], torch.tensor((1 - 0.406) / 0.225))
+    assert torch.allclose(pixels[0, 4:-4, 4:-4], torch.tensor(-0.485 / 0.229))
+
+
+# --------------------------------------------------------------------------------------------------------- the digits
+
+
+def test_the_digits_are_the_fixed_stratified_split(digits_folder: Path) -> None:
+    index = index_images(digits_folder)
+    assert index.classes == tuple("0123456789")
+    assert (len(index.train), len(index.val)) == (1437, 360)
+    assert [sum(label == digit for _, label in index.val) for digit in range(10)] == [36] * 10
+    names = [file.name for file, _ in index.train + index.val]
+    assert len(set(names)) == 1797  # nothing is in both
+
+
+def test_the_files_hold_the_pixels_of_the_data_set(digits_folder: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    for file, label in index_images(digits_folder).val[::30]:
+        position = int(file.stem)
+        assert data.target[position] == label
+        with Image.open(file) as image:
+            assert image.mode == "L"
+            assert [round(level * 16 / 255) for level in image.tobytes()] == data.images[position].flatten().tolist()
+
+
+def test_writing_the_digits_again_touches_nothing(digits_folder: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in digits_folder.rglob("*")}
+    digits.write_digits(digits_folder)
+    assert {file: file.stat().st_mtime_ns for file in digits_folder.rglob("*")} == before
+
+
+def test_several_processes_may_write_the_digits_at_once(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "digits"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=digits.write_digits, args=(root,)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert len(index_images(root).train) == 1437
+    assert [entry.name for entry in root.parent.iterdir()] == ["digits"]  # no scratch folder is left
+
+
+def test_a_folder_that_is_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "photos", ["train/ant/1.png"])
+    with pytest.raises(ValueError, match="not a complete copy of the digits; remove it"):
+        digits.write_digits(root)
+    assert (root / "train" / "ant" / "1.png").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["photos"]
+
+
+def test_the_epoch_reaches_the_data_set_through_prefetching_loaders(digits_folder: Path) -> None:
+    samples = index_images(digits_folder).train[:10]
+
+    def pixels_of_run(num_workers: int) -> list[tuple[list[int], torch.Tensor]]:
+        data = ImageDataset(samples, TrainTransform(8, min_area=0.3), seed=4)
+        loader = ElasticLoader(data, EpochSampler(len(data), 4, epochs=3, seed=4), num_workers=num_workers)
+        batches = [(batch.sample.tolist(), batch.pixels) for batch in loader]
+        loader.close()
+        return batches
+
+    plain = pixels_of_run(num_workers=0)
+    ahead = pixels_of_run(num_workers=2)
+    data = ImageDataset(samples, TrainTransform(8, min_area=0.3), seed=4)
+    assert len(plain) == len(ahead) == 9
+    for number, ((indices, pixels), (indices_ahead, pixels_ahead)) in enumerate(zip(plain, ahead, strict=True)):
+        assert indices == indices_ahead
+        assert torch.equal(pixels, pixels_ahead)
+        epoch = number // 3
+        assert torch.equal(pixels, torch.stack([data[epoch * 10 + index].pixels for index in indices]))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_slim_resnet_learns_the_digits(digits_folder: Path) -> None:
+    index = index_images(digits_folder)
+    train = ImageDataset(index.train, TrainTransform(8, min_area=0.6, flip=False), seed=0, cache=True)
+    val = ImageDataset(index.val, EvalTransform(8, kept=1.0))
+    torch.manual_seed(0)
+    network = resnet(18, 10, width=8, small_images=True)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    sampler = EpochSampler(len(train), 96, epochs=4)
+    total_steps = sampler.epochs * sampler.batches_per_epoch
+    for step, batch in enumerate(ElasticLoader(train, sampler)):
+        rate = learning_rate(step, total_steps=total_steps, peak=0.1, warmup_steps=6)
+        optimizer.param_groups[0]["lr"] = rate
+        loss = torch.nn.functional.cross_entropy(network(batch.pixels), batch.label)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+    accuracy = evaluate(network, val, rank=0, world_size=1, batch_size=100, device=torch.device("cpu"))
+    assert accuracy.top1 > 0.9
+    assert accuracy.top5 > 0.98
+
+
+# ------------------------------------------------------------------------------------------------------- the accuracy
+
+
+class Guesser(nn.Module):
+    """Answers each image with its own mean brightness as the best class, and the classes after it next."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        best = images.mean(dim=(1, 2, 3), keepdim=False).round().long()
+        return -((torch.arange(10).unsqueeze(0) - best.unsqueeze(1)) % 10).float()
+
+
+def guessed(labels_and_guesses: list[tuple[int, int]]) -> ImageDataset:
+    """A data set whose image i makes the Guesser say guess i."""
+    samples = tuple((Path(str(guess)), label) for label, guess in labels_and_guesses)
+
+    class Plain(ImageDataset):
+        def __getitem__(self, position: int) -> Item:
+            file, label = samples[position]
+            return Item(torch.full((3, 2, 2), float(file.name)), label, position)
+
+    return Plain(samples, EvalTransform(2))
+
+
+def test_accuracy_counts_first_guesses_and_first_five() -> None:
+    images = guessed([(3, 3), (7, 3), (8, 3), (2, 9), (5, 5), (4, 0), (4, 9)])
+    model = Guesser()
+    accuracy = evaluate(model, images, rank=0, world_size=1, batch_size=3, device=torch.device("cpu"))
+    assert accuracy == Accuracy(top1=2 / 7, top5=5 / 7)  # 7 is the fifth guess after 3, and 8 the sixth
+    assert model.training
+
+
+def test_accuracy_of_fewer_than_five_classes_is_defined() -> None:
+    assert count_correct(torch.tensor([[0.0, 1.0]]), torch.tensor([0]), guesses=5) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_worker_looks_at_its_own_part_of_the_validation_images(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = guessed([(3, 3), (7, 3), (8, 3), (2, 9), (5, 5), (4, 0), (4, 9)])
+    counts: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda counted: counts.append(counted.clone()))
+    for rank in range(world_size):
+        evaluate(Guesser(), images, rank=rank, world_size=world_size, batch_size=2, device=torch.device("cpu"))
+    assert torch.stack(counts).sum(0).tolist() == [2, 5, 7]
+
+
+# ------------------------------------------------------------------------------------------------ events and the audit
+
+
+def event(
+    kind: str, pid: int, group: int, step: int, *, at_s: float, indices: tuple[int, ...] = (), epoch: int = 0
+) -> Event:
+    return Event(kind, at_s, pid, rank=0, world_size=1, group=group, step=step, epoch=epoch, indices=indices)
+
+
+def test_events_come_back_as_they_were_written_and_only_once(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "new")
+    reader = EventReader(tmp_path / "new")
+    writer.write("attempt", rank=1, world_size=3, group=7, step=4, epoch=2, indices=(5, 6))
+    (first,) = reader.poll()
+    assert (first.kind, first.indices, first.step, first.pid) == ("attempt", (5, 6), 4, os.getpid())
+    writer.write("commit", rank=1, world_size=3, group=7, step=4, epoch=2, loss=0.5)
+    (second,) = reader.poll()
+    assert (second.kind, second.loss) == ("commit", 0.5)
+    assert second.time_s >= first.time_s
+    assert reader.poll() == []
+    assert read_events(tmp_path / "new") == [first, second]
+
+
+def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
+    EventWriter(tmp_path).write("commit", rank=0, world_size=1, group=1, step=1, epoch=0)
+    (file,) = tmp_path.iterdir()
+    line = file.read_bytes()
+    reader = EventReader(tmp_path)
+    file.write_bytes(line + line[:20])
+    assert len(reader.poll()) == 1
+    file.write_bytes(line + line)
+    assert len(reader.poll()) == 1
+
+
+def test_without_a_folder_events_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    EventWriter(None).write("commit", rank=0, world_size=1, group=1, step=1, epoch=0)
+    assert list(tmp_path.iterdir()) == []
+    assert read_events(tmp_path / "nowhere") == []
+
+
+def run_with_a_loss() -> list[Event]:
+    """Workers 1 and 2 train images 0..3 over two steps; 2 dies in step 1, which 1 repeats alone in group 20."""
+    return [
+        event("attempt", 1, 10, 0, at_s=1.0, indices=(0,)),
+        event("attempt", 2, 10, 0, at_s=1.0, indices=(1,)),
+        event("commit", 1, 10, 0, at_s=1.1),
+        event("commit", 2, 10, 0, at_s=1.1),
+        event("attempt", 1, 10, 1, at_s=1.2, indices=(2,)),
+        event("attempt", 2, 10, 1, at_s=1.2, indices=(3,)),
+        event("formed", 1, 20, 1, at_s=2.0),
+        event("attempt", 1, 20, 1, at_s=2.1, indices=(2, 3)),
+        event("commit", 1, 20, 1, at_s=2.2),
+    ]
+
+
+def test_a_repeated_step_counts_once() -> None:
+    assert sample_ledger(run_with_a_loss(), images=4, epochs=1) == SampleLedger(steps=2, trained=4, lost=0, repeated=0)
+    assert groups_formed(run_with_a_loss()) == [10, 20]
+
+
+def test_a_step_that_only_the_dead_committed_is_rightly_repeated() -> None:
+    events = [*run_with_a_loss(), event("commit", 2, 10, 1, at_s=1.3)]
+    assert sample_ledger(events, images=4, epochs=1) == SampleLedger(steps=2, trained=4, lost=0, repeated=0)
+    assert group_of_each_step(events) == {0: 10, 1: 20}
+    in_time = [event for event in events if event.time_s < 2.15]  # the repetition has begun and not succeeded
+    assert group_of_each_step(in_time) == {0: 10}
+
+
+def test_a_step_that_a_survivor_had_committed_is_trained_twice_if_repeated() -> None:
+    events = [*run_with_a_loss(), event("commit", 1, 10, 1, at_s=1.3)]
+    assert sample_ledger(events, images=4, epochs=1).repeated == 1
+
+
+def test_a_step_committed_by_one_counts_the_images_of_all_its_group() -> None:
+    events = [event for event in run_with_a_loss() if event.group == 10]
+    ledger = sample_ledger([*events, event("commit", 1, 10, 1, at_s=1.3)], images=4, epochs=1)
+    assert ledger == SampleLedger(steps=2, trained=4, lost=0, repeated=0)
+
+
+def test_a_step_that_stands_without_anybodys_commit_counts() -> None:
+    """Both optimizers had stepped when both workers failed: they go on from behind the step."""
+    in_time = [event for event in run_with_a_loss() if event.time_s < 2.0]
+    went_on = [event("formed", 1, 20, 2, at_s=2.0), event("formed", 2, 20, 2, at_s=2.0)]
+    assert sample_ledger(in_time, images=4, epochs=1) == SampleLedger(steps=1, trained=2, lost=2, repeated=0)
+    assert sample_ledger([*in_time, *went_on], images=4, epochs=1) == SampleLedger(
+        steps=2, trained=4, lost=0, repeated=0
+    )
+
+
+def test_a_worker_that_goes_back_behind_what_it_stood_for_trains_twice() -> None:
+    in_time = [event for event in run_with_a_loss() if event.time_s < 2.0]
+    went_on = event("formed", 1, 15, 2, at_s=1.9)
+    repeated = [event for event in run_with_a_loss() if event.time_s >= 2.0]
+    assert sample_ledger([*in_time, *repeated], images=4, epochs=1).repeated == 0
+    assert sample_ledger([*in_time, went_on, *repeated], images=4, epochs=1).repeated == 1
+
+
+def test_lost_and_repeated_images_are_counted_per_epoch() -> None:
+    events = [
+        event("attempt", 1, 10, 0, at_s=1.0, indices=(0, 1)),
+        event("commit", 1, 10, 0, at_s=1.1),
+        event("attempt", 1, 10, 1, at_s=1.2, indices=(1, 2), epoch=0),
+        event("commit", 1, 10, 1, at_s=1.3),
+        event("attempt", 1, 10, 2, at_s=1.4, indices=(0, 1, 2), epoch=1),
+        event("commit", 1, 10, 2, at_s=1.5),
+    ]
+    # epoch 0: image 1 twice, image 3 never; epoch 1: image 3 never
+    assert sample_ledger(events, images=4, epochs=2) == SampleLedger(steps=3, trained=7, lost=2, repeated=1)
+    # the same, where only one epoch of three images was asked for: epoch 1 is too much
+    assert sample_ledger(events, images=3, epochs=1) == SampleLedger(steps=3, trained=7, lost=0, repeated=4)
+
+
+def test_recovery_is_counted_to_the_first_commit_of_a_group_without_the_victim() -> None:
+    late_commit = event("commit", 1, 10, 1, at_s=1.3)  # of the victim's group: its part was sent before it died
+    assert recovery_s([*run_with_a_loss(), late_commit], killed_pid=2, killed_at_s=1.25) == pytest.approx(0.95)
+    assert recovery_s(run_with_a_loss()[:-1], killed_pid=2, killed_at_s=1.25) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- the display
+
+
+def show_a_run(display: RunDisplay, *, rank: int) -> None:
+    display.formed(rank=rank, world_size=3, step=4)
+    display.committed(step=5, epoch=0, loss=1.5, images=96)
+    display.committed(step=6, epoch=0, loss=1.25, images=96)
+    display.validated(epoch=0, step=6, top1=0.9876, top5=1.0)
+    display.committed(step=7, epoch=1, loss=1.0, images=96)
+    display.close()
+
+
+def test_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    show_a_run(RunDisplay(10, bar=True), rank=1)
+    assert capsys.readouterr().out == ""
+    show_a_run(RunDisplay(10, bar=True), rank=0)
+    shown = capsys.readouterr().out
+    assert "group of 3 worker(s) at step 4 of 10" in shown
+    assert "epoch 0: top-1 98.76 %, top-5 100.00 %, step 6, 3 worker(s)" in shown
+
+
+def test_the_bar_on_a_terminal_shows_what_is_committed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    show_a_run(RunDisplay(10, bar=True), rank=0)
+    last = [line for line in plain(capsys.readouterr().out).splitlines() if "/10" in line][-1]
+    for shown in ("3 worker(s)", "epoch 1", "7/10", "loss 1.000", "top-1 98.8 %"):
+        assert shown in last
+    show_a_run(RunDisplay(10, bar=False), rank=0)
+    assert "7/10" not in plain(capsys.readouterr().out)
+
+
+def plain(text: str) -> str:
+    """Without the terminal's control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+def test_defaults_follow_the_data(tmp_path: Path) -> None:
+    digits_run = parse_options([])
+    assert digits_run.is_digits
+    assert digits_run.recipe == HANDWRITTEN_DIGITS
+    assert digits_run.data == Path("runs/digits")
+    photographs_run = parse_options(["--data", str(tmp_path)])
+    assert not photographs_run.is_digits
+    assert photographs_run.recipe == PHOTOGRAPHS
+    assert photographs_run.data == tmp_path
+
+
+def test_the_rate_follows_the_batch_size_unless_it_is_named(tmp_path: Path) -> None:
+    folder = ["--data", str(tmp_path)]
+    assert parse_options([*folder, "--batch-size", "512"]).recipe.learning_rate == pytest.approx(0.2)
+    assert parse_options([*folder, "--batch-size", "512", "--lr", "0.3"]).recipe.learning_rate == 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--data", "/nowhere/at/all"], "no such folder; name one with train/CLASS"),
+        (["--arch", "resnet101"], "invalid choice"),
+        (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
+        (["--epochs", "1.5"], "'1.5' is not a whole number"),
+        (["--lr", "nan"], "'nan' is not a positive number"),
+        (["--lr", "fast"], "'fast' is not a positive number"),
+        (["--num-data-workers", "-1"], "not a whole number of at least 0"),
+        (["--no-resume"], "name their folder with --checkpoint-dir"),
+        (["--backend", "mpi"], "invalid choice"),
+    ],
+)
+def test_a_senseless_command_line_is_refused_with_the_remedy(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_options(arguments)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------- the demo
+
+
+def good_outcome() -> Outcome:
+    ledger = SampleLedger(steps=30, trained=2874, lost=0, repeated=0)
+    return Outcome(accuracy=0.97, ledger=ledger, groups=2, recovery_s=0.2, rejoined=True, seconds=60.0)
+
+
+def test_the_demo_has_no_complaint_about_a_good_run() -> None:
+    assert good_outcome().complaints(wanted_steps=30) == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "complaint"),
+    [
+        (replace(good_outcome(), accuracy=None), "did not end with a report"),
+        (replace(good_outcome(), accuracy=0.949), "accuracy 94.9 % is below 95 %"),
+        (replace(good_outcome(), ledger=SampleLedger(29, 2874, 0, 0)), "29 steps instead of 30"),
+        (replace(good_outcome(), ledger=SampleLedger(30, 2874, 1, 0)), "1 images lost"),
+        (replace(good_outcome(), ledger=SampleLedger(30, 2874, 0, 2)), "2 images trained twice"),
+        (replace(good_outcome(), recovery_s=None), "no step was committed after the kill"),
+    ],
+)
+def test_the_demo_complains_about_each_thing_that_went_wrong(outcome: Outcome, complaint: str) -> None:
+    (found,) = outcome.complaints(wanted_steps=30)
+    assert complaint in found
+
+
+def test_the_demo_kills_a_worker_of_the_present_group_once_it_is_time() -> None:
+    def commit(pid: int, rank: int, group: int, step: int) -> Event:
+        return replace(event("commit", pid, group, step, at_s=float(step)), rank=rank)
+
+    early = [commit(11, 2, 1, 0), commit(12, 0, 1, 0)]
+    later = [*early, commit(13, 1, 2, 1), commit(12, 0, 2, 1), commit(13, 1, 2, 2)]
+    assert choose_victim([], at_step=1, rank=None) is None
+    assert choose_victim(later, at_step=4, rank=None) is None
+    last = choose_victim(later, at_step=3, rank=None)
+    assert last is not None
+    assert (last.pid, last.step) == (13, 2)
+    first = choose_victim(later, at_step=3, rank=0)
+    assert first is not None
+    assert first.pid == 12
+    assert choose_victim(later, at_step=3, rank=2) is None  # there was one, in another group
+
+
+def test_the_demo_kills_in_the_middle_of_an_epoch() -> None:
+    assert half_way(15, 12) == 6 * 15 + 7
+    assert half_way(15, 1) == 7
+
+
+def test_the_demo_asks_main_for_what_main_understands(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(workers=3, epochs=2, seed=1, runs=tmp_path)
+    command = command_line(arguments, tmp_path / "demo")
+    module = command.index("examples.imagenet.main")
+    assert command[module - 1] == "-m"
+    options = parse_options(command[module + 1 :])
+    assert options.recipe == replace(HANDWRITTEN_DIGITS, epochs=2)
+    assert options.events_dir == tmp_path / "demo" / "events"
+    assert not options.progress
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "1"], ["--epochs", "0"]])
+def test_a_demo_without_a_survivor_or_a_step_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_demo(arguments)
+    assert "must be at least" in capsys.readouterr().err
+
+
+def test_a_demo_that_takes_too_long_fails_and_leaves_no_process_behind(
+    tmp_path: Path, digits_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "digits").symlink_to(digits_folder)
+    assert run_demo(["--runs", str(tmp_path), "--workers", "2", "--timeout", "8"]) == 1
+    assert "giving up" in capfd.readouterr().out
+    own_processes = [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(tmp_path) in word for word in process.info["cmdline"] or [])
+    ]
+    assert own_processes == []
+
+
+@pytest.mark.timeout(180)
+def test_a_worker_killed_half_way_costs_no_image(tmp_path: Path, digits_folder: Path) -> None:
+    (tmp_path / "digits").symlink_to(digits_folder)
+    arguments = argparse.Namespace(runs=tmp_path, workers=2, epochs=2, seed=0, kill_rank=0, timeout=150.0)
+    demo = Demo(arguments, Console(quiet=True))
+    outcome = demo.run()
+    assert outcome.accuracy is not None, (demo.folder / "launcher.log").read_text()
+    assert outcome.ledger == SampleLedger(steps=30, trained=2 * 1437, lost=0, repeated=0)
+    assert outcome.groups >= 2
+    assert outcome.recovery_s is not None
+    assert json.loads((demo.folder / "report.json").read_text())["ledger"]["lost"] == 0
+
+
+# ------------------------------------------------------------------------------------------ main, alone on a real etcd
+
+
+def train_alone(etcd: EtcdServer, name: str, folder: Path, digits_folder: Path, *more: str) -> dict[str, Any]:
+    """Runs main as the only worker of a run called `name`; returns its report."""
+    command = [sys.executable, "-m", "examples.imagenet.main", "--digits-dir", str(digits_folder), "--no-progress"]
+    command += ["--init-method", f"etcd://{etcd.endpoint}/{name}?min_workers=1", "--image-size", "8", "--width", "4"]
+    command += ["--events-dir", str(folder / "events"), "--output", str(folder / "report.json"), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd=REPOSITORY_ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "done: top-1" in done.stdout
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+@pytest.mark.timeout(240)
+def test_main_trains_alone_resumes_and_starts_afresh_when_told_to(tmp_path: Path, digits_folder: Path) -> None:
+    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    with running_etcd() as etcd:
+        first = train_alone(etcd, "first", tmp_path / "a", digits_folder, "--epochs", "1", *checkpoints)
+        assert (first["steps"], first["epochs"]) == (15, 1)
+        assert first["ledger"] == {"steps": 15, "trained": 1437, "lost": 0, "repeated": 0}
+
+        resumed = train_alone(etcd, "resumed", tmp_path / "a", digits_folder, "--epochs", "2", *checkpoints)
+        assert (resumed["steps"], resumed["epochs"]) == (30, 2)
+        assert resumed["ledger"] == {"steps": 30, "trained": 2 * 1437, "lost": 0, "repeated": 0}
+        steps = [event.step for event in read_events(tmp_path / "a" / "events") if event.kind == "attempt"]
+        assert steps == list(range(30))
+
+        fresh = ["--epochs", "1", "--no-resume", "--num-data-workers", "1", *checkpoints]
+        afresh = train_alone(etcd, "afresh", tmp_path / "b", digits_folder, *fresh)
+        assert afresh["steps"] == 15
+        assert afresh["ledger"] == {"steps": 15, "trained": 1437, "lost": 0, "repeated": 0}
+        # which data workers run ahead changes nothing: the same numbers as in the first run
+        assert afresh["top5"] == first["top5"]
+
+
+def test_a_fresh_start_sees_its_own_checkpoints_and_no_earlier_ones(tmp_path: Path) -> None:
+    class Text:
+        def __init__(self, text: bytes) -> None:
+            self.text = text
+
+        def save(self, stream: BinaryIO) -> None:
+            stream.write(self.text)
+
+        def load(self, stream: BinaryIO) -> None:
+            self.text = stream.read()
+
+    save(FileSystemCheckpointManager(tmp_path), Text(b"old"))
+    manager = FreshStart(tmp_path, keep=2)
+    assert manager.get_latest_checkpoint() is None
+    assert load_latest(manager, Text(b"")) is None
+    for number in range(4):
+        save(manager, Text(b"new %d" % number))
+    found = Text(b"")
+    assert load_latest(manager, found) is not None
+    assert found.text == b"new 3"
+    kept = [checkpoint.sequence_id for checkpoint in FileSystemCheckpointManager(tmp_path).list_checkpoints()]
+    assert kept == [4, 3, 0]  # two of its own, and the earlier one is not touched
+
+
+def test_a_worker_that_came_when_the_run_was_over_writes_no_report(
+    tmp_path: Path, digits_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = parse_options(["--digits-dir", str(digits_folder), "--output", str(tmp_path / "report.json")])
+    training = Training(options)
+    training.finish()
+    assert not (tmp_path / "report.json").exists()
+    assert capsys.readouterr().out == ""
