@@ -212,8 +212,8 @@ class ModelState(State):
                 "no member holds a whole state: the step failed inside the optimizer on every worker. Use "
                 "ModelState(..., snapshot='full'), or give train() a checkpoint manager to go back to"
             )
-        if rank == source and self._standing is Standing.UNCOMMITTED:
-            self._roll_forward()
+        if worths[rank] == best and self._standing is Standing.UNCOMMITTED:
+            self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
         fresh = best[0] is Standing.FRESH
         stale = [other for other in range(world_size) if other != source and (fresh or worths[other] < best)]
         if stale:

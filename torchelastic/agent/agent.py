@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent.connections import Connections
+from torchelastic.agent.connections import Connection, Connections
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.supervisor import Supervisor, Worker, process_end
 from torchelastic.metrics.exposition import MetricsRegistry
@@ -24,9 +24,6 @@ from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 
 log = logging.getLogger(__name__)
-
-#: How often the agent looks whether a worker has waited too long for a group.
-_WAIT_CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,9 @@ class Agent:
         self._start_metrics()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        waits = asyncio.create_task(self._end_long_waits())
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
         finally:
-            waits.cancel()
             await self.connections.stop()
             await self.membership.stop()
             if self._stop_metrics is not None:
@@ -130,6 +125,7 @@ class Agent:
             declare=lambda member: self.membership.declare(member),
             withdraw=lambda member_id: self.membership.withdraw(member_id),
             until_written=lambda: self.membership.until_written(),
+            on_join=self._on_join,
             on_metrics=self._on_metrics,
         )
         self.membership = Membership(
@@ -157,10 +153,10 @@ class Agent:
         self.connections.tell_round(round_)
         self._record("rendezvous", "round", round_.number)
         self._record("rendezvous", "world_size", len(round_.roster))
-        for member_id in round_.evicted:
-            connection = self.connections.by_member.get(member_id)
-            if connection is not None and self.supervisor is not None:
-                self.supervisor.end_hung(connection.pid)
+        for member_id in round_.evicted if self.supervisor is not None else ():
+            pid = self.connections.evict(member_id)
+            if pid is not None and self.supervisor is not None:
+                self.supervisor.end_hung(pid)
 
     def _on_worker_exit(self, _worker: Worker, pid: int) -> None:
         self.connections.process_gone(pid)
@@ -188,23 +184,21 @@ class Agent:
         self._stop_signal = number
         self._interrupted.set()
 
-    async def _end_long_waits(self) -> None:
-        """Tell workers that have waited for a group longer than the run's time-out.
+    def _on_join(self, connection: Connection) -> None:
+        """A worker waits for a group: look at it again when its time is over."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._options.url.timeout_s, self._on_long_wait, connection, connection.waiting_since_s)
 
-        A spare waits as long as it takes.
-        """
-        timeout_s = self._options.url.timeout_s
-        while True:
-            await asyncio.sleep(min(_WAIT_CHECK_S, timeout_s / 4))
-            running = self.membership.round.state in (RoundState.RUNNING, RoundState.GATHERING)
-            for connection in list(self.connections.by_member.values()):
-                since_s = connection.waiting_since_s
-                if since_s is None or running:
-                    continue
-                if time.monotonic() - since_s > timeout_s:
-                    connection.waiting_since_s = None
-                    connection.tell({"op": "fatal", "kind": "timeout", "message": self._too_few()})
-                    self.membership.withdraw(connection.member.member_id)
+    def _on_long_wait(self, connection: Connection, since_s: float | None) -> None:
+        """Tell a worker that has waited longer than the run's time-out. A spare waits as long as it takes."""
+        if connection.waiting_since_s != since_s:
+            return  # it got its group; it may be waiting for another one by now
+        if self.membership.round.state in (RoundState.RUNNING, RoundState.GATHERING):
+            self._on_join(connection)
+            return
+        connection.waiting_since_s = None
+        connection.tell({"op": "fatal", "kind": "timeout", "message": self._too_few()})
+        self.membership.withdraw(connection.member.member_id)
 
     def _too_few(self) -> str:
         url = self._options.url
@@ -219,7 +213,7 @@ class Agent:
         """Serve the one process that has started this agent, and end with it."""
         assert self._options.owner_pid is not None
         owner = self._options.owner_pid
-        await _first_of(process_end(owner), self._interrupted.wait())
+        await _first_of(process_end(owner), self._interrupted.wait(), self.connections.emptied.wait())
         self.connections.process_gone(owner)
         await self._leave_in_order()
         return Outcome(0)
@@ -287,7 +281,7 @@ def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
     environment.pop("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", None)
     return environment | {
         wire.SOCKET_VARIABLE: str(options.socket_path),
-        "TORCHELASTIC_INIT_METHOD": str(options.url),
+        wire.INIT_METHOD_VARIABLE: str(options.url),
         "TORCHELASTIC_RUN_ID": options.url.run_id,
         "LOCAL_WORLD_SIZE": str(nproc),
         "PYTHONUNBUFFERED": "1",

@@ -31,6 +31,7 @@ class Connection:
         pid: its process.
         local_rank: its place on this host; None without the launcher.
         waiting_since_s: since when it waits for a group; None while it does not.
+        is_evicted: it is being ended, so nothing that it still says counts.
     """
 
     member: Member
@@ -38,6 +39,7 @@ class Connection:
     local_rank: int | None
     writer: asyncio.StreamWriter
     waiting_since_s: float | None = None
+    is_evicted: bool = False
 
     def tell(self, message: wire.Message) -> None:
         """Send without waiting; a worker that has gone is noticed elsewhere."""
@@ -57,6 +59,7 @@ class Connections:
         declare: called with a member's new record.
         withdraw: called with the id of a member that is gone.
         until_written: waits until the store has what was declared.
+        on_join: called with a worker that has begun to wait for a group.
         on_metrics: called with (local rank, the message's items).
     """
 
@@ -71,15 +74,17 @@ class Connections:
         declare: Callable[[Member], None],
         withdraw: Callable[[str], None],
         until_written: Callable[[], Any],
+        on_join: Callable[[Connection], None],
         on_metrics: Callable[[int | None, list[Any]], None],
     ) -> None:
         self.by_member: dict[str, Connection] = {}
         self.round: Round | None = None
         self.run_was_closed = False
         self.ever_joined: set[int] = set()
+        self.emptied = asyncio.Event()
         self._path, self._host, self._address, self._incarnation = socket_path, host, address, incarnation
         self._clock, self._declare, self._withdraw = clock, declare, withdraw
-        self._until_written, self._on_metrics = until_written, on_metrics
+        self._until_written, self._on_join, self._on_metrics = until_written, on_join, on_metrics
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
@@ -128,6 +133,19 @@ class Connections:
         for connection in [c for c in self.by_member.values() if c.pid == pid]:
             self._drop(connection)
 
+    def evict(self, member_id: str) -> int | None:
+        """A member of this host was left out because it hung, and is about to be ended; returns its process.
+
+        Should it wake up before its end, it must not get into another group, only to be lost there. None: it is not
+        here, or was evicted before.
+        """
+        connection = self.by_member.get(member_id)
+        if connection is None:
+            return None
+        connection.is_evicted = True
+        self._drop(connection)
+        return connection.pid
+
     # --- one connection ---------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -147,7 +165,7 @@ class Connections:
                     await self._serve_metrics(message, reader)
                 elif connection is None:
                     raise wire.WireError(f"{message['op']!r} before 'hello'")
-                else:
+                elif not connection.is_evicted:
                     await self._take(connection, message)
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("a worker's connection ends: %s", error)
@@ -208,6 +226,7 @@ class Connections:
             patience_s=float(message["patience_s"]),
         )
         self._declare(connection.member)
+        self._on_join(connection)
 
     async def _serve_metrics(self, hello: wire.Message, reader: asyncio.StreamReader) -> None:
         local_rank = hello["local_rank"]
@@ -216,6 +235,8 @@ class Connections:
 
     def _drop(self, connection: Connection) -> None:
         known = self.by_member.pop(connection.member.member_id, None)
+        if not self.by_member:
+            self.emptied.set()
         # a finished member's record is what closes the run: it stays until the agent itself ends
         finished = self.round is not None and (
             self.round.state is RoundState.CLOSED or is_done(connection.member, self.round)

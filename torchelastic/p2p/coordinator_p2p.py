@@ -19,10 +19,12 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from torchelastic.coordinator import Coordinator, NonRetryableException, StopException
-from torchelastic.metrics import profile
+from torchelastic.metrics import profile, publish_metric
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
+from torchelastic.p2p.recovery_time import PHASES, Recovery, RecoveryTimer
 from torchelastic.rendezvous import handler as rendezvous_handler
+from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.handler import (
     RendezvousClosedException,
     RendezvousHandler,
@@ -42,8 +44,6 @@ STRAGGLER_THRESHOLD = 0.8
 PATIENCE_MARGIN_S = 5.0
 #: While rank 0 writes a checkpoint the others look this often whether they are still members.
 SAVE_WAIT_S = 10.0
-
-INIT_METHOD_VARIABLE = "TORCHELASTIC_INIT_METHOD"
 
 rendezvous_handler.register()
 
@@ -96,6 +96,8 @@ class CoordinatorP2P(Coordinator):
         self._standing = Standing.FRESH
         self._failed = False
         self._saves = 0
+        self.last_recovery: Recovery | None = None
+        self._timer = RecoveryTimer(time.monotonic)
         # what the agent's thread looks at to decide whether a change of the round concerns this worker
         self._joined_round = 0
         self._is_broken = threading.Event()
@@ -133,6 +135,7 @@ class CoordinatorP2P(Coordinator):
             raise NonRetryableException(str(error)) from error
         self._joined_round = self.rendezvous.joined.number
         self._saves = 0
+        self._timer.reached("agree")
         self.is_worker_straggler = False
         self._failed = False
         log.info("round %d: rank %d of %d", self._joined_round, self.rank, self.world_size)
@@ -147,6 +150,7 @@ class CoordinatorP2P(Coordinator):
         _choose_interface(self.rendezvous.address)
         self._groups.form(self.store, self.rank, self.world_size)
         self._agreement = StepAgreement(self._groups.control if self.world_size > 1 else None)
+        self._timer.reached("re_form")
 
     def nobody_has_progress(self) -> bool | None:
         """Whether a checkpoint is wanted: the best state in this round is a fresh or a torn one."""
@@ -158,6 +162,7 @@ class CoordinatorP2P(Coordinator):
         if synced:
             self._committed_steps = max(self._committed_steps, self.rendezvous.joined.step)
             self._standing = Standing.WHOLE
+            self._timer.reached("sync")
         elif self._standing is not Standing.FRESH:
             self._standing = state.standing
 
@@ -166,6 +171,9 @@ class CoordinatorP2P(Coordinator):
     def step_committed(self) -> None:
         """Count the step: the worker with the most is the source after a failure."""
         self._committed_steps += 1
+        recovery = self._timer.reached("step")
+        if recovery is not None:
+            self._report_recovery(recovery)
 
     @profile(group="torchelastic")
     def should_save_checkpoint(self) -> bool:
@@ -203,6 +211,7 @@ class CoordinatorP2P(Coordinator):
         except RuntimeError as error:
             # the step is committed: a peer that is lost now costs a new group, and nothing is undone
             log.info("a peer was lost after the step: %s", error)
+            self._timer.noticed()
             self._groups.abort()
             return True
 
@@ -248,6 +257,7 @@ class CoordinatorP2P(Coordinator):
     def on_error(self, e: BaseException) -> None:
         """Give the group up at once, so that every peer hears of the failure now and not after its time-out."""
         self._failed = True
+        self._timer.noticed()
         cut = self._groups.abort()
         log.warning("%s: %s (%d connections cut)", type(e).__name__, e, cut)
 
@@ -259,9 +269,17 @@ class CoordinatorP2P(Coordinator):
             return
         replaced = round_.number > self._joined_round
         if replaced or round_.state is RoundState.BROKEN:
+            self._timer.noticed()
             self._is_broken.set()
             self._groups.abort()
             self.rendezvous.interrupt()
+
+    def _report_recovery(self, recovery: Recovery) -> None:
+        self.last_recovery = recovery
+        log.info("recovered: %s", recovery)
+        publish_metric("torchelastic", "recovery.duration.ms", recovery.total_ms)
+        for phase in PHASES:
+            publish_metric("torchelastic", f"recovery.{phase}.duration.ms", recovery.phases_ms[phase])
 
     def _raise_if_broken(self) -> None:
         round_ = self.rendezvous.round
@@ -280,6 +298,7 @@ class CoordinatorP2P(Coordinator):
         if self.stop_training:
             self._joined_round = 0
             self._groups.destroy()
+            self.rendezvous.close()
 
     def _gather_rates(self, rate: float | None) -> list[float]:
         """The known progress rates of all workers."""
@@ -317,7 +336,7 @@ def _checked_backend(backend: str | None) -> str:
 
 
 def _checked_init_method(init_method: str | None) -> str:
-    init_method = init_method or os.environ.get(INIT_METHOD_VARIABLE)
+    init_method = init_method or os.environ.get(wire.INIT_METHOD_VARIABLE)
     if not init_method:
         raise ValueError(
             "no rendezvous: start the script with `torchelastic run`, or give "

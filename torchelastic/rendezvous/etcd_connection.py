@@ -86,7 +86,7 @@ class Failover:
             raise ValueError("endpoints is empty: give at least one (host, port)")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}: give a time above 0")
-        self._endpoints = [(f"[{host}]" if ":" in host.strip("[]") else host, port) for host, port in endpoints]
+        self._endpoints = [(f"[{host.strip('[]')}]" if ":" in host else host, port) for host, port in endpoints]
         self._timeout_s = timeout_s
         self._login = login
         self._state = threading.Lock()  # held briefly; guards the next three

@@ -107,6 +107,9 @@ class RendezvousHandler(ABC):
         """After `signal_done`: wait for the others. False: one more round is needed to bring one of them level."""
         return True
 
+    def close(self) -> None:  # noqa: B027 - as above
+        """The run is over for this worker: let go of whatever is held for it. Idempotent."""
+
     def is_over_for(self, step: int) -> bool:
         """Whether a worker with this many committed steps is to stop."""
         del step
@@ -127,6 +130,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def __init__(self, url: str) -> None:
         self.url: RendezvousUrl = parse_url(url)
+        self._is_the_launchers_run = os.environ.get(wire.INIT_METHOD_VARIABLE) == url
         self._client: AgentClient | None = None
         self._callbacks: list[OnRound] = []
         self._own_store: TCPStore | None = None
@@ -230,11 +234,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _connected(self) -> AgentClient:
         if self._client is not None and not self._client.is_lost:
             return self._client
-        path = os.environ.get(wire.SOCKET_VARIABLE)
+        path = os.environ.get(wire.SOCKET_VARIABLE) if self._is_the_launchers_run else None
         try:
             if path is None or self._client is not None:
                 path = private_agent.start(self.url)
-                os.environ[wire.SOCKET_VARIABLE] = path
+                os.environ.setdefault(wire.SOCKET_VARIABLE, path)  # for the metrics of this process
             self._client = AgentClient(
                 path, connect_timeout_s=self.url.connect_timeout_s + 10.0, on_round=self._tell_callbacks
             )

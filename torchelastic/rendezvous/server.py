@@ -202,6 +202,8 @@ class EtcdServer:
             *("--initial-cluster", f"default={peer}"),
             # a long run must not grow without bound; what a watch that was away may still need stays
             *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "100000"),
+            # a lone member needs nobody's vote: up in 0.4 s instead of 0.6 s (and the shortest lease is 1 s, not 2 s)
+            *("--election-timeout", "500"),
             *("--log-level", "warn"),
         ]
         if self._data_dir is None and "--unsafe-no-fsync" in _options_of(binary):

@@ -19,6 +19,9 @@ from typing import Any
 #: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
 SOCKET_VARIABLE = "TORCHELASTIC_AGENT_SOCKET"
 
+#: The run that the launcher's agent serves: a worker that is told another one by its script has an agent of its own.
+INIT_METHOD_VARIABLE = "TORCHELASTIC_INIT_METHOD"
+
 #: A line that is longer is refused: the largest message is a roster of 10,000 members.
 MAX_LINE_BYTES = 4 * 1024 * 1024
 

@@ -1,0 +1,233 @@
+"""Starts elastic jobs as real processes, and reads what they did: the verbs and the assertions of the cluster tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from tests.cluster.elastic_job import make_dataset, make_model
+from torchelastic.data import ElasticBatchSampler
+from torchelastic.data.order import epoch_order
+from torchelastic.testing.faults import Fault, FaultPlan
+
+JOB = Path(__file__).with_name("elastic_job.py")
+ROOT = Path(__file__).parents[2]
+
+Event = dict[str, Any]
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Wait for a condition, not for seconds; returns its value."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.02)
+
+
+class Job:
+    """One run, possibly of several hosts (agents) that share `folder`."""
+
+    def __init__(self, folder: Path, faults: Sequence[Fault] = (), **job_options: Any) -> None:
+        self.folder = folder
+        self.plan = FaultPlan.write(folder, faults)
+        self.job_options = job_options
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    # --- verbs ------------------------------------------------------------------------------------
+
+    def start(self, *launcher: str, nproc: int = 3, **environment: str) -> subprocess.Popen[bytes]:
+        """Start one agent with its workers; its output goes to a file in the folder."""
+        number = len(self.agents)
+        command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", f"--nproc-per-node={nproc}", *launcher]
+        command += [str(JOB), *self.job_arguments()]
+        self.agents.append(self._popen(command, f"agent-{number}.txt", environment))
+        return self.agents[-1]
+
+    def start_alone(self, init_method: str, name: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start one worker without the launcher."""
+        command = [sys.executable, str(JOB), *self.job_arguments(), f"--init-method={init_method}"]
+        self.agents.append(self._popen(command, f"{name}.txt", environment))
+        return self.agents[-1]
+
+    def job_arguments(self) -> list[str]:
+        options = {"out": self.folder, **self.job_options}
+        named = {name.replace("_", "-"): value for name, value in options.items()}
+        arguments: list[str] = []
+        for name, value in named.items():
+            if isinstance(value, (list, tuple)):
+                arguments += [f"--{name}", *map(str, value)]
+            else:
+                arguments.append(f"--{name}" if value is True else f"--{name}={value}")
+        return arguments
+
+    def start_launcher(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start one agent with exactly these arguments, job or none."""
+        command = [sys.executable, "-m", "torchelastic.launch", "run", *arguments]
+        self.agents.append(self._popen(command, f"agent-{len(self.agents)}.txt", environment))
+        return self.agents[-1]
+
+    def open_gate(self, step: int) -> None:
+        """Let the workers go on that wait in a step of the job's option `gates`."""
+        (self.folder / f"gate-{step}").touch()
+
+    def kill_worker(self, worker: int, number: int = signal.SIGKILL) -> int:
+        """Signal the present process of a worker; returns its pid."""
+        pid = int(self.of("started", worker=worker)[-1]["pid"])
+        os.kill(pid, number)
+        return pid
+
+    def wait(self, timeout_s: float = 90.0) -> list[int]:
+        """Wait for all agents; returns their exit codes. On failure the output says why."""
+        codes = []
+        for agent in self.agents:
+            try:
+                codes.append(agent.wait(timeout_s))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"did not end within {timeout_s:g} s:\n{self.output()[-6000:]}") from None
+        return codes
+
+    def stop(self) -> None:
+        """End whatever is left; for the end of a test."""
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGKILL)  # its workers and its etcd die with it
+                agent.wait()
+
+    def _popen(self, command: list[str], log: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        variables = {key: value for key, value in os.environ.items() if key != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+        with (self.folder / log).open("wb") as file:
+            return subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env={**variables, **environment}, cwd=ROOT
+            )
+
+    # --- what happened ----------------------------------------------------------------------------
+
+    def output(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.txt")))
+
+    def events(self) -> list[Event]:
+        """All events of all processes, by time; a line that is not complete yet is left out."""
+        events: list[Event] = []
+        for path in self.folder.glob("events-*.jsonl"):
+            for line in path.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    events.append(json.loads(line))
+        return sorted(events, key=lambda event: float(event["t"]))
+
+    def of(self, event: str, **fields: Any) -> list[Event]:
+        return [e for e in self.events() if e["e"] == event and all(e.get(k) == v for k, v in fields.items())]
+
+    def wait_for_step(self, step: int, timeout_s: float = 60.0) -> None:
+        def reached() -> bool:
+            return any(event["step"] >= step for event in self.of("committed"))
+
+        wait_until(reached, timeout_s, f"step {step} committed; {self.output()[-3000:]}")
+
+    def wait_for(self, event: str, count: int = 1, timeout_s: float = 60.0, **fields: Any) -> list[Event]:
+        found: list[Event] = wait_until(
+            lambda: (lambda events: events if len(events) >= count else None)(self.of(event, **fields)),
+            timeout_s,
+            f"{count} x {event} {fields}; {self.output()[-3000:]}",
+        )
+        return found
+
+    # --- identity ---------------------------------------------------------------------------------
+
+    def final_weights(self) -> list[torch.Tensor]:
+        paths = sorted(self.folder.glob("weights-*.pt"))
+        return [torch.load(path, weights_only=True) for path in paths]
+
+    def check_identity(self, finishers: int | None = None) -> torch.Tensor:
+        """Every finisher ends with the same weights, those of an undisturbed run.
+
+        Every index of an epoch counts once.
+        """
+        finals = self.final_weights()
+        assert finals, self.output()[-3000:]
+        if finishers is not None:
+            assert len(finals) == finishers
+        for other in finals[1:]:
+            assert torch.equal(finals[0], other), "workers end with different weights"
+        if not self.job_options.get("dropout"):  # with it, no other split of the batch draws the same numbers
+            torch.testing.assert_close(finals[0], self.reference_weights(), rtol=1e-9, atol=1e-12)
+        self.check_ledger()
+        assert {tuple(event["foreign"]) for event in self.of("finished")} == {()}, (
+            "a trainer imported the agent's modules"
+        )
+        return finals[0]
+
+    def check_ledger(self) -> None:
+        """What was drawn for each step in the round that committed it last is exactly that step's global batch."""
+        sampler = self._sampler()
+        steps = sampler.batches_per_epoch * sampler.epochs
+        committed: dict[int, int] = {}
+        for event in self.of("committed"):
+            committed[event["step"]] = max(event["round"], committed.get(event["step"], 0))
+        assert sorted(committed) == list(range(steps)), f"steps committed: {sorted(committed)}"
+        drawn: dict[tuple[int, int], dict[int, Event]] = defaultdict(dict)
+        for event in self.of("drawn"):
+            drawn[event["step"], event["round"]][event["rank"]] = event
+        for step, round_number in committed.items():
+            shares = drawn[step, round_number]
+            world = next(iter(shares.values()))["world"]
+            assert sorted(shares) == list(range(world)), f"step {step}, round {round_number}: ranks {sorted(shares)}"
+            epoch, number = divmod(step, sampler.batches_per_epoch)
+            assert {(share["epoch"], share["number"]) for share in shares.values()} == {(epoch, number)}
+            indices = [index for rank in range(world) for index in shares[rank]["indices"]]
+            assert indices == batch_indices(sampler, epoch, number), f"step {step}: samples lost or repeated"
+
+    def reference_weights(self) -> torch.Tensor:
+        """One process, no elasticity, the same global batches; the source of a first round is its rank 0."""
+        first = min(self.of("synced", rank=0), key=lambda event: float(event["t"]))
+        model = make_model(int(self.job_options.get("seed", first["worker"] + 2)), 0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        sampler = self._sampler()
+        inputs, targets = make_dataset(sampler.dataset_size).tensors
+        for epoch in range(sampler.epochs):
+            for number in range(sampler.batches_per_epoch):
+                chosen = batch_indices(sampler, epoch, number)
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(inputs[chosen]), targets[chosen])
+                loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+                optimizer.step()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    def _sampler(self) -> ElasticBatchSampler:
+        samples, batch = int(self.job_options.get("samples", 120)), int(self.job_options.get("batch", 12))
+        return ElasticBatchSampler(samples, batch, epochs=int(self.job_options.get("epochs", 4)), seed=3)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is still there, and is no zombie."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def run_standalone(job: Job, *launcher: str, nproc: int = 3) -> Job:
+    """Run a job to its end on this host alone; the launcher must say that it was completed."""
+    job.start("--standalone", *launcher, nproc=nproc)
+    assert job.wait() == [0], job.output()[-4000:]
+    return job
+
+
+def batch_indices(sampler: ElasticBatchSampler, epoch: int, number: int) -> list[int]:
+    """The dataset indices of one global batch, in order."""
+    order = epoch_order(sampler.dataset_size, sampler.seed, epoch, shuffle=True).tolist()
+    return list(order[number * sampler.global_batch_size : (number + 1) * sampler.global_batch_size])

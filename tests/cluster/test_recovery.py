@@ -1,0 +1,199 @@
+"""Faults on real workers under a real agent and a real etcd: after each, the result is that of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster.harness import Job, run_standalone
+from torchelastic.testing.faults import Fault
+
+MakeJob = Callable[..., Job]
+
+#: What runs must have in common whose bits are compared: which rank has which weights and random numbers.
+SAME_BITS: dict[str, Any] = {"seed": 5, "dropout": 0.2, "epochs": 2}
+LAST_STEP = 39
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """The final weights of three workers whom nothing happened."""
+    job = run_standalone(Job(tmp_path_factory.mktemp("undisturbed"), **SAME_BITS))
+    return job.check_identity(finishers=3)
+
+
+def assert_all_struck(job: Job, faults: Sequence[Fault]) -> None:
+    assert job.plan.struck() == list(range(len(faults))), f"not every fault struck:\n{job.output()[-3000:]}"
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_worker_killed_in_turn_costs_no_sample_and_no_newcomer_overwrites_the_survivors(
+    jobs: MakeJob, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    kills = [Fault("kill", "backward", rank=rank, step=5 + 10 * rank, incarnation=None) for rank in (0, 1, 2)]
+    # the newest checkpoint is always older than what the survivors hold: it must not be loaded
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    job = jobs(kills, wait_for_newcomer_at=[8, 18, 28], checkpoint_dir=checkpoints, checkpoint_every=4)
+    run_standalone(job)
+    assert_all_struck(job, kills)
+    job.check_identity(finishers=3)
+    assert {event["world"] for event in job.of("drawn")} == {2, 3}, "they went on as two, and were three again"
+    assert len(job.of("started")) == 6
+    assert job.of("saved")
+    assert not job.of("loaded"), "a checkpoint was loaded over the state of survivors"
+    ranks_zero = {event["round"]: event["pid"] for event in job.of("synced", rank=0)}
+    newcomers = {event["pid"]: event["round"] for event in reversed(job.of("synced"))}  # their first round
+    assert all(newcomers[pid] < number for number, pid in ranks_zero.items() if number > 1), "a newcomer was the source"
+
+
+@pytest.mark.slow
+def test_two_workers_killed_in_the_same_step_leave_one_that_goes_on(jobs: MakeJob) -> None:
+    kills = [Fault("kill", "backward", rank=rank, step=6) for rank in (0, 2)]
+    job = run_standalone(jobs(kills, wait_for_newcomer_at=[9, 12]))
+    assert_all_struck(job, kills)
+    job.check_identity(finishers=3)
+    assert 1 in {event["world"] for event in job.of("drawn")}
+
+
+def test_kills_on_the_way_into_a_group_and_while_it_forms_only_cost_another_round(jobs: MakeJob) -> None:
+    faults = [
+        # the first group of all: its round is published, its rank 0 dies with the store
+        Fault("kill", "form", rank=0, step=0),
+        # a survivor dies before it asks for the next round
+        Fault("raise", "backward", rank=1, step=8, incarnation=None),
+        Fault("kill", "rendezvous", rank=2, step=8, incarnation=None),
+        # a later group: rank 0 holds the state, and the store again
+        Fault("raise", "backward", rank=1, step=16, incarnation=None),
+        Fault("kill", "form", rank=0, step=16, incarnation=None),
+    ]
+    job = run_standalone(jobs(faults, wait_for_newcomer_at=[5, 12, 20]))
+    assert_all_struck(job, faults)
+    job.check_identity(finishers=3)
+    assert len(job.of("started")) == 6
+
+
+def test_a_receiver_and_a_source_that_die_in_the_middle_of_a_sync_leave_nobody_torn(jobs: MakeJob) -> None:
+    faults = [
+        Fault("kill", "backward", worker=2, step=5),
+        # each tensor is a message: the newcomer dies with half of the state received ..
+        Fault("kill", "round-3-message-5", worker=2, incarnation=1),
+        # .. and when it comes again, its source dies with half of the state sent
+        Fault("kill", "round-5-message-5", rank=0),
+    ]
+    job = run_standalone(jobs(faults, wait_for_newcomer_at=[8, 14, 20], chunk_bytes=64))
+    assert_all_struck(job, faults)
+    job.check_identity(finishers=3)
+    assert not job.of("synced", round=5)
+    (source,) = job.of("synced", round=6, rank=0)
+    assert source["pid"] in {event["pid"] for event in job.of("committed", step=5)}
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_and_formations_that_fail_are_repeated_with_the_same_bits(
+    jobs: MakeJob, undisturbed: torch.Tensor
+) -> None:
+    faults = [
+        Fault("raise", "form", rank=2, step=0),
+        Fault("raise", "backward", rank=1, step=7),
+        Fault("raise", "form", rank=0, step=7),
+    ]
+    job = run_standalone(jobs(faults, **SAME_BITS))
+    assert_all_struck(job, faults)
+    assert torch.equal(job.check_identity(finishers=3), undisturbed)
+    # only the step was undone, once by each: where no group was formed there was nothing to undo
+    assert sorted(event["worker"] for event in job.of("rolled_back")) == [0, 1, 2]
+    assert {event["step"] for event in job.of("rolled_back")} == {7}
+
+
+@pytest.mark.slow
+def test_with_full_snapshots_even_a_failure_after_the_optimizer_is_repeated_with_the_same_bits(
+    jobs: MakeJob, undisturbed: torch.Tensor
+) -> None:
+    faults = [Fault("raise", "tail", rank=1, step=7), Fault("raise", "optimizer", rank=0, step=12)]
+    job = run_standalone(jobs(faults, snapshot="full", tail_all_reduce=True, **SAME_BITS))
+    assert_all_struck(job, faults)
+    assert torch.equal(job.check_identity(finishers=3), undisturbed)
+    assert len(job.of("rolled_back")) == 6
+
+
+def test_a_step_that_failed_after_everybodys_optimizer_stands(jobs: MakeJob) -> None:
+    faults = [
+        Fault("kill", "tail", rank=1, step=6, incarnation=None),
+        Fault("raise", "tail", rank=1, step=12, incarnation=None),
+    ]
+    job = run_standalone(jobs(faults, tail_all_reduce=True, wait_for_newcomer_at=[9]))
+    assert_all_struck(job, faults)
+    job.check_identity(finishers=3)
+    for step in (6, 12):
+        assert len({event["round"] for event in job.of("drawn", step=step)}) == 1, f"step {step} was trained twice"
+
+
+def test_a_single_worker_whose_step_failed_after_the_optimizer_goes_on_from_there(jobs: MakeJob) -> None:
+    faults = [Fault("raise", "tail", step=6), Fault("raise", "optimizer", step=9)]
+    # and a metric handler that throws at each metric disturbs nobody
+    job = run_standalone(jobs(faults, metrics="throwing"), nproc=1)
+    assert_all_struck(job, faults)
+    job.check_identity(finishers=1)
+    assert len(job.of("drawn", step=6)) == 1
+    assert len(job.of("drawn", step=9)) == 2
+    assert "a metric handler that throws" in job.output()
+
+
+def test_the_same_step_failing_for_ever_ends_with_one_clear_error(jobs: MakeJob) -> None:
+    faults = [Fault("raise", "backward", step=3, incarnation=None, times=1000)]
+    job = jobs(faults, max_failures=4)
+    job.start("--standalone", "--max-restarts=0", nproc=1)
+    assert job.wait(60) == [1]
+    assert len(job.of("drawn", step=3)) == 4
+    ending = job.output()[job.output().rindex("worker 0 failed") :]
+    assert "The above exception was the direct cause" in ending, "the cause is chained"
+    assert "RuntimeError: injected" in ending
+    assert ending.rstrip().splitlines()[-1].startswith("RuntimeError: 4 failures in a row")
+
+
+# --- workers that live and do not come --------------------------------------------------------------------------------
+
+
+def test_workers_that_hang_are_ended_within_the_bound_and_come_back(jobs: MakeJob) -> None:
+    timeout_s, margin_s = 2.0, 5.0
+    faults = [
+        Fault("hang", "step", rank=0, step=5, incarnation=None),  # stopped, with the group's store in it
+        Fault("spin", "step", rank=1, step=12, incarnation=None),
+    ]
+    job = jobs(faults, timeout_ms=int(1000 * timeout_s), wait_for_newcomer_at=[8, 15], full_world=2)
+    run_standalone(job, nproc=2)
+    assert_all_struck(job, faults)
+    job.check_identity(finishers=2)
+    for number, fault in enumerate(faults):
+        assert fault.step is not None
+        (first, *_) = job.of("committed", step=fault.step)
+        waited_s = first["t"] - job.plan.struck_at_s(number)
+        # the collective's time-out, then as long again and a margin for the one who hangs; 5 s for a busy machine
+        assert waited_s < 2 * timeout_s + margin_s + 5.0, f"{fault.verb}: the other went on after {waited_s:.1f} s"
+    assert "_spin" in job.output(), "the stack of the one that span was not dumped"
+    assert len(job.of("started")) == 4
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_dies_in_the_very_last_step_leaves_the_others_level(jobs: MakeJob) -> None:
+    faults = [Fault("kill", "backward", rank=1, step=LAST_STEP)]
+    job = run_standalone(jobs(faults), nproc=2)
+    assert_all_struck(job, faults)
+    assert job.check_identity() is not None
+
+
+def test_the_last_step_done_by_one_failed_by_one_and_fatal_to_one_ends_level(jobs: MakeJob) -> None:
+    faults = [Fault("kill", "tail", rank=0, step=LAST_STEP), Fault("raise", "tail", rank=1, step=LAST_STEP)]
+    job = run_standalone(jobs(faults))
+    assert_all_struck(job, faults)
+    job.check_identity()
+    assert len(job.final_weights()) >= 2

@@ -1,0 +1,50 @@
+"""Every python block of the docs runs, page by page, as a reader would type it; every link leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READ_IN_ORDER = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*READ_IN_ORDER, *sorted((ROOT / "torchelastic").rglob("README.md")), *sorted(ROOT.glob("*/*/README.md"))]
+
+#: README's script is run under the launcher, as it says.
+UNDER_THE_LAUNCHER = {ROOT / "README.md"}
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+WITH_EXAMPLES = [page for page in READ_IN_ORDER if blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(page)))
+    command = [sys.executable, str(script)]
+    if page in UNDER_THE_LAUNCHER:
+        command[1:1] = ["-m", "torchelastic.launch", "run", "--standalone", "--nproc-per-node=2"]
+    environment = {k: v for k, v in os.environ.items() if k != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_flag_of_run_is_in_the_page_on_launching() -> None:
+    text = (ROOT / "docs" / "launching.md").read_text()
+    command = [sys.executable, "-m", "torchelastic.launch", "run", "--help"]
+    flags = set(re.findall(r"--[a-z-]+", subprocess.run(command, capture_output=True, text=True).stdout))
+    assert not {flag for flag in flags - {"--help", "--verbose", "--module", "--epochs"} if flag not in text}

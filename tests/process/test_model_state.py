@@ -1,0 +1,235 @@
+"""ModelState on one process: what a snapshot undoes, what a failed step leaves, what is refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import torchelastic
+from torchelastic.data import ElasticBatchSampler
+from torchelastic.model.transfer import pack, unpack
+from torchelastic.rendezvous.records import Standing
+
+
+def make_state(snapshot: str = "commit", width: int = 8, **options: Any) -> torchelastic.ModelState:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options.setdefault("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    return torchelastic.ModelState(model, optimizer, snapshot=snapshot, **options)
+
+
+def forward(state: torchelastic.ModelState) -> torch.Tensor:
+    loss: torch.Tensor = state.model(torch.randn(6, 4)).square().mean()
+    return loss
+
+
+def one_step(state: torchelastic.ModelState) -> None:
+    loss = forward(state)
+    state.optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    state.optimizer.step()
+    state.scheduler.step()
+
+
+def picture(state: torchelastic.ModelState) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    state.save(buffer)
+    return dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
+
+
+def assert_same(left: Any, right: Any) -> None:
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    else:
+        assert left == right
+
+
+def test_a_step_that_fails_before_the_optimizer_leaves_no_trace() -> None:
+    state = make_state(extra={"seen": 1, "list": [1]})
+    state.sync()
+    one_step(state)
+    state.commit()
+    before = picture(state)
+    snapshot = state.snapshot()
+    forward(state).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    state.extra["seen"] = 2
+    state.extra["list"].append(2)
+    state.scheduler.step()
+    state.apply(snapshot)
+    assert_same(before, picture(state))
+    assert state.standing is Standing.WHOLE
+    assert all(parameter.grad is None for parameter in state.module.parameters())
+
+
+def test_a_repeated_step_has_the_same_bits() -> None:
+    once, twice = make_state(), make_state()
+    for state in (once, twice):
+        state.sync()
+    torch.manual_seed(5)
+    one_step(once)
+    torch.manual_seed(5)
+    snapshot = twice.snapshot()
+    forward(twice).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    twice.apply(snapshot)
+    one_step(twice)
+    assert_same(picture(once), picture(twice))
+
+
+def test_a_step_that_fails_after_the_optimizer_stands_if_nobody_has_better() -> None:
+    state = make_state()
+    state.sync()
+    snapshot = state.snapshot()
+    one_step(state)
+    after = {name: value.clone() for name, value in state.module.state_dict().items()}
+    state.apply(snapshot)
+    assert (state.standing, state.step) == (Standing.UNCOMMITTED, 0)
+    state.sync()
+    assert (state.standing, state.step) == (Standing.WHOLE, 1)
+    assert_same(after, dict(state.module.state_dict()))
+    assert state.scheduler.last_epoch == 1
+
+
+def test_a_step_that_fails_inside_the_optimizer_is_torn_and_alone_cannot_go_on() -> None:
+    state = make_state()
+    state.sync()
+    snapshot = state.snapshot()
+
+    def explode(*_: Any) -> None:
+        raise RuntimeError("inside the optimizer")
+
+    one_step(state)  # the first of two optimizer steps is complete
+    state.optimizer.register_step_pre_hook(explode)
+    with pytest.raises(RuntimeError, match="inside"):
+        state.optimizer.step()
+    state.apply(snapshot)
+    assert state.standing is Standing.TORN
+    with pytest.raises(torchelastic.NonRetryableException, match="snapshot='full'"):
+        state.sync()
+
+
+def test_a_full_snapshot_undoes_the_optimizer_too() -> None:
+    state = make_state(snapshot="full")
+    state.sync()
+    one_step(state)
+    state.commit()
+    before = picture(state)
+    snapshot = state.snapshot()
+    one_step(state)
+    state.apply(snapshot)
+    assert_same(before, picture(state))
+    assert state.standing is Standing.WHOLE
+
+
+def test_a_snapshot_holds_nothing_that_grows_with_the_weights() -> None:
+    def size_bytes(width: int) -> int:
+        model = torch.nn.Linear(width, width)
+        state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        snapshot = state.snapshot()
+        tensors = [snapshot.random.cpu, *snapshot.buffers]
+        assert snapshot.full is None
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    assert size_bytes(4) == size_bytes(512)
+
+
+def test_the_cursor_of_the_sampler_moves_with_the_commit_alone() -> None:
+    sampler = ElasticBatchSampler(20, 5, epochs=1)
+    state = make_state(sampler=sampler)
+    state.sync()
+    snapshot = state.snapshot()
+    sampler.consume()
+    state.apply(snapshot)
+    assert (sampler.cursor, sampler.pending) == (0, ())
+    state.snapshot()
+    sampler.consume()
+    state.commit()
+    assert (sampler.cursor, state.step) == (5, 1)
+
+
+def test_what_is_saved_is_what_is_loaded() -> None:
+    state = make_state(extra={"best": 0.5}, sampler=ElasticBatchSampler(20, 5, epochs=3))
+    state.sync()
+    for _ in range(3):
+        state.snapshot()
+        state.sampler.consume()
+        one_step(state)
+        state.commit()
+    stream = io.BytesIO()
+    state.save(stream)
+    stream.seek(0)
+    other = make_state(extra={}, sampler=ElasticBatchSampler(20, 5, epochs=3))
+    other.load(stream)
+    assert (other.step, other.extra, other.sampler.cursor) == (3, {"best": 0.5}, 15)
+    assert_same(picture(state), picture(other))
+
+
+def test_loading_runs_no_code_that_somebody_has_put_into_the_file() -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return (print, ("executed",))
+
+    stream = io.BytesIO()
+    torch.save({"module": Evil()}, stream)
+    stream.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        make_state().load(stream)
+
+
+def test_the_state_pickles_after_training() -> None:
+    state = make_state()
+    state.sync()
+    state.snapshot()
+    one_step(state)
+    state.commit()
+    copy = pickle.loads(pickle.dumps(state))
+    assert_same(picture(state), picture(copy))
+    copy.snapshot()
+    one_step(copy)
+    copy.commit()
+    assert copy.step == 2
+
+
+class FullyShardedDataParallel(torch.nn.Linear):
+    """By its name only: building the real one takes a process group, and it is the name that is looked for."""
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (FullyShardedDataParallel(2, 2), "sharded"),
+        (torch.nn.DataParallel(torch.nn.Linear(2, 2)), "plain module"),
+    ],
+)
+def test_modules_that_are_sharded_or_wrapped_are_refused(model: torch.nn.Module, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("options", [{"snapshot": "deep"}, {"sampler": object()}, {"scheduler": 3}])
+def test_arguments_that_cannot_work_are_refused_by_name(options: dict[str, Any]) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_a_tree_of_any_types_survives_packing() -> None:
+    tree = {
+        "floats": [torch.randn(3, 2), torch.randn(2, dtype=torch.float64)],
+        "others": (torch.tensor(True), torch.zeros(0), torch.randn(2).to(torch.bfloat16), torch.tensor(3 + 4j)),
+        7: {"nested": "text", "none": None, "number": 1.5},
+        "strided": torch.arange(12).view(3, 4).t(),
+    }
+    assert_same(tree, unpack(pack(tree)))

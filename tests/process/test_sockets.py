@@ -1,0 +1,129 @@
+"""Cutting the connections of a group: exactly those, at once, and never somebody else's."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from torchelastic.processes.sockets import SocketId, SocketSet, open_sockets
+
+
+def connected_pair() -> tuple[socket.socket, socket.socket, socket.socket]:
+    """A listening socket, and both ends of a TCP connection through it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    return listener, client, server
+
+
+def is_cut(connection: socket.socket) -> bool:
+    connection.settimeout(1.0)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_what_was_opened_while_recording_is_cut_and_the_peer_sees_it() -> None:
+    group = SocketSet()
+    with group.recording():
+        listener, client, server = connected_pair()
+    assert group.cut() == 2
+    assert is_cut(client)
+    assert is_cut(server)
+    for end in (listener, client, server):
+        end.close()
+
+
+def test_a_listening_socket_is_left_alone() -> None:
+    group = SocketSet()
+    with group.recording():
+        listener = socket.create_server(("127.0.0.1", 0))
+    assert group.cut() == 0
+    with socket.create_connection(listener.getsockname()) as client:
+        listener.accept()[0].close()
+        assert client.fileno() >= 0
+    listener.close()
+
+
+def test_connections_from_before_or_after_are_left_alone() -> None:
+    group = SocketSet()
+    before = connected_pair()
+    with group.recording():
+        pass
+    after = connected_pair()
+    assert group.cut() == 0
+    for pair in (before, after):
+        pair[1].sendall(b"x")
+        assert pair[2].recv(1) == b"x"
+        for end in pair:
+            end.close()
+
+
+def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone() -> None:
+    group = SocketSet()
+    with group.recording():
+        listener, client, server = connected_pair()
+    other_listener, other, far = connected_pair()
+    os.dup2(other.fileno(), client.fileno())  # now the recorded number is a foreign connection
+    server.close()
+    assert group.cut() == 0
+    other.sendall(b"x")
+    assert far.recv(1) == b"x"
+    for end in (listener, client, other_listener, other, far):
+        end.close()
+
+
+def test_clients_of_a_server_in_this_process_are_left_alone() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    group = SocketSet(is_foreign=lambda local_port: local_port == port)
+    with group.recording():
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+    assert group.cut() == 1, "the client's end is a connection of the group, the server's is not"
+    for end in (listener, client, server):
+        end.close()
+
+
+def test_cutting_while_the_group_is_being_made_cuts_what_is_there_so_far() -> None:
+    group = SocketSet()
+    with group.recording():
+        listener, client, server = connected_pair()
+        assert group.cut() == 2
+    assert is_cut(client)
+    for end in (listener, client, server):
+        end.close()
+
+
+def test_a_cleared_set_cuts_nothing() -> None:
+    group = SocketSet()
+    with group.recording():
+        ends = connected_pair()
+    group.clear()
+    assert group.cut() == 0
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX])
+def test_sockets_of_other_families_are_left_alone(family: int) -> None:
+    group = SocketSet()
+    with group.recording():
+        left, right = socket.socketpair(family)
+    assert group.cut() == 0
+    left.sendall(b"x")
+    assert right.recv(1) == b"x"
+    left.close()
+    right.close()
+
+
+def test_open_sockets_names_descriptor_and_inode() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        assert SocketId(descriptor, os.fstat(descriptor).st_ino) in open_sockets()
+    assert descriptor not in {found.descriptor for found in open_sockets()}
