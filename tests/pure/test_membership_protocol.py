@@ -194,6 +194,16 @@ def test_a_live_member_that_never_gets_ready_is_left_out_and_named() -> None:
     assert (leader.round.roster, leader.round.evicted) == (("a",), ("b",))
 
 
+def test_an_evicted_member_is_no_newcomer_until_it_asks_again() -> None:
+    leader = running("a", "b", "c").hear(gone=("c",))
+    leader.hear(at_step(leader, "a", 5)).wait(15.0).wait(60.0)
+    assert (leader.round.number, leader.round.roster, leader.round.evicted) == (2, ("a",), ("b",))
+    leader.hear(member("d", arrival=30)).wait(1.0).hear(at_step(leader, "a", 6, failed=False, number=3))
+    assert (leader.round.number, leader.round.roster, leader.round.evicted) == (3, ("a", "d"), ("b",))
+    leader.hear(at_step(leader, "b", 5, number=4)).wait(1.0)
+    assert leader.round.state is RoundState.GATHERING
+
+
 def test_too_few_without_the_hung_one_still_has_it_ended() -> None:
     leader = running("a", "b", "c", minimum=3)
     leader.hear(gone=("c",)).hear(at_step(leader, "a", 5)).wait(15.0)

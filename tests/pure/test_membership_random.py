@@ -111,6 +111,8 @@ class World:
     def settle(self) -> None:
         """Faults are over: whoever is asked to does what a live worker does."""
         for _ in range(12):
+            for name in [n for n in self.view.round.evicted if n in self.processes]:
+                self.die(name)  # its agent ends it
             for name in list(self.processes):
                 in_present = name in self.view.round.roster
                 asked = self.view.round.state in (RoundState.BROKEN, RoundState.GATHERING)

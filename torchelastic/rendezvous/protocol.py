@@ -120,9 +120,15 @@ def advance(view: View, event: Event, now_s: float) -> tuple[View, tuple[Action,
 
 
 def is_waiting(member: Member, round_: Round) -> bool:
-    """Whether the member wants a round that does not exist yet, or one that it is not on."""
-    wants = member.ready_for > 0 and not is_done(member, round_)
-    return wants and (member.ready_for > round_.number or member.member_id not in round_.roster)
+    """Whether the member wants a round that does not exist yet, or one that it is not on.
+
+    What an evicted member asked for before it was evicted was granted then: only what it asks for afterwards counts.
+    """
+    if is_done(member, round_) or member.ready_for == 0:
+        return False
+    if member.member_id in round_.roster:
+        return member.ready_for > round_.number
+    return member.member_id not in round_.evicted or member.ready_for >= round_.number
 
 
 def is_done(member: Member, round_: Round) -> bool:
@@ -166,7 +172,7 @@ def _finish(view: View, _now_s: float) -> tuple[Action, ...]:
         return ()
     step = max(member.step for member in done)
     because = f"{done[0].member_id} finished after {step} steps"
-    closing = replace(view.round, state=RoundState.CLOSING, step=step, waiting=0, evicted=(), because=because)
+    closing = replace(view.round, state=RoundState.CLOSING, step=step, waiting=0, because=because)
     return (Publish(closing),)
 
 
@@ -293,12 +299,15 @@ def _newcomers(view: View) -> list[Member]:
 
 
 def _broken(view: View, because: str) -> tuple[Action, ...]:
-    return (Publish(replace(view.round, state=RoundState.BROKEN, waiting=0, evicted=(), because=because)),)
+    return (Publish(replace(view.round, state=RoundState.BROKEN, waiting=0, because=because)),)
 
 
 def _next_round(view: View, chosen: Sequence[Member], absent: Sequence[Member]) -> Round:
     ranked = rank_members(chosen)
     source = ranked[0]
+    # who was evicted before and has not asked again is still no newcomer
+    silent = [view.members[name] for name in view.round.evicted if name in view.members]
+    evicted = [*absent, *(m for m in silent if m not in absent and not is_waiting(m, view.round))]
     return Round(
         number=view.round.number + 1,
         state=RoundState.RUNNING,
@@ -308,7 +317,7 @@ def _next_round(view: View, chosen: Sequence[Member], absent: Sequence[Member]) 
         step=source.step + (1 if source.standing is Standing.UNCOMMITTED else 0),
         standing=source.standing,
         stale=tuple(rank for rank, member in enumerate(ranked) if member.worth < source.worth),
-        evicted=tuple(member.member_id for member in absent),
+        evicted=tuple(member.member_id for member in evicted),
         because=f"{len(ranked)} members, source {source.member_id} at step {source.step}",
     )
 
