@@ -230,7 +230,9 @@ class TrainLoop:
             raise error
         self._failures += 1
         self._last_error = error
-        log.warning("failure %d in a row: %s: %s", self._failures, type(error).__name__, error)
+        # the first line: gloo's messages have many
+        first_line = next(iter(str(error).splitlines()), "")
+        log.warning("failure %d in a row: %s: %s", self._failures, type(error).__name__, first_line)
 
     def _give_up_after_too_many_failures(self) -> None:
         limit = MAX_FAILURES if self._max_failures is None else self._max_failures

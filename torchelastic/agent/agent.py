@@ -151,8 +151,8 @@ class Agent:
 
     def _on_round(self, round_: Round) -> None:
         self.connections.tell_round(round_)
-        self._record("rendezvous", "round", round_.number)
-        self._record("rendezvous", "world_size", len(round_.roster))
+        self._record("torchelastic", "rendezvous.round", round_.number)
+        self._record("torchelastic", "rendezvous.world_size", len(round_.roster))
         for member_id in round_.evicted if self.supervisor is not None else ():
             pid = self.connections.evict(member_id)
             if pid is not None and self.supervisor is not None:
@@ -161,7 +161,7 @@ class Agent:
     def _on_worker_exit(self, _worker: Worker, pid: int) -> None:
         self.connections.process_gone(pid)
         if self.supervisor is not None:
-            self._record("agent", "worker_restarts", self.supervisor.total_restarts)
+            self._record("torchelastic", "agent.worker_restarts", self.supervisor.total_restarts)
 
     def _may_restart(self, pid: int) -> bool:
         """A script that fails before it ever asks for a group fails the next time too.
@@ -285,4 +285,6 @@ def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": options.url.run_id,
         "LOCAL_WORLD_SIZE": str(nproc),
         "PYTHONUNBUFFERED": "1",
+        # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }

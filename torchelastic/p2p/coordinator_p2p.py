@@ -259,7 +259,7 @@ class CoordinatorP2P(Coordinator):
         self._failed = True
         self._timer.noticed()
         cut = self._groups.abort()
-        log.warning("%s: %s (%d connections cut)", type(e).__name__, e, cut)
+        log.debug("%s: %d connections cut", type(e).__name__, cut)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ A handler for another store implements the four abstract methods and is register
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: How long rank 0 may take to answer on its store once the round is known; it listens before it asks for the round.
 STORE_TIMEOUT_S = 30.0
+#: Between two attempts it is asked whether the round still stands.
+STORE_ATTEMPT_S = 1.0
 #: How long the end of the run may take to reach the store before this worker goes home all the same.
 DONE_TIMEOUT_S = 10.0
 
@@ -175,7 +178,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
         See `RendezvousHandler`. The store is fresh for each round and belongs to it alone.
         """
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch._C._distributed_c10d import PrefixStore
 
         client = self._connected()
         try:
@@ -183,11 +186,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         except AgentError as error:
             raise _as_rendezvous_error(error) from error
         self._joined = round_
-        host, port = round_.store_address.rsplit(":", 1)
-        # a client of its own for each round, also on rank 0: cutting it wakes whoever waits for a key of a dead peer
-        self._store_sockets.clear()
-        with self._store_sockets.recording():
-            store = TCPStore(host, int(port), None, False, timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False)
+        store = self._connect_to_store(client, round_)
         return PrefixStore(f"round/{round_.number}", store), round_.roster.index(client.member_id), len(round_.roster)
 
     def is_closed(self) -> bool:
@@ -250,6 +249,29 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 f"worker started; choose another run id (--rdzv-id)"
             )
         return self._client
+
+    def _connect_to_store(self, client: AgentClient, round_: Round) -> TCPStore:
+        """Open this round's connection to rank 0's store, in short attempts: rank 0 may be dead by now.
+
+        A connection of its own for each round, also on rank 0: cutting it wakes whoever waits for a key of a dead peer.
+        """
+        from torch._C._distributed_c10d import TCPStore
+
+        host, port = round_.store_address.rsplit(":", 1)
+        deadline_s = time.monotonic() + STORE_TIMEOUT_S
+        while True:
+            self._store_sockets.clear()
+            try:
+                with self._store_sockets.recording():
+                    attempt = timedelta(seconds=STORE_ATTEMPT_S)
+                    store = TCPStore(host, int(port), None, False, attempt, wait_for_workers=False)
+            except RuntimeError as error:
+                now = client.round
+                if now.number != round_.number or now.state is RoundState.BROKEN or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the store of round {round_.number} is gone: {now.because}") from error
+            else:
+                store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+                return store
 
     def _tell_callbacks(self, round_: Round) -> None:
         for callback in self._callbacks:

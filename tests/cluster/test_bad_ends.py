@@ -1,0 +1,195 @@
+"""Runs that cannot go well.
+
+Each ends in bounded time, with one clear error and an exit code, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.harness import JOB, Job, is_alive, run_standalone, wait_until
+from torchelastic.p2p import CoordinatorP2P
+from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.testing.faults import Fault
+
+MakeJob = Callable[..., Job]
+
+
+def last_line(job: Job) -> str:
+    return job.output().rstrip().splitlines()[-1]
+
+
+def unused_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+# --- a worker's own errors --------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_fails_for_good_leaves_the_others_to_finish(jobs: MakeJob) -> None:
+    job = run_standalone(jobs([Fault("crash", "backward", rank=1, step=7)]), "--max-restarts=0", nproc=2)
+    assert job.plan.struck() == [0]
+    job.check_identity(finishers=1)
+    assert len(job.of("started")) == 2
+    assert "ValueError: injected" in job.output()
+
+
+def test_when_the_run_fails_the_traceback_is_the_last_thing_on_the_screen(jobs: MakeJob) -> None:
+    job = jobs([Fault("raise", "backward", step=2), Fault("crash", "backward", step=7)])
+    job.start("--standalone", "--max-restarts=0", nproc=1)
+    assert job.wait() == [1]
+    ending = job.output()[job.output().rindex("worker 0 failed: exit code 1") :].rstrip().splitlines()
+    assert ending[1] == "Traceback (most recent call last):", "after a second round too"
+    assert ending[-1].startswith("ValueError: injected")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("def f(:\n", "SyntaxError: "), ("raise SystemExit('no data set')\n", "no data set")],
+    ids=["syntax error", "own exit"],
+)
+def test_a_script_that_never_gets_to_training_is_not_started_again(
+    jobs: MakeJob, tmp_path: Path, text: str, error: str
+) -> None:
+    job = jobs()
+    job.start_launcher("--standalone", "--nproc-per-node=2", script(tmp_path, text))
+    assert job.wait(30) == [1]
+    assert last_line(job).startswith(error)
+    assert job.output().count(f"[worker 0] {error}") == 1, "started once"
+
+
+def test_mistakes_in_a_state_or_step_are_named_before_anything_else_happens(jobs: MakeJob) -> None:
+    forgetful = jobs(mistake="forgetful state")
+    wrong = jobs(mistake="wrong result")
+    for job in (forgetful, wrong):
+        job.start("--standalone", "--max-restarts=0", nproc=1)
+    assert forgetful.wait() == [1]
+    assert wrong.wait() == [1]
+    assert "write ForgetfulState.apply, or return None from snapshot()" in last_line(forgetful)
+    assert last_line(wrong) == (
+        "TypeError: train_step returned a int: return None, a WorkerStats, or (state, worker_stats)"
+    )
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_named_before_anything_is_trained(
+    jobs: MakeJob, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    job = jobs(checkpoint_dir=blocked / "checkpoints")
+    job.start("--standalone", nproc=1)
+    assert job.wait() == [1]
+    assert str(blocked / "checkpoints") in last_line(job)
+    assert not job.of("drawn")
+    assert len(job.of("started")) == 1
+
+
+# --- the rendezvous ---------------------------------------------------------------------------------------------------
+
+
+def test_an_etcd_that_cannot_be_reached_is_named_in_bounded_time(jobs: MakeJob) -> None:
+    endpoint = unused_endpoint()
+    with_launcher, alone = jobs(), jobs()
+    began_s = time.monotonic()
+    with_launcher.start(f"--rdzv-endpoint={endpoint}", "--rdzv-id=nowhere", "--connect-timeout=2", nproc=1)
+    alone.start_alone(f"etcd://{endpoint}/nowhere?min_workers=1&connect_timeout=2", "alone")
+    for job in (with_launcher, alone):
+        assert job.wait(30) == [1]
+        assert endpoint in last_line(job)
+        assert not job.of("drawn")
+    assert time.monotonic() - began_s < 20
+    assert not with_launcher.of("started"), "no worker is started for nothing"
+
+
+def test_a_run_that_was_closed_turns_new_workers_away(jobs: MakeJob, etcd: EtcdServer, run_id: str) -> None:
+    rendezvous = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}")
+    first, second, alone = jobs(epochs=1), jobs(), jobs()
+    first.start(*rendezvous, nproc=1)
+    assert first.wait() == [0]
+    second.start(*rendezvous, nproc=1)
+    alone.start_alone(f"etcd://{etcd.endpoint}/{run_id}?min_workers=1", "alone")
+    for job in (second, alone):
+        assert job.wait() == [1]
+        assert f"{run_id!r} at {etcd.endpoint} is already closed" in last_line(job)
+        assert "choose another run id" in last_line(job)
+
+
+def test_too_few_workers_end_after_the_rendezvous_timeout(jobs: MakeJob) -> None:
+    job = jobs()
+    job.start("--standalone", "--min-workers=2", "--max-workers=2", "--rdzv-timeout=2", "--max-restarts=0", nproc=1)
+    assert job.wait(30) == [1]
+    assert "fewer than min_workers=2 workers came within 2 s" in last_line(job)
+    (asked,) = job.of("asking")
+    assert not job.of("formed")
+    assert job.of("error") == [] or job.of("error")[0]["t"] - asked["t"] < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--standalone", "no such script.py"], "there is no file 'no such script.py'"),
+        (["--standalone", "--nnodes=2:3", str(JOB)], "--standalone is for one host"),
+        (["--standalone", "--nnodes=3:2", str(JOB)], "--nnodes '3:2': 1 <= MIN <= MAX"),
+        (["--standalone", "--min-workers=3", "--max-workers=2", str(JOB)], "max_workers=2 is below min_workers=3"),
+        (["--rdzv-endpoint=localhost", str(JOB)], "give --rdzv-endpoint HOST:PORT and --rdzv-id ID"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_at_once(
+    jobs: MakeJob, arguments: list[str], complaint: str
+) -> None:
+    job = jobs()
+    job.start_launcher(*arguments)
+    assert job.wait(30) == [2]
+    assert complaint in last_line(job)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"c10d_backend": "mpi"}, "c10d_backend='mpi'"),
+        ({"init_method": "etcd://localhost/run?min_workers=1&min_wrokers=2"}, "unknown parameter 'min_wrokers'"),
+        ({"init_method": "etcd://localhost/run?min_workers=3&max_workers=2"}, "max_workers=2 is below min_workers=3"),
+        ({"init_method": None}, "no rendezvous: start the script with `torchelastic run`"),
+    ],
+)
+def test_a_coordinator_that_cannot_work_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, str], complaint: str
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_INIT_METHOD", raising=False)
+    with pytest.raises(ValueError, match=complaint):
+        CoordinatorP2P(**{"init_method": "etcd://localhost/run?min_workers=1", **arguments})  # type: ignore[arg-type]  # strings all
+
+
+# --- the agent itself -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_outlives_an_agent_that_is_killed(jobs: MakeJob) -> None:
+    job = jobs(gates=[5])
+    agent = job.start("--standalone", nproc=2)
+    job.wait_for("held", count=2, step=5)
+    maps = Path(f"/proc/{agent.pid}/maps").read_text()
+    assert "libtorch" not in maps, "the agent has loaded torch"
+    assert "grpc" in maps, "what the agent loads can be seen there"
+    children = psutil.Process(agent.pid).children(recursive=True)
+    names = {child.name() for child in children}
+    assert "etcd" in names
+    assert len(children) >= 3
+    os.kill(agent.pid, signal.SIGKILL)
+    agent.wait()
+    wait_until(lambda: not any(is_alive(child.pid) for child in children), 10, f"{names} end with the agent")

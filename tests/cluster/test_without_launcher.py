@@ -1,0 +1,38 @@
+"""Scripts that are started by themselves: each has a private agent, and behaves like any worker."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.cluster.harness import Job, is_alive, wait_until
+from torchelastic.rendezvous.server import EtcdServer
+
+MakeJob = Callable[..., Job]
+
+
+def agent_of(pid: int) -> int:
+    """The private agent of a script."""
+    children = psutil.Process(pid).children()
+    (agent,) = [child.pid for child in children if "torchelastic.agent" in " ".join(child.cmdline())]
+    return int(agent)
+
+
+def test_scripts_without_the_launcher_find_each_other_and_survive_a_kill(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str
+) -> None:
+    job = jobs(gates=[10])
+    url = f"etcd://{etcd.endpoint}/{run_id}?min_workers=1&max_workers=2&last_call_timeout=30"
+    scripts = [job.start_alone(url, name) for name in ("first", "second")]
+    job.wait_for("held", count=2, step=10)
+    private_agents = [agent_of(script.pid) for script in scripts]
+    assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in private_agents)
+    scripts[1].send_signal(signal.SIGKILL)
+    job.open_gate(10)
+    assert scripts[0].wait(60) == 0, job.output()[-4000:]
+    job.check_identity(finishers=1)
+    assert {event["world"] for event in job.of("drawn")} == {1, 2}
+    wait_until(lambda: not any(is_alive(pid) for pid in private_agents), 10, "the private agents end with their owners")
