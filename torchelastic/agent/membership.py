@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from torchelastic.rendezvous.protocol import (
     Event,
@@ -122,6 +122,7 @@ class Membership:
         self._heart = ThreadPoolExecutor(1, "lease")
         self._task: asyncio.Task[None] | None = None
         self._in_reach = True
+        self._stopped = False
 
     async def start(self, connect_timeout_s: float) -> None:
         """Find the store and take part. Raises StoreError when it stays out of reach for `connect_timeout_s`."""
@@ -129,7 +130,7 @@ class Membership:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(StoreUnavailableError),
             stop=stop_after_delay(connect_timeout_s),
-            wait=wait_exponential_jitter(initial=0.05, max=1.0, jitter=0.05),
+            wait=wait_exponential(multiplier=0.05, max=1.0),
             reraise=True,
         )
         await retrying(self._read_round)
@@ -161,7 +162,10 @@ class Membership:
             await self._written.wait_for(lambda: not self._dirty)
 
     async def stop(self) -> None:
-        """Leave: revoke the lease, so that nothing of this host is left in the store."""
+        """Leave: revoke the lease, so that nothing of this host is left in the store. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

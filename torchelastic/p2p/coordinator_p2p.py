@@ -283,7 +283,8 @@ class CoordinatorP2P(Coordinator):
 
     def _raise_if_broken(self) -> None:
         round_ = self.rendezvous.round
-        if round_.number != self._joined_round or round_.state is RoundState.BROKEN:
+        knows_rounds = self._joined_round > 0  # a handler of somebody's own may have none
+        if knows_rounds and (round_.number != self._joined_round or round_.state is RoundState.BROKEN):
             self._is_broken.set()
         if self._is_broken.is_set():
             raise RuntimeError(f"round {self._joined_round} broke while its group was being formed: {round_.because}")

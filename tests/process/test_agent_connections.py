@@ -1,0 +1,202 @@
+"""The agent's socket: who may use it, what it answers, what it makes of garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from torchelastic.agent.connections import Connections
+from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+
+Scenario = Callable[["Host"], Awaitable[None]]
+
+
+class Host:
+    """Connections with nothing behind them but lists of what they have asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.declared: list[Member] = []
+        self.withdrawn: list[str] = []
+        self.metrics: list[tuple[int | None, list[Any]]] = []
+        self.path = folder / "agent"
+        self.connections = Connections(
+            self.path,
+            host="h",
+            address="127.0.0.1",
+            incarnation="abc",
+            clock=time.monotonic,
+            declare=self.declared.append,
+            withdraw=self.withdrawn.append,
+            until_written=self._written,
+            on_join=lambda _connection: None,
+            on_metrics=lambda rank, items: self.metrics.append((rank, items)),
+        )
+
+    async def _written(self) -> None:
+        return
+
+    async def open(self) -> Worker:
+        reader, writer = await asyncio.open_unix_connection(str(self.path))
+        return Worker(reader, writer)
+
+
+class Worker:
+    """A worker's end, in bare JSON lines."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def say(self, **message: Any) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def say_bytes(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def hear(self) -> dict[str, Any]:
+        line = await asyncio.wait_for(self._reader.readline(), 5.0)
+        assert line, "the agent hung up"
+        return dict(json.loads(line))
+
+    async def hear_of(self, op: str) -> None:
+        while (await self.hear())["op"] != op:
+            pass
+
+    async def is_hung_up(self) -> bool:
+        return await asyncio.wait_for(self._reader.read(), 5.0) == b""
+
+    def hang_up(self) -> None:
+        self._writer.close()
+
+
+def with_host(folder: Path, scenario: Scenario) -> None:
+    async def run() -> None:
+        host = Host(folder)
+        await host.connections.start()
+        host.connections.open()
+        try:
+            await scenario(host)
+        finally:
+            await host.connections.stop()
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+def join(worker: Worker, **fields: Any) -> None:
+    message = {"store": "h:1", "step": 3, "standing": 3, "failed": False, "patience_s": 2.0, **fields}
+    worker.say(op="join", **message)
+
+
+def test_only_its_user_may_open_the_socket(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        assert stat.S_IMODE(host.path.stat().st_mode) == 0o600
+
+    with_host(tmp_path, scenario)
+
+
+def test_a_worker_is_welcomed_joins_and_is_declared(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        worker.say(op="hello", pid=7, local_rank=1)
+        welcome = await worker.hear()
+        assert (welcome["op"], welcome["host"], welcome["closed"]) == ("welcome", "h", False)
+        join(worker)
+        await until(lambda: host.declared)
+        member = host.declared[0]
+        assert (member.member_id, member.step, member.ready_for) == (welcome["member"], 3, 1)
+        assert member.standing is Standing.WHOLE
+
+    with_host(tmp_path, scenario)
+
+
+def test_every_change_of_the_round_is_told_and_the_next_join_asks_for_the_one_after(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        worker.say(op="hello", pid=7, local_rank=0)
+        name = (await worker.hear())["member"]
+        host.connections.tell_round(Round(4, RoundState.RUNNING, (name,), "h:1"))
+        assert (await worker.hear())["round"]["number"] == 4
+        host.connections.tell_round(Round(4, RoundState.BROKEN, (name,), "h:1"))
+        assert (await worker.hear())["round"]["state"] == "broken"
+        join(worker, failed=True)
+        await until(lambda: host.declared)
+        assert (host.declared[-1].ready_for, host.declared[-1].failed) == (5, True)
+
+    with_host(tmp_path, scenario)
+
+
+def test_who_hangs_up_is_withdrawn_unless_it_has_finished(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        names = []
+        for finished in (False, True):
+            worker = await host.open()
+            worker.say(op="hello", pid=os.getpid(), local_rank=0)
+            names.append((await worker.hear())["member"])
+            host.connections.tell_round(Round(1, RoundState.RUNNING, tuple(names), "h:1"))
+            await worker.hear_of("round")
+            if finished:
+                worker.say(op="done", step=9)
+                await worker.hear_of("noted")
+            worker.hang_up()
+            await until(lambda: not host.connections.by_member)
+        assert host.withdrawn == names[:1]
+        assert (host.declared[-1].done, host.declared[-1].step) == (1, 9)
+
+    with_host(tmp_path, scenario)
+
+
+def test_garbage_ends_that_connection_and_no_other(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        good = await host.open()
+        good.say(op="hello", pid=7, local_rank=0)
+        await good.hear()
+        for garbage in (b"\x80\x04.\n", b"[1]\n", b'{"op":"join"}\n', b'{"op":"hello","pid":"x","local_rank":0}\n'):
+            bad = await host.open()
+            bad.say_bytes(garbage)
+            assert await bad.is_hung_up(), garbage
+        bad = await host.open()
+        bad.say(op="hello", pid=8, local_rank=1)
+        await bad.hear()
+        join(bad, standing=99)
+        assert await bad.is_hung_up()
+        join(good)
+        await until(lambda: host.declared)
+
+    with_host(tmp_path, scenario)
+
+
+def test_metrics_are_passed_on_with_the_rank_they_come_from(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        worker.say(op="metrics-hello", pid=7, local_rank=2)
+        worker.say(op="metrics", items=[["g", "n", 1.5, 0.0]])
+        await until(lambda: host.metrics)
+        assert host.metrics == [(2, [["g", "n", 1.5, 0.0]])]
+
+    with_host(tmp_path, scenario)
+
+
+def test_while_the_store_is_being_found_workers_wait_and_a_refusal_reaches_them(tmp_path: Path) -> None:
+    async def run() -> None:
+        host = Host(tmp_path)
+        await host.connections.start()
+        worker = await host.open()
+        worker.say(op="hello", pid=7, local_rank=0)
+        host.connections.refuse("unavailable", "no etcd at x:1")
+        answer = await worker.hear()
+        assert (answer["op"], answer["kind"], answer["message"]) == ("fatal", "unavailable", "no etcd at x:1")
+        await host.connections.stop()
+
+    asyncio.run(run())
