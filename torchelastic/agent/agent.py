@@ -238,8 +238,9 @@ class Agent:
         if not any(member.done for member in self.membership.members):
             await _within(2.0, self.membership.until_written())
             return
-        # the others may be in a long step: they see the end when it is over
-        await _first_of(self.membership.until_closed(), self._interrupted.wait())
+        # the others may be in a long step: they see the end when it is over; and etcd may be away for good
+        longest = asyncio.sleep(self._options.url.timeout_s)
+        await _first_of(self.membership.until_closed(), self._interrupted.wait(), longest)
 
 
 def address_towards(endpoint: tuple[str, int]) -> str:
