@@ -93,6 +93,20 @@ def test_a_receiver_and_a_source_that_die_in_the_middle_of_a_sync_leave_nobody_t
     assert source["pid"] in {event["pid"] for event in job.of("committed", step=5)}
 
 
+def test_a_survivor_whose_source_dies_while_it_is_brought_level_goes_on_from_its_own_state(jobs: MakeJob) -> None:
+    faults = [
+        # after the gradients were exchanged: rank 0 commits the step, rank 1 goes back
+        Fault("raise", "optimizer", rank=1, step=12),
+        # half of what rank 1 lacks has been sent; now it is the best there is, so it must not be torn
+        Fault("kill", "round-2-message-5", rank=0, step=13),
+    ]
+    job = run_standalone(jobs(faults, chunk_bytes=64), nproc=2)
+    assert_all_struck(job, faults)
+    job.check_identity()
+    (source,) = job.of("synced", round=3, rank=0)
+    assert (source["step"], source["pid"]) == (12, job.of("error", kind="RuntimeError")[0]["pid"])
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
