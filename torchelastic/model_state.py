@@ -98,6 +98,7 @@ class ModelState(State):
         self._optimizer_steps_done = 0
         self._optimizer_steps_usual = 1
         self._ahead: Snapshot | None = None
+        self._random_when_failed: tuple[int, RandomState] | None = None
         self._watch_optimizer()
         wrapping.warm_up()
 
@@ -129,6 +130,7 @@ class ModelState(State):
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
+        self._random_when_failed = (snapshot.step + 1, random_state.capture())
         if snapshot.full is not None:
             self._load_weights(unpack(snapshot.full))
         else:
@@ -222,8 +224,9 @@ class ModelState(State):
             if received is not None:
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
+                self._catch_up_random()
         self._standing = Standing.WHOLE
-        self._ahead = None
+        self._ahead = self._random_when_failed = None
         self._wrap(rank, world_size)
 
     def _gather_worths(self, world_size: int, device: torch.device) -> list[tuple[Standing, int]]:
@@ -233,6 +236,11 @@ class ModelState(State):
             gathered = [torch.empty_like(mine) for _ in range(world_size)]
             dist.all_gather(gathered, mine)
         return [(Standing(int(worth[0])), int(worth[1])) for worth in gathered]
+
+    def _catch_up_random(self) -> None:
+        """Others had committed the step that failed here: go on with the random numbers of after it, as they do."""
+        if self._random_when_failed is not None and self._random_when_failed[0] == self.step:
+            random_state.restore(self._random_when_failed[1])
 
     def _roll_forward(self) -> None:
         """Everybody's optimizer had stepped when the step failed, so what is left of the weights is after that step."""
@@ -308,7 +316,7 @@ class ModelState(State):
 
     def __getstate__(self) -> dict[str, Any]:
         # a group's wrapper and a half-made step belong to this process alone
-        return {**self.__dict__, "_wrapped": None, "_ahead": None, "_buffers": []}
+        return {**self.__dict__, "_wrapped": None, "_ahead": None, "_random_when_failed": None, "_buffers": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -130,6 +130,15 @@ def test_steps_and_formations_that_fail_are_repeated_with_the_same_bits(
     assert repeated_s < times_out_s / 2, "somebody waited for the collective's time-out"
 
 
+def test_a_rank_that_fails_where_others_commit_draws_the_same_random_numbers_afterwards(jobs: MakeJob) -> None:
+    options = {"seed": 5, "dropout": 0.2, "epochs": 2}
+    undisturbed = run_standalone(jobs(**options)).check_identity(finishers=3)
+    fault = Fault("raise", "optimizer", rank=1, step=7)
+    job = run_standalone(jobs([fault], **options))
+    assert_all_struck(job, [fault])
+    assert torch.equal(job.check_identity(finishers=3), undisturbed)
+
+
 @pytest.mark.slow
 def test_with_full_snapshots_even_a_failure_after_the_optimizer_is_repeated_with_the_same_bits(
     jobs: MakeJob, undisturbed: torch.Tensor
