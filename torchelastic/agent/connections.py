@@ -207,8 +207,6 @@ class Connections:
             self._declare(connection.member)
             await self._until_written()
             connection.tell({"op": "noted"})
-        elif op == "leave":
-            self._withdraw(connection.member.member_id)
         else:
             raise wire.WireError(f"unknown op {op!r}")
 

@@ -3,7 +3,6 @@
 Worker to agent:
     {"op": "hello", "pid": .., "local_rank": ..}          -> {"op": "welcome", "member": .., "host": .., ..}
     {"op": "join", ..}      wants the next round           -> {"op": "round", "round": {..}} at every change from then
-    on {"op": "done", "step": ..}                             -> {"op": "noted"} once the store has it {"op": "leave"}
     withdraws the member {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "fatal", "kind": "timeout" | "closed" | "unavailable", "message": ..}
