@@ -1,9 +1,10 @@
 """How a worker and the agent of its host talk: JSON lines over a Unix socket that only their user may open.
 
 Worker to agent:
-    {"op": "hello", "pid": .., "local_rank": ..}          -> {"op": "welcome", "member": .., "host": .., ..}
-    {"op": "join", ..}      wants the next round           -> {"op": "round", "round": {..}} at every change from then
-    withdraws the member {"op": "metrics", ..}   see `torchelastic.metrics`
+    {"op": "hello", "pid": .., "local_rank": ..}   -> {"op": "welcome", "member": .., "host": .., ..}
+    {"op": "join", ..}      wants the next round    -> {"op": "round", "round": {..}} at every change from then on
+    {"op": "done", "step": ..}                      -> {"op": "noted"} once the store has it
+    {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "fatal", "kind": "timeout" | "closed" | "unavailable", "message": ..}
 
