@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types bench clean
+.PHONY: help demo test test-all soak lint types bench clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
 	@echo "make test      lint, types and the tests that fit in ten minutes"
 	@echo "make test-all  the slow ring too"
+	@echo "make soak      twenty minutes of simulated faults with new seeds, and a group of 10,000"
 	@echo "make bench     every benchmark, one JSON line each"
 
 $(READY): pyproject.toml constraints.txt
@@ -34,10 +35,15 @@ test: lint types
 test-all: lint types
 	$(BIN)/python -m pytest
 
+soak: $(READY)
+	$(BIN)/python -m torchelastic.testing.simulation --events 1000000000 --seconds 600 --hosts 8
+	$(BIN)/python -m torchelastic.testing.simulation --members 10000 --nproc 8
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.step_overhead
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.agent_footprint
+	$(BIN)/python -m benchmarks.rendezvous --members 2,32,128 --runs 3 --peers c10d --limit-s 20
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torchelastic.launch", "run", "--standalone", "--max-restarts", "1000"]
+    command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", "--standalone", "--max-restarts", "1000"]
     command += ["--nproc-per-node", str(options.workers), "-m", "benchmarks.recovery", "--events", str(folder)]
     command += ["--hidden", str(options.hidden), "--step-ms", str(options.step_ms)]
     command += ["--workers", str(options.workers)]
@@ -113,7 +113,8 @@ def kill_one(folder: Path, workers: int, rank: int) -> dict[str, float]:
                 **phases,
             }
         time.sleep(0.02)
-    raise SystemExit(f"no recovery from the loss of rank {rank} in round {round_number}")
+    agents_words = (folder / "agent.txt").read_text()[-3000:]
+    raise SystemExit(f"no recovery from the loss of rank {rank} in round {round_number}:\n{agents_words}")
 
 
 def work(options: argparse.Namespace) -> None:

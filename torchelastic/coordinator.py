@@ -87,6 +87,10 @@ class Coordinator(ABC):
 
     # --- later than 0.1, each with a default --------------------------------------------------------------------------
 
+    def may_commit(self) -> bool:
+        """Whether a step that was done may count, asked right before; if not, it is undone as if it had failed."""
+        return True
+
     def step_committed(self) -> None:  # noqa: B027 - a hook, most coordinators need none
         """A step has succeeded on this rank and will not be undone."""
 

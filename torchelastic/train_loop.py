@@ -207,12 +207,19 @@ class TrainLoop:
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
-    def committed(self) -> None:
-        """Called by the step that has succeeded: from here on nothing can undo it."""
+    def commit(self, snapshot: Any) -> bool:
+        """Called by the step that was done: makes it count, and from here on nothing can undo it.
+
+        False: it must not count, and was undone.
+        """
+        if not self.coordinator.may_commit():
+            self.undo(RuntimeError("the step must not count: another group may be training by now"), snapshot)
+            return False
         self.state.commit()
         self._failures = 0
         self._last_error = None
         self.coordinator.step_committed()
+        return True
 
     def undo(self, error: BaseException, snapshot: Any) -> None:
         """Called by the step that has failed: raises what cannot be retried, rolls back otherwise."""
@@ -292,8 +299,7 @@ class Step:
     ) -> Literal[False] | bool:
         _publish_duration("train_step", self._started_s)
         if error is None:
-            self._loop.committed()
-            self.committed = True
+            self.committed = self._loop.commit(self._snapshot)
             return False
         if isinstance(error, StopIteration):
             self._loop.coordinator.signal_training_done()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
 from tests.cluster.harness import Job
+from tests.cluster.network import Lab, why_impossible
 from torchelastic.testing.faults import Fault
 
 
@@ -16,6 +18,12 @@ class MakeJob(Protocol):
     """Makes a job that is ended with the test."""
 
     def __call__(self, faults: Sequence[Fault] = (), **options: Any) -> Job: ...
+
+
+class MakeLab(Protocol):
+    """Makes a lab that is taken down with the test."""
+
+    def __call__(self, *hosts: str, wires: Collection[str] = ()) -> Lab: ...
 
 
 @pytest.fixture
@@ -30,3 +38,17 @@ def jobs(tmp_path: Path) -> Iterator[MakeJob]:
     yield make
     for job in made:
         job.stop()
+
+
+@pytest.fixture
+def labs() -> Iterator[MakeLab]:
+    """Makes labs of hosts with networks of their own; where that is impossible the test is skipped, with the reason."""
+    with ExitStack() as stack:
+
+        def make(*hosts: str, wires: Collection[str] = ()) -> Lab:
+            impossible = why_impossible(wires=bool(wires))
+            if impossible:
+                pytest.skip(impossible)
+            return stack.enter_context(Lab(hosts, wires))
+
+        yield make

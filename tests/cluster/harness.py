@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,11 @@ import psutil
 import torch
 
 from tests.cluster.elastic_job import make_dataset, make_model
+from tests.cluster.network import Host
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
+from torchelastic.rendezvous.records import Keys
+from torchelastic.rendezvous.url import DEFAULT_PREFIX
 from torchelastic.testing.faults import Fault, FaultPlan
 
 JOB = Path(__file__).with_name("elastic_job.py")
@@ -50,11 +58,15 @@ class Job:
 
     # --- verbs ------------------------------------------------------------------------------------
 
-    def start(self, *launcher: str, nproc: int = 3, **environment: str) -> subprocess.Popen[bytes]:
-        """Start one agent with its workers; its output goes to a file in the folder."""
+    def start(
+        self, *launcher: str, nproc: int = 3, host: Host | None = None, **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Start one agent with its workers, on a host of a lab or here; its output goes to a file in the folder."""
         number = len(self.agents)
         command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", f"--nproc-per-node={nproc}", *launcher]
         command += [str(JOB), *self.job_arguments()]
+        if host is not None:
+            command = host.command(command)
         self.agents.append(self._popen(command, f"agent-{number}.txt", environment))
         return self.agents[-1]
 
@@ -117,6 +129,10 @@ class Job:
 
     # --- what happened ----------------------------------------------------------------------------
 
+    def output_of(self, number: int) -> str:
+        """What one agent and its workers have written so far."""
+        return (self.folder / f"agent-{number}.txt").read_text(errors="replace")
+
     def output(self) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.txt")))
 
@@ -145,6 +161,10 @@ class Job:
             f"{count} x {event} {fields}; {self.output()[-3000:]}",
         )
         return found
+
+    def rounds(self) -> dict[int, int]:
+        """The world size of each round in which somebody was brought level, by number."""
+        return {event["round"]: event["world"] for event in sorted(self.of("synced"), key=lambda e: int(e["round"]))}
 
     # --- identity ---------------------------------------------------------------------------------
 
@@ -218,6 +238,116 @@ def is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def pause(pids: Iterable[int]) -> float:
+    """SIGSTOP these processes; returns the time at which the kernel has stopped all of them."""
+    pids = list(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(
+        lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids), 5, f"{pids} are stopped"
+    )
+    return time.monotonic()
+
+
+def resume(pids: Iterable[int]) -> float:
+    """SIGCONT these processes, which must still be stopped; returns the time."""
+    for pid in pids:
+        assert psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"{pid} was not stopped all the time"
+        os.kill(pid, signal.SIGCONT)
+    return time.monotonic()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A key as the store holds it, or held it."""
+
+    key: str
+    value: str
+    create_revision: int
+    mod_revision: int
+
+
+class RunRecords:
+    """What stands in etcd under a run's prefix, and what stood there: read over HTTP, beside the product's own client.
+
+    Args:
+        endpoint: HOST:PORT of etcd.
+        run_id: the run's name.
+        enter: to be done around each request, as `Host.entered`; for an etcd in a lab.
+    """
+
+    def __init__(
+        self, endpoint: str, run_id: str, enter: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self.keys = Keys(f"{DEFAULT_PREFIX}/{run_id}")
+        self._url, self._enter = f"http://{endpoint}/v3/kv/range", enter
+
+    def members(self) -> list[str]:
+        """The ids of the members that are registered at this moment."""
+        stored, _ = self._range(self.keys.members, self.keys.members[:-1] + chr(ord("/") + 1))
+        return [one.key.removeprefix(self.keys.members) for one in stored]
+
+    def leader(self) -> str:
+        """The agent that leads at this moment, empty if none does."""
+        stored, _ = self._range(self.keys.leader)
+        return stored[0].value if stored else ""
+
+    def revision(self) -> int:
+        """The store's present revision."""
+        return self._range(self.keys.leader)[1]
+
+    def history(self, key: str, since: int = 1) -> list[Stored]:
+        """Every value that a key has had from a revision on, oldest first."""
+        found: list[Stored] = []
+        revision = self.revision()
+        while revision >= max(since, 1):
+            stored, _ = self._range(key, revision=revision)
+            found += stored
+            revision = (stored[0].mod_revision if stored else revision) - 1
+        return [one for one in reversed(found) if one.mod_revision >= since]
+
+    def rounds(self, since: int = 1) -> list[tuple[int, str]]:
+        """Number and state of every round that was written from a revision on."""
+        documents = (json.loads(one.value) for one in self.history(self.keys.round, since))
+        return [(document["number"], document["state"]) for document in documents]
+
+    def terms(self, since: int = 1) -> list[Stored]:
+        """Who has led from a revision on, until the run was closed (whoever is last to leave may lead once more)."""
+        closed = [one for one in self.history(self.keys.round, since) if json.loads(one.value)["state"] == "closed"]
+        until = closed[0].mod_revision if closed else self.revision()
+        return [one for one in self.history(self.keys.leader, since) if one.create_revision <= until]
+
+    def _range(self, key: str, end: str = "", revision: int = 0) -> tuple[list[Stored], int]:
+        question = {"key": _base64(key), "range_end": _base64(end), "revision": revision}
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a web proxy
+        with self._enter(), opener.open(self._url, json.dumps(question).encode(), timeout=5) as answer:
+            document = json.load(answer)
+        stored = [
+            Stored(
+                base64.b64decode(kv["key"]).decode(),
+                base64.b64decode(kv["value"]).decode(),
+                int(kv["create_revision"]),
+                int(kv["mod_revision"]),
+            )
+            for kv in document.get("kvs", ())
+        ]
+        return stored, int(document["header"]["revision"])
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def rounds_published(output: str) -> list[tuple[int, str]]:
+    """Number and state of every round that an agent says to have written, from its output."""
+    return [(int(number), state) for number, state in re.findall(r"round (\d+) is (\w+): ", output)]
 
 
 def run_standalone(job: Job, *launcher: str, nproc: int = 3) -> Job:

@@ -2,87 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from torchelastic.processes import dies_with_parent
+from tests.cluster.etcd_cluster import Cluster, running_cluster
 from torchelastic.rendezvous.etcd import EtcdStore
-from torchelastic.rendezvous.server import find_etcd_binary
 from torchelastic.rendezvous.store import StoreError, StoreEvent, StoreUnavailableError
 
 PATIENCE_S = 20.0
 
 
-class Cluster:
-    """Three members; `stop` and `resume` by SIGSTOP and SIGCONT."""
-
-    def __init__(self, folder: Path) -> None:
-        with _free_ports(6) as ports:
-            self.clients, peers = ports[:3], ports[3:]
-        everybody = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(peers))
-        self._members = [
-            subprocess.Popen(
-                dies_with_parent(
-                    [
-                        str(find_etcd_binary()),
-                        *("--name", f"m{n}", "--data-dir", str(folder / f"m{n}"), "--log-level", "error"),
-                        *("--heartbeat-interval", "50", "--election-timeout", "300"),  # to lose a leader soon
-                        *("--listen-client-urls", client, "--advertise-client-urls", client),
-                        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                        *("--initial-cluster", everybody),
-                    ]
-                )
-            )
-            for n, (client, peer) in enumerate(
-                (f"http://127.0.0.1:{self.clients[n]}", f"http://127.0.0.1:{peers[n]}") for n in range(3)
-            )
-        ]
-
-    @property
-    def endpoints(self) -> list[tuple[str, int]]:
-        return [("127.0.0.1", port) for port in self.clients]
-
-    def stop(self, *members: int) -> None:
-        for n in members:
-            os.kill(self._members[n].pid, signal.SIGSTOP)
-
-    def resume(self, *members: int) -> None:
-        for n in members:
-            os.kill(self._members[n].pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        for member in self._members:
-            member.kill()
-            member.wait()
-
-
-class _free_ports:  # noqa: N801 - used as a function
-    def __init__(self, count: int) -> None:
-        self._sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-
-    def __enter__(self) -> list[int]:
-        return [one.getsockname()[1] for one in self._sockets]
-
-    def __exit__(self, *_: object) -> None:
-        for one in self._sockets:
-            one.close()
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    try:
+    with running_cluster(tmp_path) as made:
         yield made
-    finally:
-        made.kill()
 
 
 def connect(cluster: Cluster, timeout_s: float) -> EtcdStore:

@@ -1,25 +1,171 @@
-"""etcd goes away and comes back while workers train: they do not notice."""
+"""etcd goes away while workers train, with its data or without, and comes back: they do not notice, or pause intact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 
-from tests.cluster.harness import Job
+import pytest
+
+from tests.cluster.conftest import MakeJob
+from tests.cluster.harness import Event, Job, RunRecords, pause, resume, wait_until
 from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.rendezvous.view import COME_BACK_S
 
-MakeJob = Callable[..., Job]
+#: The shortest time to live that a URL takes.
+TTL_S = 2.0
+#: Until an agent has found out that etcd is back: pauses between two sessions grow up to 1.5 s, and a busy machine.
+BACK_S = 10.0
+RUN_ID = "outage"
 
 
-def test_training_goes_on_at_its_pace_while_etcd_is_down_and_ends_well_when_it_is_back(jobs: MakeJob) -> None:
-    with EtcdServer() as etcd:
-        job = jobs(step_ms=50)
-        job.start(f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=outage", nproc=2)
-        job.wait_for_step(5)
+@pytest.fixture
+def own_etcd() -> Iterator[EtcdServer]:
+    """A server that the test may break."""
+    with EtcdServer() as server:
+        yield server
+
+
+def start(job: Job, etcd: EtcdServer, *options: str, nproc: int = 3) -> None:
+    job.start(
+        f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={RUN_ID}", f"--ttl={TTL_S:g}", "--min-workers=1", *options,
+        nproc=nproc,
+    )  # fmt: skip
+
+
+def commits(job: Job, worker: int = 0) -> list[Event]:
+    return job.of("committed", worker=worker)
+
+
+def step_s(events: list[Event], since_s: float, until_s: float) -> float:
+    """The median time from one committed step to the next."""
+    times = [event["t"] for event in events if since_s <= event["t"] <= until_s]
+    assert len(times) > 10, f"{len(times)} steps in {until_s - since_s:.1f} s"
+    return float(statistics.median(after - before for before, after in pairwise(times)))
+
+
+def replace_a_worker(job: Job) -> None:
+    """A worker is killed: the others go on, and a new one comes in, which the job waits for."""
+    before = job.rounds()
+    number = max(before)
+    killed_s = time.monotonic()
+    job.kill_worker(1)
+    assert job.wait() == [0], job.output()[-4000:]
+    job.check_identity(finishers=3)
+    # for a while after a loss of etcd's data the others wait, and the new one may be there before they go on
+    later = {number: world for number, world in job.rounds().items() if number not in before}
+    assert later in ({number + 1: 2, number + 2: 3}, {number + 1: 3})
+    again_s = min(event["t"] for event in job.of("committed", round=number + 1)) - killed_s
+    assert again_s < COME_BACK_S + BACK_S, f"they went on after {again_s:.0f} s"
+
+
+def assert_no_step_was_lost(job: Job, until_s: float = float("inf")) -> None:
+    """Up to that time there was one round, and nothing was undone in it."""
+    assert {event["round"] for event in job.of("committed") if event["t"] < until_s} == {1}, "it cost a round"
+    assert not [event for event in job.of("rolled_back") if event["t"] < until_s], "it cost a step"
+
+
+@pytest.mark.slow
+def test_while_etcd_is_down_for_longer_than_the_ttl_training_keeps_its_pace_and_later_a_lost_worker_is_replaced(
+    own_etcd: EtcdServer, jobs: MakeJob
+) -> None:
+    job = jobs(step_ms=40, epochs=20, wait_for_newcomer_at=[195])
+    start(job, own_etcd)
+    job.wait_for_step(15)
+    own_etcd.kill()
+    down_s = time.monotonic()
+    time.sleep(2 * TTL_S)
+    back_s = time.monotonic()
+    own_etcd.restart()
+    wait_until(lambda: "etcd is back" in job.output(), BACK_S, "the agent has found it")
+    found_s = time.monotonic()
+    before, during = step_s(commits(job), 0.0, down_s), step_s(commits(job), down_s, back_s)
+    assert during < 1.3 * before, f"a step took {1000 * during:.0f} ms without etcd, {1000 * before:.0f} ms with it"
+    assert_no_step_was_lost(job, found_s)
+    assert "etcd is out of reach" in job.output()
+    replace_a_worker(job)
+
+
+@pytest.mark.slow
+def test_when_etcd_comes_back_without_its_data_training_never_stops_and_later_a_lost_worker_is_replaced(
+    own_etcd: EtcdServer, jobs: MakeJob
+) -> None:
+    job = jobs(step_ms=40, epochs=16, wait_for_newcomer_at=[155])
+    start(job, own_etcd)
+    job.wait_for_step(15)
+    records = RunRecords(own_etcd.endpoint, RUN_ID)
+    roster = records.members()
+    own_etcd.restart(lose_data=True)
+    assert records.history(records.keys.incarnation) == [] or records.revision() < 20, "the data was not lost"
+    wait_until(lambda: records.members() == roster and records.rounds(), BACK_S, "members and round are put back")
+    assert '"restored":true' in records.history(records.keys.round)[0].value
+    time.sleep(2 * TTL_S)
+    assert_no_step_was_lost(job, time.monotonic())
+    assert records.rounds() == [(1, "running")]
+    replace_a_worker(job)
+
+
+@pytest.mark.slow
+def test_when_an_older_copy_of_etcds_data_is_put_back_training_never_stops_and_later_a_lost_worker_is_replaced(
+    tmp_path: Path, jobs: MakeJob
+) -> None:
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    with EtcdServer(data_dir=data) as etcd:
+        job = jobs(step_ms=40, epochs=24, gates=[20], wait_for_newcomer_at=[30, 235])
+        records = RunRecords(etcd.endpoint, RUN_ID)
+        start(job, etcd)
+        job.wait_for("held", count=3, step=20)
         etcd.kill()
-        job.wait_for_step(20)
+        shutil.copytree(data, copy)
         etcd.restart()
-        assert job.wait() == [0], job.output()[-4000:]
-        job.check_identity(finishers=2)
-        assert {event["round"] for event in job.of("synced")} == {1}, "the outage cost a round"
-        assert "etcd is out of reach" in job.output()
-        assert "etcd is back" in job.output()
+        job.kill_worker(2)  # what the copy does not know: rounds 2 and 3
+        job.open_gate(20)
+        wait_until(lambda: 3 in job.rounds(), 30, "it was replaced")
+        roster, revision = records.members(), records.revision()
+        etcd.kill()
+        shutil.rmtree(data)
+        copy.rename(data)
+        etcd.restart()
+        assert records.revision() < revision, "the data was not set back"
+        wait_until(lambda: records.members() == roster and records.rounds()[-1][0] == 3, BACK_S, "all is put back")
+        time.sleep(2 * TTL_S)
+        assert set(job.rounds()) == {1, 2, 3}, "it cost a round"
+        replace_a_worker(job)
+
+
+# --- longer than orphan_timeout ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ttl_s",
+    [
+        pytest.param(30.0, id="leases live on"),
+        pytest.param(TTL_S, id="leases end", marks=pytest.mark.slow),
+    ],
+)
+def test_a_group_without_contact_to_etcd_commits_nothing_after_orphan_timeout_and_goes_on_within_10_s_of_its_return(
+    own_etcd: EtcdServer, jobs: MakeJob, ttl_s: float
+) -> None:
+    orphan_timeout_s = 3.0
+    job = jobs(step_ms=40, epochs=12)
+    start(job, own_etcd, f"--orphan-timeout={orphan_timeout_s:g}", f"--ttl={ttl_s:g}", nproc=2)
+    job.wait_for_step(10)
+    cut_s = pause([own_etcd.pid])
+    time.sleep(1.5 * orphan_timeout_s)
+    back_s = time.monotonic()
+    in_between = [event["t"] - cut_s for event in job.of("committed") if cut_s < event["t"] < back_s]
+    assert in_between, "training stopped at once"
+    assert max(in_between) < orphan_timeout_s, "a step was committed when others may have formed a group already"
+    assert not job.of("finished"), "there was nothing left to commit"
+    assert all(agent.poll() is None for agent in job.agents)
+    assert len(job.of("started")) == 2, "somebody was ended"
+    resume([own_etcd.pid])
+    wait_until(lambda: [e for e in job.of("committed") if e["t"] > back_s], BACK_S, "training goes on")
+    assert job.wait() == [0], job.output()[-4000:]
+    job.check_identity(finishers=2)
+    assert len(job.of("started")) == 2
+    assert not job.of("loaded")

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from torchelastic.rendezvous import etcd_connection
+from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.store import (
@@ -428,7 +429,7 @@ def test_the_password_appears_in_no_error_log_or_repr(
             store.get("other/key")
         texts += [repr(store), repr(caught.value), *traceback.format_exception(caught.value)]
         store.close()
-    texts += [repr(etcd_connection.Login(user="agent", password=PASSWORD)), caplog.text, *capfd.readouterr()]
+    texts += [repr(Credentials(user="agent", password=PASSWORD)), caplog.text, *capfd.readouterr()]
     assert len(texts) > 10
     assert PASSWORD not in "\n".join(texts)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import stat
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from torchelastic.agent.connections import Connections
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
@@ -104,6 +108,56 @@ def test_only_its_user_may_open_the_socket(tmp_path: Path) -> None:
         assert stat.S_IMODE(host.path.stat().st_mode) == 0o600
 
     with_host(tmp_path, scenario)
+
+
+NOBODY_UID = 65534
+
+
+def ask_as_nobody(path: Path) -> str:
+    """Connect from a process of another user, say hello; returns what came of it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY_UID)
+            os.setuid(NOBODY_UID)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(5.0)
+                connection.connect(str(path))
+                connection.sendall(b'{"op":"hello","pid":1,"local_rank":0}\n')
+                answer = connection.recv(1000)
+            os.write(writing, b"answered " + answer)
+        except OSError as error:
+            os.write(writing, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        return pipe.read().decode()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user: sudo .venv/bin/python -m pytest FILE")
+@pytest.mark.parametrize("modes", ["as they are", "opened for everybody"])
+def test_a_process_of_another_user_is_refused_by_the_files_modes_and_without_them_by_its_uid(
+    modes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path lies in a folder that nobody else may enter
+
+        async def scenario(host: Host) -> None:
+            if modes == "opened for everybody":
+                Path(folder).chmod(0o755)
+                host.path.chmod(0o666)
+            outcome = await asyncio.to_thread(ask_as_nobody, host.path)
+            if modes == "as they are":
+                assert outcome == "PermissionError"
+            else:
+                assert outcome in ("answered ", "ConnectionResetError", "BrokenPipeError"), "hung up without a word"
+                assert f"a process of user {NOBODY_UID} may not use the agent of user 0" in caplog.text
+            assert not host.connections.by_member
+
+        with_host(Path(folder), scenario)
 
 
 def test_a_worker_is_welcomed_joins_and_is_declared(tmp_path: Path) -> None:

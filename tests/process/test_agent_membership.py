@@ -10,9 +10,9 @@ from typing import Any
 
 from torchelastic.agent.membership import Membership
 from torchelastic.rendezvous.memory import MemoryStore
-from torchelastic.rendezvous.protocol import Settings
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, Standing, encode_round
 from torchelastic.rendezvous.store import StoreUnavailableError
+from torchelastic.rendezvous.view import Settings
 
 KEYS = Keys("/torchelastic/test")
 
@@ -26,9 +26,9 @@ class Agent:
         self.membership = Membership(
             self.store,
             KEYS,
-            settings,
+            replace(settings, ttl_s=2.0),
+            host=f"host-{name}",
             agent_id=name,
-            ttl_s=2.0,
             on_round=self.rounds.append,
             clock=time.monotonic,
         )
@@ -124,7 +124,7 @@ def test_a_leader_that_was_replaced_decides_nothing() -> None:
         await until(lambda: agent.round.state is RoundState.RUNNING)
         # while it was paused its key was lost and somebody else leads and has published
         store.delete(KEYS.leader)
-        store.put(KEYS.leader, b"somebody-else")
+        store.put(KEYS.leader, b"somebody-else", store.grant_lease(60.0).lease_id)
         foreign = Round(9, RoundState.RUNNING, ("x", "y"), "h:1", because="by the new leader")
         store.put(KEYS.round, encode_round(foreign))
         agent.membership.withdraw("m0")

@@ -6,19 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.rendezvous.protocol import (
-    MembersChanged,
-    Publish,
-    RoundPublished,
-    Settings,
-    Tick,
-    View,
-    Wake,
-    advance,
-    check_invariants,
-    rank_members,
-)
+from torchelastic.rendezvous.protocol import Publish, Wake, advance, check_invariants, rank_members
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View
 
 
 def member(name: str, *, host: str = "h", ready_for: int = 1, arrival: int = 0, **fields: object) -> Member:
@@ -71,6 +61,11 @@ def running(*names: str, minimum: int = 1, maximum: int = 4) -> Leader:
 
 def at_step(leader: Leader, name: str, step: int, *, failed: bool = True, number: int = 2) -> Member:
     return replace(leader.view.members[name], ready_for=number, step=step, standing=Standing.WHOLE, failed=failed)
+
+
+def ended(name: str) -> Member:
+    """The record of a member whose process is known to have ended."""
+    return member(name, departed=True)
 
 
 def test_the_first_round_closes_at_once_when_the_maximum_is_there() -> None:
@@ -212,13 +207,11 @@ def test_too_few_without_the_hung_one_still_has_it_ended() -> None:
     assert leader.round.roster == ("a", "b2", "c2")
 
 
-def test_a_new_leader_forms_afresh_when_nobody_of_the_old_roster_lives() -> None:
-    leader = Leader(1, 4, last_call_s=5.0)
-    leader.view = replace(leader.view, round=Round(7, RoundState.RUNNING, ("x", "y"), "h:1", step=3))
-    leader.hear(member("a", arrival=50))
+def test_newcomers_form_afresh_when_all_of_the_last_roster_are_known_to_have_ended() -> None:
+    leader = running("x", "y").hear(ended("x"), ended("y")).hear(member("a", arrival=50))
     assert leader.round.state is RoundState.BROKEN
-    leader.wait(5.0)
-    assert (leader.round.number, leader.round.roster) == (8, ("a",))
+    leader.wait(30.0)
+    assert (leader.round.number, leader.round.roster) == (2, ("a",))
 
 
 def done(leader: Leader, name: str, step: int) -> Member:
@@ -265,3 +258,118 @@ def test_who_only_rolled_back_a_step_that_nobody_finished_is_not_behind() -> Non
 def test_a_run_can_be_closed_before_it_has_begun() -> None:
     leader = Leader(2, 2).hear(replace(member("a"), done=1))
     assert leader.round.state is RoundState.CLOSED
+
+
+def test_newcomers_wait_for_a_group_that_may_be_cut_off_and_still_train() -> None:
+    leader = running("x", "y", maximum=2).hear(gone=("x", "y"))
+    leader.hear(member("a", arrival=50), member("b", arrival=51))
+    assert "orphan_timeout=300 s" in leader.round.because
+    assert leader.wake_at_s == leader.now_s + 300.0
+    leader.wait(299.0)
+    assert leader.round.number == 1
+    leader.wait(1.0)
+    assert leader.round.roster == ("a", "b")
+
+
+def test_one_member_that_is_known_to_have_ended_is_enough_to_replace_a_silent_group_at_once() -> None:
+    leader = running("x", "y", maximum=2).hear(ended("x"), gone=("y",))
+    leader.hear(member("a", arrival=50), member("b", arrival=51))
+    assert leader.round.roster == ("a", "b"), "y cannot commit a step without x"
+
+
+def test_where_all_that_live_hang_and_somebody_could_take_over_they_are_ended_after_their_own_patience() -> None:
+    leader = running("x", "y").hear(ended("y"))
+    leader.wait(100.0)
+    assert leader.round.number == 1, "nobody waits for x"
+    leader = running("x", "y").hear(ended("y")).hear(member("y2", arrival=50))
+    assert leader.wake_at_s == leader.now_s + 15.0
+    leader.wait(15.0)
+    assert (leader.round.roster, leader.round.evicted) == (("y2",), ("x",))
+
+
+def test_a_group_that_may_train_for_ever_without_the_store_is_never_replaced() -> None:
+    leader = running("x")
+    leader.view = replace(leader.view, settings=replace(leader.view.settings, orphan_timeout_s=float("inf")))
+    leader.hear(gone=("x",)).hear(member("a", arrival=50)).wait(1e9)
+    assert (leader.round.number, leader.wake_at_s) == (1, None)
+
+
+def test_one_member_that_has_left_the_last_group_is_enough_to_go_on_at_once() -> None:
+    leader = running("x", "y", "z").hear(gone=("y", "z"))
+    leader.hear(at_step(leader, "x", 5))
+    assert leader.round.roster == ("x",), "the others cannot commit a step without x"
+
+
+def test_what_is_known_of_the_dead_survives_a_change_of_the_leader() -> None:
+    before = running("x", "y", maximum=2).hear(ended("x"))
+    assert before.round.departed == ("x",)
+    leader = Leader(1, 2)
+    leader.view, _ = advance(leader.view, RoundPublished(before.round), 0.0)
+    leader.hear(ended("y")).hear(member("a", arrival=50), member("b", arrival=51))
+    assert leader.round.roster == ("a", "b")
+
+
+def test_tombstones_are_cleared_away_with_the_next_round_and_with_the_end() -> None:
+    leader = running("x", "y").hear(ended("x"))
+    leader.view, actions = advance(leader.view, MembersChanged((at_step(leader, "y", 5),)), leader.now_s)
+    (action,) = actions
+    assert isinstance(action, Publish)
+    assert action.forgotten == ("x",)
+    leader = running("x").hear(ended("old"))
+    leader.view, actions = advance(leader.view, MembersChanged((done(leader, "x", 9),)), leader.now_s)
+    assert isinstance(actions[0], Publish)
+    _, actions = advance(leader.view, RoundPublished(actions[0].round), leader.now_s)
+    assert isinstance(actions[0], Publish)
+    assert (actions[0].round.state, actions[0].forgotten) == (RoundState.CLOSED, ("old",))
+
+
+def test_a_round_that_was_put_back_proves_nothing_about_who_is_missing_for_one_time_to_live() -> None:
+    leader = Leader(1, 4)
+    leader.hear(member("x"), member("newcomer", arrival=3))
+    restored = replace(running("x", "y").round, restored=True, edition=9)
+    leader.view, _ = advance(leader.view, RoundPublished(restored), leader.now_s)
+    leader.wait(9.9)
+    assert (leader.round.state, leader.wake_at_s) == (RoundState.RUNNING, 10.0), "neither broken nor stopped"
+    leader.wait(0.2)
+    assert (leader.round.state, leader.round.edition, leader.round.restored) == (RoundState.BROKEN, 10, False)
+
+
+def test_a_leader_whose_own_lease_was_lost_takes_nobody_for_lost_before_they_could_come_back() -> None:
+    leader = Leader(1, 4)
+    leader.hear(member("x"))
+    event = RoundPublished(running("x", "y").round, proves_no_loss=True)
+    leader.view, _ = advance(leader.view, event, leader.now_s)
+    leader.wait(9.9)
+    assert (leader.round.state, leader.wake_at_s) == (RoundState.RUNNING, 10.0)
+    leader.wait(0.2)
+    assert leader.round.state is RoundState.BROKEN
+
+
+def test_a_member_that_is_known_to_have_ended_is_not_waited_for_where_others_may_only_be_silent() -> None:
+    leader = Leader(1, 4)
+    leader.hear(member("x"), member("y"))
+    event = RoundPublished(running("x", "y", "z").round, proves_no_loss=True)
+    leader.view, _ = advance(leader.view, event, leader.now_s)
+    leader.wait(1.0)
+    assert leader.round.state is RoundState.RUNNING, "z may come back"
+    leader.hear(ended("y"))
+    assert (leader.round.state, leader.round.because) == (RoundState.BROKEN, "lost y")
+    leader.hear(at_step(leader, "x", 5))
+    assert leader.round.number == 1, "z may still come back"
+    leader.wait(9.0)
+    assert leader.round.roster == ("x",)
+
+
+def test_members_that_register_again_in_time_are_not_lost() -> None:
+    leader = Leader(1, 2)
+    leader.hear(member("x"))
+    restored = replace(running("x", "y").round, restored=True)
+    leader.view, _ = advance(leader.view, RoundPublished(restored), leader.now_s)
+    leader.hear(member("y")).wait(20.0)
+    assert (leader.round.number, leader.round.state) == (1, RoundState.RUNNING)
+
+
+def test_a_text_for_people_does_not_list_thousands_of_names() -> None:
+    names = tuple(f"m{number:05d}" for number in range(5000))
+    leader = running(*names, maximum=5000).hear(gone=names[10:])
+    assert "m00010, m00011, m00012 and 4987 more" in leader.round.because

@@ -10,19 +10,9 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.rendezvous.protocol import (
-    Event,
-    MembersChanged,
-    Publish,
-    RoundPublished,
-    Settings,
-    Tick,
-    View,
-    Wake,
-    advance,
-    check_invariants,
-)
+from torchelastic.rendezvous.protocol import Publish, Wake, advance, check_invariants
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.view import Event, MembersChanged, RoundPublished, Settings, Tick, View
 
 
 @dataclass
@@ -54,8 +44,8 @@ class World:
         self.feed(MembersChanged((record,)))
 
     def die(self, name: str) -> None:
-        del self.processes[name]
-        self.feed(MembersChanged((), (name,)))
+        record = replace(self.processes.pop(name).record, departed=True)
+        self.feed(MembersChanged((record,)))
 
     def ask(self, name: str, *, failed: bool) -> None:
         process = self.processes[name]

@@ -22,17 +22,31 @@ from torchelastic.rendezvous.records import (
 names = st.text("abc-0123", min_size=1, max_size=12)
 
 
-@given(names, names, st.integers(0, 9), st.integers(0, 10**9), st.sampled_from(Standing), st.booleans())
+@given(names, names, st.integers(0, 9), st.integers(0, 10**9), st.sampled_from(Standing), st.booleans(), st.booleans())
 def test_a_member_survives_the_store(
-    name: str, host: str, ready_for: int, step: int, standing: Standing, failed: bool
+    name: str, host: str, ready_for: int, step: int, standing: Standing, failed: bool, departed: bool
 ) -> None:
-    member = Member(name, host, "h:1", ready_for, step, standing, failed, 0, 2.5, arrival=17)
+    member = Member(name, host, "h:1", ready_for, step, standing, failed, 0, 2.5, departed, arrival=17)
     assert decode_member(f"/x/members/{name}", encode_member(member), 17) == member
 
 
 @given(st.integers(0, 99), st.sampled_from(RoundState), st.lists(names, unique=True, max_size=5))
 def test_a_round_survives_the_store(number: int, state: RoundState, roster: list[str]) -> None:
-    round_ = Round(number, state, tuple(roster), "h:1", 7, Standing.WHOLE, (1,), 2, ("x",), "because")
+    round_ = Round(
+        number,
+        state,
+        tuple(roster),
+        "h:1",
+        7,
+        Standing.WHOLE,
+        tuple(range(len(roster))),
+        2,
+        ("x",),
+        "because",
+        ("d",),
+        3,
+        True,
+    )
     assert decode_round("/x/round", encode_round(round_)) == round_
 
 
@@ -48,11 +62,32 @@ def test_a_round_survives_the_store(number: int, state: RoundState, roster: list
         encode_member(Member("a", "h")).replace(b'"standing":1', b'"standing":77'),
         encode_member(Member("a", "h")).replace(b'"failed":false', b'"failed":0'),
         encode_member(Member("a", "h")).replace(b'"step":0', b'"step":true'),
+        encode_member(Member("a", "h")).replace(b'"step":0', b'"step":-1'),
+        encode_member(Member("a", "h")).replace(b'"patience_s":15.0', b'"patience_s":NaN'),
+        encode_member(Member("a", "h" * 2000)),
+        b" " * 2_000_000,
+        b"[" * 100_000,
     ],
 )
 def test_garbage_in_the_store_is_refused_with_the_name_of_its_key(value: bytes) -> None:
     with pytest.raises(RecordError, match="/x/members/a"):
         decode_member("/x/members/a", value, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ('"roster":["a","b"]', '"roster":["a","a"]'),
+        ('"stale":[1]', '"stale":[2]'),
+        ('"stale":[1]', '"stale":[true]'),
+        ('"number":1', '"number":-1'),
+    ],
+)
+def test_a_round_that_cannot_be_is_refused_with_the_name_of_its_key(field: str, value: str) -> None:
+    good = encode_round(Round(1, RoundState.RUNNING, ("a", "b"), "h:1", stale=(1,)))
+    assert field.encode() in good
+    with pytest.raises(RecordError, match="/x/round"):
+        decode_round("/x/round", good.replace(field.encode(), value.encode()))
 
 
 def test_the_largest_roster_fits_into_one_value_of_etcd() -> None:

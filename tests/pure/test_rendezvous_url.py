@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import traceback
+
 import pytest
 
+from torchelastic.rendezvous.credentials import AccessParameters
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
 
@@ -26,6 +30,20 @@ def test_defaults_are_those_of_0_1() -> None:
 def test_text_and_value_are_the_same() -> None:
     url = parse_url("etcd://h:1,g:2/run@x:1?min_workers=1&max_workers=3&ttl=4.5&etcd_prefix=/a%20b")
     assert parse_url(str(url)) == url
+
+
+def test_the_time_without_contact_to_etcd_may_be_unlimited_and_no_other() -> None:
+    assert parse_url("etcd://h/1?min_workers=1").orphan_timeout_s == 300.0
+    assert parse_url("etcd://h/1?min_workers=1&orphan_timeout=7.5").orphan_timeout_s == 7.5
+    unlimited = parse_url("etcd://h/1?min_workers=1&orphan_timeout=unlimited")
+    assert math.isinf(unlimited.orphan_timeout_s)
+    assert "orphan_timeout=unlimited" in str(unlimited)
+    assert parse_url(str(unlimited)) == unlimited
+    for wrong in ("0", "-1", "inf", "nan", "for ever"):
+        with pytest.raises(RendezvousUrlError, match=r"orphan_timeout=.* or the word unlimited"):
+            parse_url(f"etcd://h/1?min_workers=1&orphan_timeout={wrong}")
+    with pytest.raises(RendezvousUrlError, match="timeout='unlimited'"):
+        parse_url("etcd://h/1?min_workers=1&timeout=unlimited")
 
 
 @pytest.mark.parametrize(
@@ -51,3 +69,61 @@ def test_text_and_value_are_the_same() -> None:
 def test_a_wrong_url_gives_one_error_that_names_the_part(text: str, names: str) -> None:
     with pytest.raises(RendezvousUrlError, match=names):
         parse_url(text)
+
+
+# Access to etcd -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_url_says_about_access_has_the_names_of_torchs_own_etcd_urls() -> None:
+    url = parse_url(
+        "etcd://trainer@h:1,g:2/run@x?min_workers=1&protocol=https&cacert=/a%20b/ca.pem&cert=c&key=k&password_file=/p"
+    )
+    assert url.access == AccessParameters("https", "/a b/ca.pem", "c", "k", "trainer", "/p")
+    assert url.endpoints == (("h", 1), ("g", 2))
+    assert url.run_id == "run@x"
+    assert parse_url(str(url)) == url
+    assert parse_url("etcd://h/1?min_workers=1&user=trainer").access.user == "trainer"
+    assert parse_url("etcd://trainer@h/1?min_workers=1&user=trainer").access.user == "trainer"
+
+
+def test_a_password_comes_in_by_the_url_and_does_not_come_out_again() -> None:
+    url = parse_url("etcd://tr%40iner:h%3Aunt%40er%2F2@h:1,g:2/run?min_workers=1")
+    assert (url.access.user, url.access.password) == ("tr@iner", "h:unt@er/2")
+    assert url.endpoints == (("h", 1), ("g", 2))
+    for text in (str(url), repr(url), url.endpoints_text):
+        assert "unt" not in text
+    assert "user=tr%40iner" in str(url)
+    assert parse_url("etcd://u:p@ss@h/run?min_workers=1").access.password == "p@ss"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("http://u:hunter2@h/1?min_workers=1", "scheme is 'http'"),
+        ("etcd://u:hunter2@h?min_workers=1", r"'etcd://u:\*\*\*@h\?min_workers=1' names no run"),
+        ("etcd://u:hunter2@h:99999/1?min_workers=1", "99999"),
+        ("etcd://u:hunter2@h:x/1?min_workers=1", "'h:x' is no HOST"),
+        ("etcd://u:hunter2@h/1?min_workers=1&colour=red", "colour"),
+        ("etcd://u:hunter2@h/1?min_workers=1&min_workers=2", "twice"),
+        ("etcd://h/1?min_workers=1&password=hunter2", "use password_file"),
+        ("etcd://h/1?min_workers=1&passwd=hunter2", "unknown parameter 'passwd'"),
+        ("etcd://h/1?min_workers=1&PASSWORD=hunter2&x=1", "unknown parameter 'PASSWORD'"),
+        ("etcd://u:hun/ter2@h/1?min_workers=1", "'@' where none can be.*%2F"),
+        ("etcd://u:hun#ter2@h/1?min_workers=1", "'@' where none can be.*%23"),
+        ("etcd://u:hun?ter2@h/1?min_workers=1", "'@' where none can be.*%3F"),
+        ("etcd://u:12/hunter2@h/1?min_workers=1", "'@' where none can be"),
+        ("etcd://u:a@b/hunter2@h/1?min_workers=1", "'@' where none can be"),
+        ("etcd:u:hunter2@h/1?min_workers=1", "'@' where none can be"),
+        ("u:hunter2@h/1?min_workers=1", "'@' where none can be"),
+        ("etcd://u:hun[ter2@h/1?min_workers=1", "cannot be read.*%5B"),
+        ("etcd://u:hunter2\u2100@h/1?min_workers=1", "cannot be read"),
+        ("etcd://:hunter2@h/1?min_workers=1", "no user before its '@'"),
+        ("etcd://u:hunter2@h/1?min_workers=1&user=v", "two users, 'u' and 'v'"),
+        ("etcd://u:hunter2@h/1?min_workers=1&protocol=ftp", "protocol='ftp' must be http or https"),
+    ],
+)
+def test_no_error_repeats_a_password(text: str, names: str) -> None:
+    with pytest.raises(RendezvousUrlError, match=names) as caught:
+        parse_url(text)
+    told = "".join(traceback.format_exception(caught.value))
+    assert not any(part in told for part in ("hunter", "hun/", "hun[", "hun#", "hun?", "ter2"))

@@ -1,4 +1,7 @@
-"""`python -m torchelastic.agent`: a private agent, started by `torchelastic.rendezvous.private_agent`."""
+"""`python -m torchelastic.agent`: a private agent, started by `torchelastic.rendezvous.private_agent`.
+
+The credentials come through standard input, because every user of this host may read a command line.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 from torchelastic.agent.agent import Agent, AgentOptions
 from torchelastic.agent.etcd_connection import connect
+from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.url import parse_url
 
 
@@ -21,10 +25,11 @@ def main() -> int:
     parser.add_argument("--owner-pid", required=True, type=int)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s agent %(levelname)s %(message)s")
+    credentials = Credentials.from_pipe(sys.stdin.buffer.read())
     options = AgentOptions(parse_url(arguments.url), arguments.socket, owner_pid=arguments.owner_pid)
 
     async def run() -> int:
-        outcome = await Agent(options, connect(options.url)).run()
+        outcome = await Agent(options, connect(options.url, credentials)).run()
         if outcome.message:
             print(outcome.message, file=sys.stderr)  # noqa: T201 - the owner's screen
         return outcome.exit_code

@@ -18,10 +18,12 @@ from torchelastic.agent.connections import Connection, Connections
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.supervisor import Supervisor, Worker, process_end
 from torchelastic.metrics.exposition import MetricsRegistry
+from torchelastic.processes import boot_time_s
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
+from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +134,11 @@ class Agent:
             self._store,
             Keys(url.root),
             url.settings,
+            host=host,
             agent_id=f"{host}-{incarnation}",
-            ttl_s=url.ttl_s,
             on_round=self._on_round,
-            clock=time.monotonic,
+            on_contact=self._on_contact,
+            clock=boot_time_s,
         )
         self.supervisor = (
             None if self._make_supervisor is None else self._make_supervisor(self._may_restart, self._on_worker_exit)
@@ -157,6 +160,9 @@ class Agent:
             pid = self.connections.evict(member_id)
             if pid is not None and self.supervisor is not None:
                 self.supervisor.end_hung(pid)
+
+    def _on_contact(self, sent_s: float) -> None:
+        self.connections.tell_contact(Contact.at(sent_s, self._options.url.orphan_timeout_s))
 
     def _on_worker_exit(self, _worker: Worker, pid: int) -> None:
         self.connections.process_gone(pid)
@@ -204,7 +210,8 @@ class Agent:
         url = self._options.url
         return (
             f"run {url.run_id!r}: fewer than min_workers={url.min_workers} workers came within {url.timeout_s:g} s: "
-            f"start more, lower min_workers, or raise timeout (etcd at {url.endpoints_text})"
+            f"start more, lower min_workers, or raise timeout "
+            f"(etcd at {url.endpoints_text}; {self.membership.round.because})"
         )
 
     # --- the two lives of an agent ----------------------------------------------------------------

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchelastic.rendezvous import wire
-from torchelastic.rendezvous.protocol import is_done
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, round_to_dict
+from torchelastic.rendezvous.view import is_done
+from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, finishes
 
 log = logging.getLogger(__name__)
+
+#: Of a host's name so many characters become part of its members' ids: 10,000 of them have to fit into one value.
+MAX_HOST_IN_ID = 40
 
 
 @dataclass
@@ -88,6 +93,7 @@ class Connections:
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
+        self._contact: Contact | None = None
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
@@ -123,10 +129,22 @@ class Connections:
         self.round = round_
         message = {"op": "round", "round": round_to_dict(round_)}
         for connection in self.by_member.values():
-            in_a_group = round_.state is RoundState.RUNNING and connection.member.member_id in round_.roster
+            in_a_group = round_.state is RoundState.RUNNING and connection.member.member_id in round_.members
             if in_a_group or round_.is_over:
                 connection.waiting_since_s = None
             connection.tell(message)
+            again = None if connection.waiting_since_s is None else asks_again(connection.member, round_)
+            if again is not None:
+                connection.member = again
+                self._declare(again)
+
+    def tell_contact(self, contact: Contact) -> None:
+        """Every worker hears how long it may go on without a further sign of the store."""
+        if math.isinf(contact.commit_until_s) or (self._contact and contact.leave_at_s <= self._contact.leave_at_s):
+            return
+        self._contact = contact
+        for connection in self.by_member.values():
+            connection.tell(_contact_message(contact))
 
     def process_gone(self, pid: int) -> None:
         """A worker's process has ended: whatever it was, it is no member any more, unless it had finished."""
@@ -178,7 +196,7 @@ class Connections:
         self._count += 1
         local_rank = message["local_rank"]
         place = "p" if local_rank is None else str(int(local_rank))
-        member = Member(f"{self._host}-{place}-{self._incarnation}{self._count}", self._host)
+        member = Member(f"{self._host[:MAX_HOST_IN_ID]}-{place}-{self._incarnation}{self._count}", self._host)
         connection = Connection(member, int(message["pid"]), local_rank, writer)
         self.by_member[member.member_id] = connection
         connection.tell(
@@ -190,6 +208,8 @@ class Connections:
                 "closed": self.run_was_closed,
             }
         )
+        if self._contact is not None:
+            connection.tell(_contact_message(self._contact))
         if self.round is not None:
             connection.tell({"op": "round", "round": round_to_dict(self.round)})
         return connection
@@ -200,10 +220,7 @@ class Connections:
             self._join(connection, message)
         elif op == "done":
             connection.waiting_since_s = None
-            number = self.round.number if self.round is not None else 0
-            connection.member = replace(
-                connection.member, done=max(1, number), step=int(message["step"]), standing=Standing.WHOLE
-            )
+            connection.member = finishes(connection.member, self.round, int(message["step"]))
             self._declare(connection.member)
             await self._until_written()
             connection.tell({"op": "noted"})
@@ -211,13 +228,12 @@ class Connections:
             raise wire.WireError(f"unknown op {op!r}")
 
     def _join(self, connection: Connection, message: wire.Message) -> None:
-        known = self.round.number if self.round is not None else 0
         connection.waiting_since_s = self._clock()
         self.ever_joined.add(connection.pid)
-        connection.member = replace(
+        connection.member = asks(
             connection.member,
+            self.round,
             store_address=str(message["store"]),
-            ready_for=known + 1,
             step=int(message["step"]),
             standing=Standing(message["standing"]),
             failed=bool(message["failed"]),
@@ -241,6 +257,10 @@ class Connections:
         )
         if known is not None and not finished:
             self._withdraw(connection.member.member_id)
+
+
+def _contact_message(contact: Contact) -> wire.Message:
+    return {"op": "contact", "leave_at_s": contact.leave_at_s, "commit_until_s": contact.commit_until_s}
 
 
 def _refuse_strangers(writer: asyncio.StreamWriter) -> None:

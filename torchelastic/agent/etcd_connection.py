@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import os
 
+from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.rendezvous.url import RendezvousUrl
 
+log = logging.getLogger(__name__)
 
-def connect(url: RendezvousUrl) -> CoordinationStore:
+_VERBOSITY_VARIABLE = "GRPC_VERBOSITY"
+
+
+def connect(url: RendezvousUrl, credentials: Credentials) -> CoordinationStore:
     """A store on the etcd of `url`; does not connect yet.
 
     etcd3's generated code does not import beside protobuf >= 4 unless protobuf's slow, pure implementation is chosen
     before its first import; that choice holds for this process only and is not passed on to workers.
     """
     os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+    # gRPC reads this once, at its import: it writes what it thinks of a certificate to the screen, beside our one error
+    is_ours = _VERBOSITY_VARIABLE not in os.environ
+    os.environ.setdefault(_VERBOSITY_VARIABLE, "NONE")
     from torchelastic.rendezvous.etcd import EtcdStore
 
-    return EtcdStore(url.endpoints)
+    if is_ours:
+        del os.environ[_VERBOSITY_VARIABLE]
+    if credentials.user is not None and credentials.ca_cert is None and not _all_on_this_host(url):
+        log.warning(
+            "the password of user %r goes to etcd at %s unencrypted, for everybody on that network to read: use TLS "
+            "(cacert=FILE)",
+            credentials.user,
+            url.endpoints_text,
+        )
+    return EtcdStore(
+        url.endpoints,
+        ca_cert=credentials.ca_cert,
+        cert_cert=credentials.cert_cert,
+        cert_key=credentials.cert_key,
+        user=credentials.user,
+        password=credentials.password,
+        root=url.root,
+    )
+
+
+def _all_on_this_host(url: RendezvousUrl) -> bool:
+    return all(host == "localhost" or _is_loopback(host) for host, _port in url.endpoints)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name

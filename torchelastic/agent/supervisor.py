@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from torchelastic.processes.lifeline import dies_with_parent
+from torchelastic.processes.main_thread import signal_main_thread
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Supervisor:
                 log.error(
                     "worker %d (pid %d) did not get ready in time: its stacks follow in its log", worker.local_rank, pid
                 )
-                os.kill(pid, DUMP_STACK_SIGNAL)
+                signal_main_thread(pid, DUMP_STACK_SIGNAL)  # before SIGCONT: it dumps before it does anything else
                 os.kill(pid, signal.SIGCONT)  # a stopped process must run to write anything
                 asyncio.get_running_loop().call_later(1.0, _signal_group, worker, signal.SIGKILL)
 

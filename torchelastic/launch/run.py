@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlencode
 
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome, worker_environment
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials, CredentialsError, read_file, resolve
 from torchelastic.rendezvous.server import EtcdServer
-from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
+from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,16 @@ EXAMPLES = """examples:
   torchelastic run --standalone --nproc-per-node 3 train.py --epochs 10
   torchelastic run --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --nnodes 2:4 --nproc-per-node 8 train.py
 """
+
+
+# option: (the rendezvous URL's name for it, metavar, help)
+_ACCESS_OPTIONS = {
+    "etcd-cacert": ("cacert", "FILE", "TLS: the authority that signed etcd's certificate (PEM)"),
+    "etcd-cert": ("cert", "FILE", "TLS: this client's certificate (PEM), if etcd wants one"),
+    "etcd-key": ("key", "FILE", "TLS: its private key (PEM), for nobody else to read"),
+    "etcd-user": ("user", "NAME", "log in to etcd; see docs/security.md for the environment's variables"),
+    "etcd-password-file": ("password_file", "FILE", "with the password on its one line, for nobody else to read"),
+}
 
 
 class UsageError(Exception):
@@ -53,6 +66,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add(parser, "last-call", type=float, default=30.0, metavar="S", help="first group: wait for more (default 30 s)")
     _add(parser, "ttl", type=float, default=10.0, metavar="S", help="silence after which a host is lost (default 10 s)")
     _add(parser, "connect-timeout", type=float, default=30.0, metavar="S", help="wait for etcd (default 30 s)")
+    orphan_help = (
+        "how long a group may train without contact to etcd; 'unlimited' (default 300 s; --standalone: unlimited)"
+    )
+    _add(parser, "orphan-timeout", metavar="S", help=orphan_help)
+    for name, (_parameter, metavar, what) in _ACCESS_OPTIONS.items():
+        _add(parser, name, metavar=metavar, help=what)
     _add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
     _add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
     parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
@@ -67,8 +86,11 @@ def execute(options: argparse.Namespace) -> int:
     level = logging.INFO if options.verbose else logging.WARNING
     logging.basicConfig(level=level, format="[agent] %(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     command = _worker_command(options)
+    environment = dict(os.environ)
+    os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
         url = _url(options, stack)
+        credentials = _credentials(options, url, environment)
         socket_dir = Path(tempfile.mkdtemp(prefix="te-"))  # short: a Unix socket's path has 107 bytes
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         metrics = None if options.metrics_port is None else (options.metrics_host, options.metrics_port)
@@ -85,7 +107,7 @@ def execute(options: argparse.Namespace) -> int:
                 on_exit=on_exit,
             )
 
-        outcome = asyncio.run(_run_agent(agent_options, make_supervisor))
+        outcome = asyncio.run(_run_agent(agent_options, credentials, make_supervisor))
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)  # noqa: T201 - the last word on the screen
     return outcome.exit_code
@@ -93,9 +115,10 @@ def execute(options: argparse.Namespace) -> int:
 
 async def _run_agent(
     options: AgentOptions,
+    credentials: Credentials,
     make_supervisor: Callable[[Callable[[int], bool], Callable[[Worker, int], None]], Supervisor],
 ) -> Outcome:
-    return await Agent(options, connect(options.url), make_supervisor).run()
+    return await Agent(options, connect(options.url, credentials), make_supervisor).run()
 
 
 def _add(parser: argparse.ArgumentParser, name: str, **settings: object) -> None:
@@ -121,19 +144,43 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
     if options.standalone:
         if options.rdzv_endpoint or max_nodes > 1:
             raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
+        if _access(options):
+            raise UsageError("--standalone has an etcd of its own: leave out --etcd-..., which is about another one")
         endpoint = stack.enter_context(EtcdServer()).endpoint
         run_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     else:
         if not options.rdzv_endpoint or not options.rdzv_id:
             raise UsageError("give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --standalone for this host alone")
+        if ":" in options.rdzv_endpoint.rpartition("@")[0]:
+            raise UsageError(
+                "every user of this host may read a command line: give no password with --rdzv-endpoint, but "
+                f"--etcd-password-file FILE, or the environment's {PASSWORD_VARIABLE}"
+            )
         endpoint, run_id = options.rdzv_endpoint, options.rdzv_id
+    orphan_timeout = options.orphan_timeout or (UNLIMITED if options.standalone else "300")
     query = (
         f"min_workers={min_workers}&max_workers={max_workers}&timeout={options.rdzv_timeout}"
         f"&last_call_timeout={options.last_call}&ttl={options.ttl}&connect_timeout={options.connect_timeout}"
+        f"&orphan_timeout={orphan_timeout}&{urlencode(_access(options))}"
     )
     try:
         return parse_url(f"etcd://{endpoint}/{run_id}?{query}")
     except RendezvousUrlError as error:
+        raise UsageError(str(error)) from error
+
+
+def _access(options: argparse.Namespace) -> dict[str, str]:
+    """What the options say about access to etcd, in the URL's words."""
+    given = {parameter: getattr(options, name.replace("-", "_")) for name, (parameter, *_) in _ACCESS_OPTIONS.items()}
+    return {parameter: value for parameter, value in given.items() if value}
+
+
+def _credentials(options: argparse.Namespace, url: RendezvousUrl, environment: Mapping[str, str]) -> Credentials:
+    if options.standalone:
+        return Credentials()  # what the environment says is about another etcd
+    try:
+        return resolve(url.access, environment, read_file)
+    except CredentialsError as error:
         raise UsageError(str(error)) from error
 
 

@@ -31,8 +31,9 @@ from torchelastic.rendezvous.handler import (
     RendezvousNonRetryableError,
     RendezvousTimeoutException,
 )
-from torchelastic.rendezvous.records import Round, RoundState, Standing
+from torchelastic.rendezvous.records import Round, Standing
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
+from torchelastic.rendezvous.worker_rules import is_replaced
 from torchelastic.state import State
 from torchelastic.worker_stats import WorkerStats
 
@@ -127,6 +128,14 @@ class CoordinatorP2P(Coordinator):
         try:
             self.store, self.rank, self.world_size = self.rendezvous.next_rendezvous()
         except RendezvousClosedException as error:
+            if self._committed_steps < self.rendezvous.round.step:
+                # the others have finished without this worker: who saves results where `rank == 0` must not save these
+                log.warning(
+                    "the run has ended at step %d; this worker had %d steps, its state is not the result",
+                    self.rendezvous.round.step,
+                    self._committed_steps,
+                )
+                self.rank, self.world_size = -1, 0
             self._finish()
             raise StopException(str(error)) from error
         except RendezvousTimeoutException as error:
@@ -168,6 +177,10 @@ class CoordinatorP2P(Coordinator):
 
     # --- after each step --------------------------------------------------------------------------
 
+    def may_commit(self) -> bool:
+        """False where this host was without contact to etcd for so long that another group may be training by now."""
+        return self.rendezvous.may_commit()
+
     def step_committed(self) -> None:
         """Count the step: the worker with the most is the source after a failure."""
         self._committed_steps += 1
@@ -204,6 +217,9 @@ class CoordinatorP2P(Coordinator):
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - part of the contract
         """Whether all members leave now, after a committed step: a newcomer waits, or a member is lost."""
         if self._is_broken.is_set():
+            return True
+        if self.rendezvous.should_pause():
+            log.warning("no contact to etcd for too long: training pauses, its state intact, until etcd is back")
             return True
         wish = self.world_size < self.max_num_trainers and self.rendezvous.num_nodes_waiting() > 0
         try:
@@ -267,8 +283,7 @@ class CoordinatorP2P(Coordinator):
         """On the agent's thread: if the group of this worker is no more, wake whoever waits in it."""
         if self._joined_round == 0:
             return
-        replaced = round_.number > self._joined_round
-        if replaced or round_.state is RoundState.BROKEN:
+        if is_replaced(self.rendezvous.joined, round_):
             self._timer.noticed()
             self._is_broken.set()
             self._groups.abort()
@@ -283,8 +298,7 @@ class CoordinatorP2P(Coordinator):
 
     def _raise_if_broken(self) -> None:
         round_ = self.rendezvous.round
-        knows_rounds = self._joined_round > 0  # a handler of somebody's own may have none
-        if knows_rounds and (round_.number != self._joined_round or round_.state is RoundState.BROKEN):
+        if self._joined_round > 0 and is_replaced(self.rendezvous.joined, round_):  # a handler may have no rounds
             self._is_broken.set()
         if self._is_broken.is_set():
             raise RuntimeError(f"round {self._joined_round} broke while its group was being formed: {round_.because}")

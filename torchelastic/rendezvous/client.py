@@ -13,6 +13,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing, round_from_dict
+from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class AgentClient:
         self.host = ""
         self.address = ""
         self.run_was_closed = False
+        #: how long this worker may go on without a further sign of the store
+        self.contact = Contact()
         self._socket = _connect(socket_path, connect_timeout_s)
         threading.Thread(target=self._read, name="torchelastic-agent", daemon=True).start()
         local_rank = os.environ.get("LOCAL_RANK")
@@ -74,7 +77,7 @@ class AgentClient:
         Raises:
             AgentError: the run is closed, nobody came in time, etcd is out of reach, or the agent is gone.
         """
-        after = self._round.number if self.member_id in self._round.roster else 0
+        after = self._round.number if self.member_id in self._round.members else 0
         self._send(
             {
                 "op": "join",
@@ -96,9 +99,7 @@ class AgentClient:
 
         One that lost its last step while others finished is brought level first, in one more round.
         """
-        round_ = self._round
-        behind = self.member_id in round_.roster and step < round_.step
-        return round_.state is RoundState.CLOSED or (round_.state is RoundState.CLOSING and not behind)
+        return is_over_for(self._round, self.member_id, step)
 
     def done(self, step: int, timeout_s: float) -> None:
         """Say that this member has finished; returns when the store has it, or after `timeout_s`."""
@@ -133,9 +134,7 @@ class AgentClient:
     # --- inside -----------------------------------------------------------------------------------
 
     def _is_on_roster_after(self, number: int) -> bool:
-        round_ = self._round
-        running = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
-        return round_.number > number and running and self.member_id in round_.roster
+        return is_granted(self._round, self.member_id, number)
 
     def _send(self, message: wire.Message) -> None:
         try:
@@ -168,6 +167,8 @@ class AgentClient:
         op = message["op"]
         if op == "round":
             self._take_round(round_from_dict("the agent's message", message["round"]))
+        elif op == "contact":
+            self.contact = Contact(float(message["leave_at_s"]), float(message["commit_until_s"]))
         elif op == "fatal":
             self._fail(AgentError(str(message["kind"]), str(message["message"])))
         elif op in ("welcome", "noted"):

@@ -13,8 +13,9 @@ import math
 import threading
 from collections.abc import Sequence
 
+from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.delivery import WatchCallbacks, check_start_revision, check_ttl
-from torchelastic.rendezvous.etcd_connection import Connection, Failover, Login
+from torchelastic.rendezvous.etcd_connection import Connection, Failover
 from torchelastic.rendezvous.etcd_watch import WatchStream
 from torchelastic.rendezvous.etcd_wire import (
     etcdrpc,
@@ -57,6 +58,7 @@ class EtcdStore(CoordinationStore):
         cert_key: Path of its private key (PEM).
         user: Name to log in with, if etcd's authentication is on.
         password: Its password. It appears in no message, log line or repr.
+        root: If given, a user who may not write below this key is refused at the first call already.
 
     Raises:
         ValueError: no endpoints, or half of a pair (user/password, certificate/key) is missing.
@@ -72,9 +74,10 @@ class EtcdStore(CoordinationStore):
         cert_key: str | None = None,
         user: str | None = None,
         password: str | None = None,
+        root: str = "",
     ) -> None:
-        login = Login(ca_cert, cert_cert, cert_key, user, password)
-        self._failover = Failover(endpoints, timeout_s, login)
+        credentials = Credentials(ca_cert, cert_cert, cert_key, user, password)
+        self._failover = Failover(endpoints, timeout_s, credentials, root)
         self._lock = threading.Lock()  # guards the next two
         self._streams: set[WatchStream] = set()
         self._closed = False

@@ -10,13 +10,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import tenacity
 
-from torchelastic.rendezvous.etcd_wire import etcd3, etcdrpc, grpc, is_stale_login, to_store_error, was_not_sent
-from torchelastic.rendezvous.store import StoreAccessError, StoreError, StoreUnavailableError
+from torchelastic.rendezvous.credentials import Credentials
+from torchelastic.rendezvous.etcd_handshake import why_no_handshake
+from torchelastic.rendezvous.etcd_wire import (
+    etcd3,
+    etcdrpc,
+    grpc,
+    is_stale_login,
+    to_compare,
+    to_operation,
+    to_store_error,
+    was_not_sent,
+)
+from torchelastic.rendezvous.store import (
+    Compare,
+    Put,
+    StoreAccessError,
+    StoreError,
+    StoreUnavailableError,
+    Target,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +57,6 @@ _CHANNEL_OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Login:
-    """How to reach and convince etcd. Paths of PEM files; `password` is kept out of every text."""
-
-    ca_cert: str | None = None
-    cert_cert: str | None = None
-    cert_key: str | None = None
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if (self.user is None) != (self.password is None):
-            raise ValueError("give both user and password, or neither")
-        if (self.cert_cert is None) != (self.cert_key is None):
-            raise ValueError("give both cert_cert and cert_key, or neither")
-        if self.cert_cert is not None and self.ca_cert is None:
-            raise ValueError("cert_cert and cert_key need ca_cert: without it the connection would not be encrypted")
-
-
 @dataclass(frozen=True, eq=False)
 class Connection:
     """A client whose endpoint has answered."""
@@ -78,17 +77,20 @@ class Failover:
     Args:
         endpoints: (host, port) in the order of preference.
         timeout_s: The longest a call may take, all its attempts together.
-        login: Certificates and user.
+        credentials: Certificates and user.
+        root: If given, whoever logs in must be allowed to write below this key: else no connection is made.
     """
 
-    def __init__(self, endpoints: Sequence[tuple[str, int]], timeout_s: float, login: Login) -> None:
+    def __init__(
+        self, endpoints: Sequence[tuple[str, int]], timeout_s: float, credentials: Credentials, root: str = ""
+    ) -> None:
         if not endpoints:
             raise ValueError("endpoints is empty: give at least one (host, port)")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}: give a time above 0")
         self._endpoints = [(f"[{host.strip('[]')}]" if ":" in host else host, port) for host, port in endpoints]
         self._timeout_s = timeout_s
-        self._login = login
+        self._credentials, self._root = credentials, root
         self._state = threading.Lock()  # held briefly; guards the next three
         self._current: Connection | None = None
         self._preferred = 0
@@ -158,29 +160,22 @@ class Failover:
     def _connect(self, index: int, attempt: _Attempt) -> Connection:
         host, port = self._endpoints[index]
         endpoint = f"{host}:{port}"
-        login = self._login
-        try:
-            client = etcd3.client(
-                host,
-                port,
-                ca_cert=login.ca_cert,
-                cert_cert=login.cert_cert,
-                cert_key=login.cert_key,
-                grpc_options=_CHANNEL_OPTIONS,
-            )
-        except OSError as error:
-            raise StoreAccessError(f"cannot read the certificate file {error.filename}: {error.strerror}") from error
+        client = self._client(host, port)
         try:
             timeout_s = attempt.share_s()
             self._authenticate(client, timeout_s)
             if not client.maintenancestub.Status(etcdrpc.StatusRequest(), timeout_s, metadata=client.metadata).leader:
                 self._prefer_after(index)
                 raise attempt.try_next(endpoint, StoreUnavailableError(f"etcd at {endpoint}: no leader"))
+            self._check_permission(client, timeout_s)
         except grpc.RpcError as error:
             client.close()
-            fault = to_store_error(error, endpoint)
+            fault = self.to_store_error(error, endpoint)
             if not isinstance(fault, StoreUnavailableError):
                 raise fault from error
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                because = why_no_handshake(host, port, self._credentials, min(1.0, attempt.share_s()))
+                fault = fault if because is None else StoreAccessError(because)
             self._prefer_after(index)
             raise attempt.try_next(endpoint, fault) from error
         except BaseException:
@@ -188,11 +183,31 @@ class Failover:
             raise
         return Connection(client, endpoint)
 
+    def _client(self, host: str, port: int) -> etcd3.Etcd3Client:
+        """A client that has not connected yet. The files are read each time: certificates are renewed in a long run."""
+        credentials = self._credentials
+        try:
+            return etcd3.client(
+                host,
+                port,
+                ca_cert=credentials.ca_cert,
+                cert_cert=credentials.cert_cert,
+                cert_key=credentials.cert_key,
+                grpc_options=_CHANNEL_OPTIONS,
+            )
+        except OSError as error:
+            raise StoreAccessError(f"cannot read the certificate file {error.filename}: {error.strerror}") from error
+
+    def to_store_error(self, error: grpc.RpcError, endpoint: str) -> StoreError:
+        """See `etcd_wire.to_store_error`; with who we are and what we may need."""
+        return to_store_error(error, endpoint, self._credentials.who, self._root)
+
     def _authenticate(self, client: etcd3.Etcd3Client, timeout_s: float) -> None:
         """Log in. Not by etcd3's own arguments: it also sets call credentials, which gRPC refuses without TLS."""
-        if self._login.user is None or self._login.password is None:
+        user, password = self._credentials.user, self._credentials.password
+        if user is None or password is None:
             return
-        request = etcdrpc.AuthenticateRequest(name=self._login.user, password=self._login.password)
+        request = etcdrpc.AuthenticateRequest(name=user, password=password)
         try:
             token = etcdrpc.AuthStub(client.channel).Authenticate(request, timeout_s).token
         except grpc.RpcError as error:
@@ -200,6 +215,20 @@ class Failover:
                 return  # as etcd's own clients: an open etcd needs no login
             raise
         client.metadata = (("token", token),)
+
+    def _check_permission(self, client: etcd3.Etcd3Client, timeout_s: float) -> None:
+        """Have etcd refuse now what it would refuse later: of a transaction it checks all permissions first of all.
+
+        A role that may read but not write would come through the start, and the run would wait for its first group.
+        """
+        credentials = self._credentials
+        if not self._root or (credentials.user is None and credentials.cert_cert is None):
+            return
+        key = f"{self._root}/may-i"  # never written: no key has a version below 0
+        request = etcdrpc.TxnRequest(
+            compare=[to_compare(Compare(key, Target.VERSION, -1))], success=[to_operation(Put(key, b""))]
+        )
+        client.kvstub.Txn(request, timeout_s, metadata=client.metadata)
 
     def _prefer_after(self, index: int) -> None:
         with self._state:
@@ -231,7 +260,7 @@ class _Attempt:
         self._failover = failover
         self._deadline_s = deadline_s
         self._repeatable = repeatable
-        self._met: dict[str, str] = {}
+        self._met: dict[str, StoreError] = {}
 
     def remaining_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())
@@ -241,9 +270,13 @@ class _Attempt:
         return self.remaining_s() / max(1, len(self._failover.endpoints) - len(self._met))
 
     def try_next(self, endpoint: str, fault: StoreError) -> _TryNext:
-        self._met[endpoint] = str(fault)
-        if isinstance(fault, StoreUnavailableError):
-            fault = StoreUnavailableError("no etcd endpoint serves: " + "; ".join(self._met.values()))
+        """The signal for another attempt; an endpoint that refuses us must not hide that another one is only away."""
+        self._met[endpoint] = fault
+        if isinstance(fault, (StoreUnavailableError, StoreAccessError)):
+            met = self._met.values()
+            refused = all(isinstance(one, StoreAccessError) for one in met)
+            texts = "; ".join(str(one) for one in met)
+            fault = StoreAccessError(texts) if refused else StoreUnavailableError(f"no etcd endpoint serves: {texts}")
         return _TryNext(fault)
 
     def run(self, operation: Callable[[Connection, float], T]) -> T:
@@ -251,7 +284,7 @@ class _Attempt:
         try:
             return operation(connection, self.share_s() if self._repeatable else self.remaining_s())
         except grpc.RpcError as error:
-            fault = to_store_error(error, connection.endpoint)
+            fault = self._failover.to_store_error(error, connection.endpoint)
             if is_stale_login(error):
                 self._failover.retire(connection, same_endpoint=True)
                 raise self.try_next(connection.endpoint, fault) from error

@@ -84,8 +84,15 @@ def to_operation(write: Put | Delete) -> etcdrpc.RequestOp:
 _ACCESS = ("auth", "user name", "password", "permission")  # words of etcd's refusals (api/v3rpc/rpctypes/error.go)
 
 
-def to_store_error(error: grpc.RpcError, endpoint: str) -> StoreError:
-    """What an error of a call means for the caller; codes and texts are those of etcd's api/v3rpc/rpctypes/error.go."""
+def to_store_error(error: grpc.RpcError, endpoint: str, who: str = "this user", root: str = "") -> StoreError:
+    """What an error of a call means for the caller; codes and texts are those of etcd's api/v3rpc/rpctypes/error.go.
+
+    Args:
+        error: The call's end.
+        endpoint: Where it went.
+        who: As whom; see `Credentials.who`.
+        root: The key under which the caller's keys are, for the remedy of a missing permission.
+    """
     code, details = error.code(), error.details() or "no details"
     text = f"etcd at {endpoint}: {details}"
     if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
@@ -93,13 +100,25 @@ def to_store_error(error: grpc.RpcError, endpoint: str) -> StoreError:
     if code is grpc.StatusCode.OUT_OF_RANGE and "compacted" in details:
         return CompactedError(text)
     if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
-        return StoreAccessError(text)
+        return StoreAccessError(text + _remedy(details, who, root))
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
         refused = any(word in details.lower() for word in _ACCESS)
-        return StoreAccessError(text) if refused else StoreError(text)
+        return StoreAccessError(text + _remedy(details, who, root)) if refused else StoreError(text)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return StoreUnavailableError(f"etcd at {endpoint}: no answer in time")
     return StoreUnavailableError(text)
+
+
+def _remedy(details: str, who: str, root: str) -> str:
+    """What to do about a refusal; empty where etcd's text says it all."""
+    if "permission denied" in details:
+        key = f"{root or '/torchelastic/RUN_ID'}/"
+        return f": {who} needs a role with `etcdctl role grant-permission ROLE readwrite --prefix=true {key}`"
+    if "invalid user ID or password" in details:
+        return f": {who} is unknown there or has another password: check both (`etcdctl user passwd` sets a new one)"
+    if "user name is empty" in details:
+        return ": it wants a login: give user and password_file (--etcd-user, --etcd-password-file)"
+    return ""
 
 
 def is_stale_login(error: grpc.RpcError) -> bool:

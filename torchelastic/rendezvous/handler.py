@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from torchelastic.processes import boot_time_s
 from torchelastic.processes.sockets import SocketSet
 from torchelastic.rendezvous import private_agent, wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
@@ -118,6 +119,14 @@ class RendezvousHandler(ABC):
         del step
         return self.is_closed()
 
+    def should_pause(self) -> bool:
+        """Whether the group is to be left with its state intact: nobody has heard of the store for too long."""
+        return False
+
+    def may_commit(self) -> bool:
+        """Whether a step that was done may count; not where another group may be training by now."""
+        return True
+
 
 class EtcdRendezvousHandler(RendezvousHandler):
     """Rendezvous over etcd v3, through the agent of this host; without one, a private agent is started.
@@ -212,6 +221,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def is_over_for(self, step: int) -> bool:
         """Whether a worker with this many committed steps is to stop; asks nobody."""
         return self._client is not None and self._client.is_over_for(step)
+
+    def should_pause(self) -> bool:
+        """Whether `orphan_timeout` draws near without a sign of etcd; asks nobody."""
+        return self._client is not None and boot_time_s() > self._client.contact.leave_at_s
+
+    def may_commit(self) -> bool:
+        """Whether the time is not over for which this group may train without a sign of etcd; asks nobody."""
+        return self._client is None or boot_time_s() < self._client.contact.commit_until_s
 
     def num_nodes_waiting(self) -> int:
         """How many workers the present group is asked to stop for."""

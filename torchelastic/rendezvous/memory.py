@@ -13,19 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from torchelastic.rendezvous.delivery import WatchCallbacks, check_start_revision, check_ttl, compacted_error
+from torchelastic.rendezvous.delivery import WatchCallbacks, check_start_revision, check_ttl
 from torchelastic.rendezvous.store import (
     CompactedError,
     Compare,
     CoordinationStore,
     Delete,
-    EventKind,
     KeyValue,
     Lease,
-    LeaseLostError,
     Listing,
     OnError,
     OnEvents,
@@ -33,112 +30,10 @@ from torchelastic.rendezvous.store import (
     StoreError,
     StoreEvent,
     StoreUnavailableError,
-    Target,
     TxnResult,
     Watch,
 )
-
-MIN_TTL_S = 2
-"""The shortest lease etcd grants with its default election timeout (1 s): one and a half of it, in whole seconds."""
-
-_NOTHING = KeyValue(key="", value=b"", create_revision=0, mod_revision=0, version=0)
-
-
-@dataclass
-class _LeaseState:
-    ttl_s: float
-    expires_at_s: float
-    keys: set[str] = field(default_factory=set)
-
-
-class _Tree:
-    """The data: keys, leases and the history of changes. No lock and no clock; `now_s` is always an argument."""
-
-    def __init__(self) -> None:
-        self.revision = 1  # that of an empty etcd: the first write makes revision 2
-        self.keys: dict[str, KeyValue] = {}
-        self.leases: dict[int, _LeaseState] = {}
-        self._compacted_revision = 0
-        self._history: list[tuple[StoreEvent, ...]] = []  # entry i holds the changes of revision _oldest + i
-        self._oldest = 2
-
-    def holds(self, compare: Compare) -> bool:
-        kv = self.keys.get(compare.key, _NOTHING)
-        actual = {
-            Target.CREATE_REVISION: kv.create_revision,
-            Target.MOD_REVISION: kv.mod_revision,
-            Target.VERSION: kv.version,
-        }[compare.target]
-        return actual == compare.value
-
-    def apply(self, writes: Sequence[Put | Delete]) -> tuple[StoreEvent, ...]:
-        """Do the writes as one revision; writes that change nothing make no revision."""
-        for write in writes:
-            if isinstance(write, Put) and write.lease_id and write.lease_id not in self.leases:
-                raise LeaseLostError(f"lease {write.lease_id} of key {write.key!r} has expired or was revoked")
-        revision = self.revision + 1
-        changes = [
-            self._put(write, revision) if isinstance(write, Put) else self._delete(write.key, revision)
-            for write in writes
-        ]
-        events = tuple(event for event in changes if event is not None)
-        if events:
-            self.revision = revision
-            self._history.append(events)
-        return events
-
-    def _put(self, put: Put, revision: int) -> StoreEvent:
-        old = self.keys.get(put.key, _NOTHING)
-        if old.lease_id in self.leases:
-            self.leases[old.lease_id].keys.discard(put.key)
-        if put.lease_id:
-            self.leases[put.lease_id].keys.add(put.key)
-        created = old.create_revision or revision
-        kv = KeyValue(put.key, put.value, created, revision, old.version + 1, put.lease_id)
-        self.keys[put.key] = kv
-        return StoreEvent(EventKind.PUT, kv)
-
-    def _delete(self, key: str, revision: int) -> StoreEvent | None:
-        old = self.keys.pop(key, None)
-        if old is None:
-            return None
-        if old.lease_id in self.leases:
-            self.leases[old.lease_id].keys.discard(key)
-        return StoreEvent(EventKind.DELETE, KeyValue(key, b"", 0, revision, 0))
-
-    def end_lease(self, lease_id: int) -> tuple[StoreEvent, ...]:
-        """Forget a lease; all its keys go in one revision."""
-        lease = self.leases.get(lease_id)
-        if lease is None:
-            return ()
-        events = self.apply([Delete(key) for key in sorted(lease.keys)])
-        del self.leases[lease_id]
-        return events
-
-    def expired(self, now_s: float) -> list[int]:
-        """The leases whose time is over, longest overdue first."""
-        due = [(lease.expires_at_s, lease_id) for lease_id, lease in self.leases.items() if lease.expires_at_s <= now_s]
-        return [lease_id for _, lease_id in sorted(due)]
-
-    def renew(self, lease_id: int, now_s: float) -> float:
-        if lease_id not in self.leases:
-            raise LeaseLostError(f"lease {lease_id} has expired or was revoked")
-        lease = self.leases[lease_id]
-        lease.expires_at_s = now_s + lease.ttl_s
-        return lease.ttl_s
-
-    def compact(self, revision: int) -> None:
-        if revision > self.revision:
-            raise ValueError(f"cannot compact to revision {revision}: the store is at {self.revision}")
-        self._compacted_revision = max(revision, self._compacted_revision)
-        forgotten = max(0, self._compacted_revision - self._oldest)
-        del self._history[:forgotten]
-        self._oldest += forgotten
-
-    def changes_from(self, start_revision: int) -> list[tuple[StoreEvent, ...]]:
-        if start_revision < self._compacted_revision:
-            raise compacted_error(start_revision, self._compacted_revision)
-        return self._history[max(0, start_revision - self._oldest) :]
+from torchelastic.rendezvous.tree import MIN_TTL_S, Tree, check_key, check_txn
 
 
 class _MemoryWatch(Watch):
@@ -193,7 +88,7 @@ class _Shared:
         self.clock = clock
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # a lease was granted, or a handle closed
-        self.tree = _Tree()
+        self.tree = Tree()
         self.running = True
         self.lease_ids = itertools.count(1)  # goes on after a loss of data: an old lease must not come alive again
         self.watches: list[_MemoryWatch] = []
@@ -267,7 +162,7 @@ class MemoryStore(CoordinationStore):
         return other
 
     @contextmanager
-    def _serving(self) -> Iterator[_Tree]:
+    def _serving(self) -> Iterator[Tree]:
         with self._shared.lock:
             if self._closed:
                 raise StoreUnavailableError("this client of the in-memory store is closed")
@@ -279,19 +174,18 @@ class MemoryStore(CoordinationStore):
     def get(self, key: str) -> KeyValue | None:
         """Read one key; see `CoordinationStore.get`."""
         with self._serving() as tree:
-            _check_key(key)
+            check_key(key)
             return tree.keys.get(key)
 
     def list_prefix(self, prefix: str) -> Listing:
         """Read all keys under a prefix; see `CoordinationStore.list_prefix`."""
         with self._serving() as tree:
-            found = sorted(key for key in tree.keys if key.startswith(prefix))
-            return Listing(tuple(tree.keys[key] for key in found), tree.revision)
+            return Listing(tree.under(prefix), tree.revision)
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """Compare and write at once; see `CoordinationStore.txn`."""
         with self._serving() as tree:
-            _check_txn(compares, writes)
+            check_txn(compares, writes)
             if not all(tree.holds(compare) for compare in compares):
                 return TxnResult(False, tree.revision)
             self._shared.publish(tree.apply(writes))
@@ -303,7 +197,7 @@ class MemoryStore(CoordinationStore):
         with self._serving() as tree:
             granted_s = float(max(MIN_TTL_S, math.ceil(ttl_s)))
             lease_id = next(self._shared.lease_ids)
-            tree.leases[lease_id] = _LeaseState(granted_s, self._shared.clock() + granted_s)
+            tree.grant(lease_id, granted_s, self._shared.clock())
             self._shared.lease_granted()
             return Lease(lease_id, granted_s)
 
@@ -377,7 +271,7 @@ class MemoryStore(CoordinationStore):
     def lose_data(self) -> None:
         """As if the server came back without its data: empty, leases gone, revisions from 1; the watches end."""
         with self._shared.lock:
-            self._shared.tree = _Tree()
+            self._shared.tree = Tree()
             self._shared.fail_watches("the in-memory store lost its data")
             self._shared.changed.notify_all()
 
@@ -389,18 +283,3 @@ class MemoryStore(CoordinationStore):
         """
         with self._shared.lock:
             self._shared.tree.compact(revision)
-
-
-def _check_key(key: str) -> None:
-    if not key:
-        raise StoreError("a key is empty")
-
-
-def _check_txn(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> None:
-    for item in (*compares, *writes):
-        _check_key(item.key)
-    put: set[str] = set()
-    for key in (write.key for write in writes if isinstance(write, Put)):
-        if key in put or Delete(key) in writes:
-            raise StoreError(f"key {key!r} is written twice in one transaction")
-        put.add(key)

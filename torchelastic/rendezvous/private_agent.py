@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,9 @@ import tempfile
 from pathlib import Path
 
 from torchelastic.processes.lifeline import dies_with_parent
+from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.client import AgentError
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, CredentialsError, read_file, resolve
 from torchelastic.rendezvous.url import RendezvousUrl
 
 
@@ -16,7 +20,14 @@ def start(url: RendezvousUrl) -> str:
     """Start an agent that serves this process and ends with it.
 
     Returns the path of its socket, which may yet appear.
+
+    Raises:
+        AgentError: the credentials for etcd cannot be used.
     """
+    try:
+        credentials = resolve(url.access, os.environ, read_file)
+    except CredentialsError as error:
+        raise AgentError("unavailable", str(error)) from error
     # short: a Unix socket's path has 107 bytes
     socket_path = Path(tempfile.mkdtemp(prefix="te-")) / "agent"
     command = [
@@ -30,6 +41,12 @@ def start(url: RendezvousUrl) -> str:
         "--owner-pid",
         str(os.getpid()),
     ]
+    # of these the agent has no need: the password comes through the pipe, and a URL in the environment may have it too
+    unwanted = (PASSWORD_VARIABLE, wire.INIT_METHOD_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     # its own session: Ctrl-C at the terminal is for the trainer, whose end the agent then reports to the others
-    subprocess.Popen(dies_with_parent(command), start_new_session=True, stdin=subprocess.DEVNULL)
+    agent = subprocess.Popen(dies_with_parent(command), env=environment, start_new_session=True, stdin=subprocess.PIPE)
+    assert agent.stdin is not None
+    with contextlib.suppress(BrokenPipeError), agent.stdin:  # one that died at once is missed when it does not answer
+        agent.stdin.write(credentials.to_pipe())
     return str(socket_path)

@@ -13,80 +13,35 @@ The rules (DESIGN, section 4; docs/rendezvous.md says them with their reasons):
   arrival; ranks of one host stay adjacent.
 * The first member that is done closes the run for all; who lost its last step to a failure at that moment is brought
   level by those who are done, in one more round, before the run is closed.
+* A group commits a step only with all of its members. So it is over for good as soon as one of them has asked for the
+  next round or is known to have ended. Of a group that nobody has left and whose hosts are only silent, all may be cut
+  off from the store and train on: without one of its members a new one is formed only after `orphan_timeout_s`.
+* After the store lost its data, or was silent, or the leader lost its own lease, a missing key proves nothing: for
+  `ttl_s`, and for as long as an agent may need to come back, nobody counts as lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for; the same on every host of a run.
-
-    Attributes:
-        min_workers: no roster is smaller.
-        max_workers: no roster is larger.
-        last_call_s: how long a first round waits for more after each arrival.
-        admission_delay_s: how long a running group waits for further newcomers before it is asked to stop for them.
-    """
-
-    min_workers: int
-    max_workers: int
-    last_call_s: float = 30.0
-    admission_delay_s: float = 0.1
-
-
-@dataclass(frozen=True)
-class View:
-    """All that the leader knows.
-
-    Attributes:
-        settings: see `Settings`.
-        members: by member id.
-        round: what the store holds.
-        waiting_since_s: when the leader first saw a member wait that is not on the roster.
-        ready_since_s: when the first member of the roster asked for the next round; None while none has.
-    """
-
-    settings: Settings
-    members: Mapping[str, Member] = field(default_factory=dict)
-    round: Round = NO_ROUND
-    waiting_since_s: Mapping[str, float] = field(default_factory=dict)
-    ready_since_s: float | None = None
-
-
-@dataclass(frozen=True)
-class MembersChanged:
-    """Some members wrote their record, some are gone. A batch, so that N arrivals cost one decision."""
-
-    present: tuple[Member, ...] = ()
-    gone: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RoundPublished:
-    """The store holds this round now, whoever wrote it."""
-
-    round: Round
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = MembersChanged | RoundPublished | Tick
+#: How many tombstones are cleared away with one decision: etcd takes 128 operations in a transaction by default.
+MAX_FORGOTTEN = 100
+#: More names than this are not listed in a text for people.
+MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Write this round, provided that we still lead."""
+    """Write this round, provided that we still lead, and clear the tombstones of `forgotten` away with it."""
 
     round: Round
+    forgotten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,75 +66,56 @@ def advance(view: View, event: Event, now_s: float) -> tuple[View, tuple[Action,
         What is known now, and at most one action. Publishing does not change the view: when the write has succeeded
         the caller feeds `RoundPublished` back; when it failed, nothing was decided.
     """
-    view = _absorb(view, event, now_s)
+    view = absorb(view, event, now_s)
     for rule in RULES[view.round.state]:
-        actions = rule(view, now_s)
+        actions = rule.decide(view, now_s)
         if actions:
             return view, actions
     return view, ()
 
 
-def is_waiting(member: Member, round_: Round) -> bool:
-    """Whether the member wants a round that does not exist yet, or one that it is not on.
-
-    What an evicted member asked for before it was evicted was granted then: only what it asks for afterwards counts.
-    """
-    if is_done(member, round_) or member.ready_for == 0:
-        return False
-    if member.member_id in round_.roster:
-        return member.ready_for > round_.number
-    return member.member_id not in round_.evicted or member.ready_for >= round_.number
-
-
-def is_done(member: Member, round_: Round) -> bool:
-    """Whether the member has finished in the present round (or wants the run closed before there is any)."""
-    return member.done > 0 and member.done >= round_.number
-
-
-# --- taking events in ---------------------------------------------------------------------------------------------
-
-
-def _absorb(view: View, event: Event, now_s: float) -> View:
-    members, round_ = view.members, view.round
-    if isinstance(event, MembersChanged):
-        members = {**members, **{member.member_id: member for member in event.present}}
-        for member_id in event.gone:
-            members.pop(member_id, None)
-    elif isinstance(event, RoundPublished):
-        round_ = event.round
-    on_roster = frozenset(round_.roster)
-    waiting = {
-        member_id: view.waiting_since_s.get(member_id, now_s)
-        for member_id, member in members.items()
-        if member_id not in on_roster and is_waiting(member, round_)
-    }
-    anybody_ready = any(
-        member_id in members and members[member_id].ready_for > round_.number for member_id in round_.roster
-    )
-    ready_since_s = (view.ready_since_s if view.ready_since_s is not None else now_s) if anybody_ready else None
-    return View(view.settings, members, round_, waiting, ready_since_s)
-
-
 # --- the rules, in the order in which they are asked ----------------------------------------------------------------
 
-Rule = Callable[[View, float], tuple[Action, ...]]
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        when: it wants something, in words.
+        decide: what it wants, of (view, now_s); nothing: the next rule is asked.
+        leads_to: the states in which a round may be that it publishes; a RUNNING one is always a new round.
+    """
+
+    when: str
+    decide: Callable[[View, float], tuple[Action, ...]]
+    leads_to: tuple[RoundState, ...] = ()
+
+
+def _wait_for_all_who_register_again(view: View, now_s: float) -> tuple[Action, ...]:
+    """The store has lost its data: nothing is decided before every agent, with what it remembers, could come back."""
+    return (Wake(view.trusted_from_s),) if view.round.restored and now_s < view.trusted_from_s else ()
+
+
+def _wait_for_the_silent(view: View, now_s: float) -> tuple[Action, ...]:
+    """Members are not there who may yet come back."""
+    return (Wake(view.trusted_from_s),) if now_s < view.trusted_from_s and view.absent - view.departed else ()
 
 
 def _finish(view: View, _now_s: float) -> tuple[Action, ...]:
     """Somebody is done: nobody starts another step."""
-    done = [member for member in view.members.values() if is_done(member, view.round)]
-    if not done:
+    if not view.done:
         return ()
-    step = max(member.step for member in done)
-    because = f"{done[0].member_id} finished after {step} steps"
-    closing = replace(view.round, state=RoundState.CLOSING, step=step, waiting=0, because=because)
-    return (Publish(closing),)
+    first = min(view.done)
+    step = max(view.members[name].step for name in view.done)
+    because = f"{first} finished after {step} steps"
+    return (Publish(_amended(view, state=RoundState.CLOSING, step=step, waiting=0, because=because)),)
 
 
 def _close(view: View, _now_s: float) -> tuple[Action, ...]:
     """Everybody on the roster who lives is done: the run is over."""
-    if all(is_done(member, view.round) for member in _live(view)):
-        return (Publish(replace(view.round, state=RoundState.CLOSED)),)
+    if view.roster <= view.absent | view.done:
+        return (Publish(_amended(view, state=RoundState.CLOSED), forgotten=_forgotten(view.tombstones)),)
     return ()
 
 
@@ -191,25 +127,27 @@ def _level_at_the_end(view: View, _now_s: float) -> tuple[Action, ...]:
     behind = [member for member in ready if done and member.worth < max(other.worth for other in done)]
     if not behind or len(done) + len(ready) < len(live) or len(live) < view.settings.min_workers:
         return ()
-    return (Publish(_next_round(view, live, ())),)
+    return (_next_round(view, live, ()),)
 
 
-def _break_on_loss(view: View, _now_s: float) -> tuple[Action, ...]:
+def _break_on_loss(view: View, now_s: float) -> tuple[Action, ...]:
     """A member of the roster is gone: tell the others, who may not have noticed."""
-    lost = [member_id for member_id in view.round.roster if member_id not in view.members]
-    return _broken(view, f"lost {', '.join(lost)}") if lost else ()
+    gone = view.absent if now_s >= view.trusted_from_s else view.absent & view.departed
+    if not gone:
+        return ()
+    lost = [name for name in view.round.roster if name in gone]
+    return _broken(view, f"lost {_names(lost)}{_what_newcomers_wait_for(view)}")
 
 
 def _break_on_request(view: View, _now_s: float) -> tuple[Action, ...]:
     """A member left the running round without having been asked to."""
-    asking = [member.member_id for member in _live(view) if _is_ready(view, member)]
-    return _broken(view, f"{asking[0]} asked for a new round") if asking else ()
+    return _broken(view, f"{_names(sorted(view.ready))} asked for a new round") if view.ready else ()
 
 
 def _break_on_failure(view: View, _now_s: float) -> tuple[Action, ...]:
     """While all were asked to stop at an agreed step, one of them failed instead."""
-    failed = [member.member_id for member in _live(view) if _is_ready(view, member) and member.failed]
-    return _broken(view, f"{failed[0]} failed") if failed else ()
+    failed = sorted(name for name in view.ready if view.members[name].failed)
+    return _broken(view, f"{_names(failed)} failed") if failed else ()
 
 
 def _admit(view: View, now_s: float) -> tuple[Action, ...]:
@@ -224,58 +162,96 @@ def _admit(view: View, now_s: float) -> tuple[Action, ...]:
         return (Wake(at_s),)
     waiting = min(room, len(view.waiting_since_s))
     because = f"{waiting} waiting to join"
-    return (Publish(replace(view.round, state=RoundState.GATHERING, waiting=waiting, because=because)),)
+    return (Publish(_amended(view, state=RoundState.GATHERING, waiting=waiting, because=because)),)
 
 
 def _form(view: View, now_s: float) -> tuple[Action, ...]:
     """Put the next roster together as soon as nobody is left to wait for."""
-    live = _live(view)
-    ready = [member for member in live if _is_ready(view, member)]
-    absent = [member for member in live if not _is_ready(view, member)]
-    wait_until_s = _wait_until_s(view, ready, absent)
-    if wait_until_s is None:
+    wait_until_s = _wait_until_s(view)
+    if wait_until_s == math.inf:
         return ()
     if now_s < wait_until_s:
         return (Wake(wait_until_s),)
+    live = _live(view)
+    ready = [member for member in live if _is_ready(view, member)]
+    unready = [member for member in live if not _is_ready(view, member)]
     chosen = (ready + _newcomers(view))[: view.settings.max_workers]
     if len(chosen) < view.settings.min_workers:
-        return _evict(view, absent)
-    return (Publish(_next_round(view, chosen, absent)),)
+        return _evict(view, unready)
+    return (_next_round(view, chosen, unready),)
 
 
-def _evict(view: View, absent: Sequence[Member]) -> tuple[Action, ...]:
+def _evict(view: View, unready: Sequence[Member]) -> tuple[Action, ...]:
     """Too few without those that hang.
 
     Have them ended all the same, so that they can be started again and come back.
     """
-    evicted = tuple(member.member_id for member in absent)
+    evicted = tuple(member.member_id for member in unready)
     if not evicted or evicted == view.round.evicted:
         return ()
-    because = f"{', '.join(evicted)} did not get ready in time"
-    return (Publish(replace(view.round, state=RoundState.BROKEN, waiting=0, evicted=evicted, because=because)),)
+    because = f"{_names(evicted)} did not get ready in time"
+    return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, evicted=evicted, because=because)),)
 
 
-def _wait_until_s(view: View, ready: Sequence[Member], absent: Sequence[Member]) -> float | None:
-    """The time at which a roster may be formed of who is there; None: only an event can help."""
-    if absent:
-        if view.ready_since_s is None:
-            return None
-        return view.ready_since_s + max(member.patience_s for member in ready)
-    if ready or not view.waiting_since_s:
-        return float("-inf") if ready else None
+def _wait_until_s(view: View) -> float:
+    """The time at which a roster may be formed of who is there; infinite: only an event can help."""
+    if len(view.absent) + len(view.ready) < len(view.roster):  # somebody lives and is not ready
+        return _patience_ends_s(view)
+    if view.ready:
+        return -math.inf
     waiting = len(view.waiting_since_s)
+    if waiting < max(1, view.settings.min_workers):
+        return math.inf
     if waiting >= view.settings.max_workers:
-        return float("-inf")
-    if waiting < view.settings.min_workers:
-        return None
-    return max(view.waiting_since_s.values()) + view.settings.last_call_s
+        return _last_group_ended_s(view)
+    return max(max(view.waiting_since_s.values()) + view.settings.last_call_s, _last_group_ended_s(view))
 
 
+def _patience_ends_s(view: View) -> float:
+    """Until when a member that lives and is not ready is waited for: as long as those who wait for it have said."""
+    if view.ready_since_s is not None:
+        return view.ready_since_s + max(view.members[name].patience_s for name in view.ready)
+    if view.broken_since_s is not None and view.waiting_since_s:  # all that live hang, and somebody could take over
+        return view.broken_since_s + max(member.patience_s for member in _live(view))
+    return math.inf
+
+
+def _last_group_ended_s(view: View) -> float:
+    """From when on the last group cannot commit any more, if nobody of it has asked for the next one."""
+    if view.departed or not view.roster or view.orphaned_since_s is None:
+        return -math.inf
+    return view.orphaned_since_s + view.settings.orphan_timeout_s
+
+
+#: The protocol as a table: in each state these rules are asked, in this order; the first that wants something decides.
+#: The diagram in docs/rendezvous.md is made from it, and the simulator holds every history to it.
 RULES: Mapping[RoundState, tuple[Rule, ...]] = {
-    RoundState.RUNNING: (_finish, _break_on_loss, _break_on_request, _admit),
-    RoundState.GATHERING: (_finish, _break_on_loss, _break_on_failure, _form),
-    RoundState.BROKEN: (_finish, _form),
-    RoundState.CLOSING: (_close, _level_at_the_end),
+    RoundState.RUNNING: (
+        Rule("the store has lost data: wait", _wait_for_all_who_register_again),
+        Rule("somebody is done", _finish, (RoundState.CLOSING,)),
+        Rule("a member is lost", _break_on_loss, (RoundState.BROKEN,)),
+        Rule("a member asks for the next round", _break_on_request, (RoundState.BROKEN,)),
+        Rule("a member is silent that may come back: wait", _wait_for_the_silent),
+        Rule("newcomers wait, and there is room", _admit, (RoundState.GATHERING,)),
+    ),
+    RoundState.GATHERING: (
+        Rule("the store has lost data: wait", _wait_for_all_who_register_again),
+        Rule("somebody is done", _finish, (RoundState.CLOSING,)),
+        Rule("a member is lost", _break_on_loss, (RoundState.BROKEN,)),
+        Rule("a member failed", _break_on_failure, (RoundState.BROKEN,)),
+        Rule("a member is silent that may come back: wait", _wait_for_the_silent),
+        Rule("all that live are ready", _form, (RoundState.RUNNING, RoundState.BROKEN)),
+    ),
+    RoundState.BROKEN: (
+        Rule("the store has lost data: wait", _wait_for_all_who_register_again),
+        Rule("somebody is done", _finish, (RoundState.CLOSING,)),
+        Rule("a member is silent that may come back: wait", _wait_for_the_silent),
+        Rule("all that live are ready", _form, (RoundState.RUNNING, RoundState.BROKEN)),
+    ),
+    RoundState.CLOSING: (
+        Rule("all that live are done", _close, (RoundState.CLOSED,)),
+        Rule("somebody lost the last step", _level_at_the_end, (RoundState.RUNNING,)),
+    ),
     RoundState.CLOSED: (),
 }
 
@@ -298,17 +274,42 @@ def _newcomers(view: View) -> list[Member]:
     )
 
 
+def _amended(view: View, **changes: Any) -> Round:
+    """The present round with changes, as its next edition."""
+    departed = tuple(name for name in view.round.roster if name in view.departed)
+    return replace(view.round, edition=view.round.edition + 1, departed=departed, restored=False, **changes)
+
+
 def _broken(view: View, because: str) -> tuple[Action, ...]:
-    return (Publish(replace(view.round, state=RoundState.BROKEN, waiting=0, because=because)),)
+    return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, because=because)),)
 
 
-def _next_round(view: View, chosen: Sequence[Member], absent: Sequence[Member]) -> Round:
+def _names(names: Sequence[str]) -> str:
+    """For people: not all of 10,000."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def _what_newcomers_wait_for(view: View) -> str:
+    if view.absent != view.roster or view.departed:
+        return ""
+    return (
+        f": nobody of the group is left, and it may be cut off and still train; a new one is formed after "
+        f"orphan_timeout={view.settings.orphan_timeout_s:g} s"
+    )
+
+
+def _forgotten(tombstones: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(tombstones)[:MAX_FORGOTTEN])
+
+
+def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member]) -> Publish:
     ranked = rank_members(chosen)
     source = ranked[0]
     # who was evicted before and has not asked again is still no newcomer
     silent = [view.members[name] for name in view.round.evicted if name in view.members]
-    evicted = [*absent, *(m for m in silent if m not in absent and not is_waiting(m, view.round))]
-    return Round(
+    evicted = [*unready, *(m for m in silent if m not in unready and not is_waiting(m, view.round))]
+    round_ = Round(
         number=view.round.number + 1,
         state=RoundState.RUNNING,
         roster=tuple(member.member_id for member in ranked),
@@ -319,7 +320,9 @@ def _next_round(view: View, chosen: Sequence[Member], absent: Sequence[Member]) 
         stale=tuple(rank for rank, member in enumerate(ranked) if member.worth < source.worth),
         evicted=tuple(member.member_id for member in evicted),
         because=f"{len(ranked)} members, source {source.member_id} at step {source.step}",
+        edition=view.round.edition + 1,
     )
+    return Publish(round_, forgotten=_forgotten(view.tombstones))
 
 
 def rank_members(members: Sequence[Member]) -> list[Member]:

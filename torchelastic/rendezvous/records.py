@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
+
+#: etcd refuses requests above 1.5 MiB by default (--max-request-bytes); what is longer was not written by us.
+MAX_VALUE_BYTES = 1_500_000
+#: No name and no text in a record is longer (a host name has at most 253 characters).
+MAX_TEXT = 1024
+#: No counter in a record is larger.
+MAX_COUNT = 2**53
 
 
 class RecordError(ValueError):
@@ -59,6 +68,7 @@ class Member:
         failed: it asks because a step or a formation failed, not because it was asked to stop.
         done: the number of the round in which it finished (or closed) the run, 0 while it has not.
         patience_s: how long the others shall wait for a member that lives but does not get ready.
+        departed: its process has ended: a fact, while a key that is merely gone may be that of a host cut off.
         arrival: the key's create revision; the order of arrival. Not written, but read off the key.
     """
 
@@ -71,6 +81,7 @@ class Member:
     failed: bool = False
     done: int = 0
     patience_s: float = 15.0
+    departed: bool = False
     arrival: int = 0
 
     @property
@@ -94,6 +105,9 @@ class Round:
         waiting: how many newcomers the members shall stop for.
         evicted: members that were alive and did not get ready in time; their agents end them.
         because: why the round is in this state, for people.
+        departed: those of the roster whose processes are known to have ended.
+        edition: how often this document was written; of two with one number the one with the higher edition is newer.
+        restored: put back by an agent after the store had lost it; nobody is lost yet who has not registered again.
     """
 
     number: int = 0
@@ -106,6 +120,19 @@ class Round:
     waiting: int = 0
     evicted: tuple[str, ...] = ()
     because: str = ""
+    departed: tuple[str, ...] = ()
+    edition: int = 0
+    restored: bool = False
+
+    @cached_property
+    def members(self) -> frozenset[str]:
+        """The roster as a set: with 10,000 names nobody looks through all of them for its own."""
+        return frozenset(self.roster)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Of two documents of one run the one with the larger age was written later."""
+        return (self.number, self.edition)
 
     @property
     def is_over(self) -> bool:
@@ -124,16 +151,24 @@ class Keys:
     root: str
     round: str = field(init=False)
     leader: str = field(init=False)
+    incarnation: str = field(init=False)
     members: str = field(init=False)
+    agents: str = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "round", f"{self.root}/round")
         object.__setattr__(self, "leader", f"{self.root}/leader")
+        object.__setattr__(self, "incarnation", f"{self.root}/incarnation")
         object.__setattr__(self, "members", f"{self.root}/members/")
+        object.__setattr__(self, "agents", f"{self.root}/agents/")
 
     def member(self, member_id: str) -> str:
         """The key of one member."""
         return self.members + member_id
+
+    def agent(self, agent_id: str) -> str:
+        """The key of one agent: every write of its members compares and renews it."""
+        return self.agents + agent_id
 
 
 def encode_member(member: Member) -> bytes:
@@ -147,6 +182,7 @@ def encode_member(member: Member) -> bytes:
         "failed": member.failed,
         "done": member.done,
         "patience_s": member.patience_s,
+        "departed": member.departed,
     }
     return json.dumps(document, separators=(",", ":")).encode()
 
@@ -156,14 +192,15 @@ def decode_member(key: str, value: bytes, arrival: int) -> Member:
     document = _load(key, value)
     return Member(
         member_id=key.rsplit("/", 1)[-1],
-        host=_get(key, document, "host", str),
-        store_address=_get(key, document, "store", str),
-        ready_for=_get(key, document, "ready_for", int),
-        step=_get(key, document, "step", int),
+        host=_text(key, document, "host"),
+        store_address=_text(key, document, "store"),
+        ready_for=_count(key, document, "ready_for"),
+        step=_count(key, document, "step"),
         standing=_enum(key, Standing, _get(key, document, "standing", int)),
         failed=_get(key, document, "failed", bool),
-        done=_get(key, document, "done", int),
-        patience_s=float(_get(key, document, "patience_s", (int, float))),
+        done=_count(key, document, "done"),
+        patience_s=_seconds(key, document, "patience_s"),
+        departed=_get(key, document, "departed", bool),
         arrival=arrival,
     )
 
@@ -181,6 +218,9 @@ def round_to_dict(round_: Round) -> dict[str, Any]:
         "waiting": round_.waiting,
         "evicted": list(round_.evicted),
         "because": round_.because,
+        "departed": list(round_.departed),
+        "edition": round_.edition,
+        "restored": round_.restored,
     }
 
 
@@ -191,30 +231,44 @@ def encode_round(round_: Round) -> bytes:
 
 def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
     """The inverse of `round_to_dict`; `source` is named in a RecordError."""
-    return Round(
-        number=_get(source, document, "number", int),
+    round_ = Round(
+        number=_count(source, document, "number"),
         state=_enum(source, RoundState, _get(source, document, "state", str)),
         roster=_tuple_of(source, document, "roster", str),
-        store_address=_get(source, document, "store", str),
-        step=_get(source, document, "step", int),
+        store_address=_text(source, document, "store"),
+        step=_count(source, document, "step"),
         standing=_enum(source, Standing, _get(source, document, "standing", int)),
         stale=_tuple_of(source, document, "stale", int),
-        waiting=_get(source, document, "waiting", int),
+        waiting=_count(source, document, "waiting"),
         evicted=_tuple_of(source, document, "evicted", str),
-        because=_get(source, document, "because", str),
+        because=_text(source, document, "because"),
+        departed=_tuple_of(source, document, "departed", str),
+        edition=_count(source, document, "edition"),
+        restored=_get(source, document, "restored", bool),
     )
+    if len(set(round_.roster)) < len(round_.roster):
+        raise RecordError(f"{source}: a member stands on the roster twice")
+    if round_.stale and not all(0 <= rank < len(round_.roster) for rank in round_.stale):
+        raise RecordError(f"{source}: field 'stale' names a rank that is not on the roster")
+    return round_
 
 
+@lru_cache(maxsize=8)
 def decode_round(key: str, value: bytes) -> Round:
-    """The inverse of `encode_round`. Raises RecordError."""
+    """The inverse of `encode_round`. Raises RecordError.
+
+    The last few are remembered: one document comes from the watch and from the store, and to all hosts of a simulation.
+    """
     return round_from_dict(key, _load(key, value))
 
 
 def _load(key: str, value: bytes) -> dict[str, Any]:
+    if len(value) > MAX_VALUE_BYTES:
+        raise RecordError(f"{key} holds {len(value)} bytes; at most {MAX_VALUE_BYTES} are taken")
     try:
         document = json.loads(value)
-    except ValueError as error:
-        raise RecordError(f"{key} does not hold JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{key} does not hold JSON: {str(error)[:200]}") from error
     if not isinstance(document, dict):
         raise RecordError(f"{key} holds {type(document).__name__}, not an object")
     return document
@@ -228,9 +282,30 @@ def _get(source: str, document: Mapping[str, Any], name: str, kind: type | tuple
     return value
 
 
+def _text(source: str, document: Mapping[str, Any], name: str) -> str:
+    value: str = _get(source, document, name, str)
+    if len(value) > MAX_TEXT:
+        raise RecordError(f"{source}: field {name!r} has {len(value)} characters; at most {MAX_TEXT} are taken")
+    return value
+
+
+def _count(source: str, document: Mapping[str, Any], name: str) -> int:
+    value: int = _get(source, document, name, int)
+    if not 0 <= value <= MAX_COUNT:
+        raise RecordError(f"{source}: field {name!r} is out of range")
+    return value
+
+
+def _seconds(source: str, document: Mapping[str, Any], name: str) -> float:
+    value = float(_get(source, document, name, (int, float)))
+    if not (math.isfinite(value) and value >= 0):  # JSON as Python reads it knows NaN and Infinity
+        raise RecordError(f"{source}: field {name!r} is no number of seconds")
+    return value
+
+
 def _tuple_of(source: str, document: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
     values = _get(source, document, name, list)
-    if not all(isinstance(value, kind) for value in values):
+    if not all(type(value) is kind for value in values):
         raise RecordError(f"{source}: field {name!r} holds values of the wrong type")
     return tuple(values)
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from dataclasses import dataclass, field, replace
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
-from torchelastic.rendezvous.protocol import Settings
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, AccessParameters
+from torchelastic.rendezvous.view import Settings
 
 DEFAULT_PORT = 2379
 #: Not 0.1's `/torchelastic/p2p`: that was etcd's v2 key space, which no present etcd shares with v3.
 DEFAULT_PREFIX = "/torchelastic"
 #: etcd grants no lease below 1.5 election time-outs, about 2 s.
 SMALLEST_TTL_S = 2.0
+#: What `orphan_timeout` says for a time without end; no other time may be without end.
+UNLIMITED = "unlimited"
 
 
 class RendezvousUrlError(ValueError):
-    """A rendezvous URL that cannot be used; the message names the part and the remedy."""
+    """A rendezvous URL that cannot be used; the message names the part and the remedy, and has no password in it."""
 
 
 @dataclass(frozen=True)
 class RendezvousUrl:
-    """A rendezvous URL, taken apart.
+    """A rendezvous URL, taken apart. Neither its `str` nor its `repr` has a password in it.
 
     Attributes:
         endpoints: (host, port) of the etcd members, tried in this order.
@@ -32,7 +36,9 @@ class RendezvousUrl:
         last_call_timeout_s: how long the first group waits for more after each arrival, from `min_workers` on.
         ttl_s: how long a host may be silent before it counts as lost.
         connect_timeout_s: how long etcd may be unreachable at the start.
+        orphan_timeout_s: how long a group may train without contact to etcd; math.inf: as long as it takes.
         etcd_prefix: everything of the project stands below this key.
+        access: certificates, user and password, as far as the URL names them; see `credentials.resolve`.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -43,7 +49,9 @@ class RendezvousUrl:
     last_call_timeout_s: float = 30.0
     ttl_s: float = 10.0
     connect_timeout_s: float = 30.0
+    orphan_timeout_s: float = 300.0
     etcd_prefix: str = DEFAULT_PREFIX
+    access: AccessParameters = field(default_factory=AccessParameters)
 
     @property
     def root(self) -> str:
@@ -53,7 +61,13 @@ class RendezvousUrl:
     @property
     def settings(self) -> Settings:
         """What the membership protocol needs of it."""
-        return Settings(self.min_workers, self.max_workers, self.last_call_timeout_s)
+        return Settings(
+            self.min_workers,
+            self.max_workers,
+            self.last_call_timeout_s,
+            ttl_s=self.ttl_s,
+            orphan_timeout_s=self.orphan_timeout_s,
+        )
 
     @property
     def endpoints_text(self) -> str:
@@ -61,15 +75,20 @@ class RendezvousUrl:
         return ",".join(f"{host}:{port}" for host, port in self.endpoints)
 
     def __str__(self) -> str:
-        query = {
+        query: dict[str, object] = {
             "min_workers": self.min_workers,
             "max_workers": self.max_workers,
             "timeout": self.timeout_s,
             "last_call_timeout": self.last_call_timeout_s,
             "ttl": self.ttl_s,
             "connect_timeout": self.connect_timeout_s,
+            "orphan_timeout": UNLIMITED if math.isinf(self.orphan_timeout_s) else self.orphan_timeout_s,
             "etcd_prefix": self.etcd_prefix,
         }
+        for name in ACCESS_PARAMETERS:  # the password is none of them
+            value = getattr(self.access, name)
+            if value is not None:
+                query[name] = value
         return f"etcd://{self.endpoints_text}/{quote(self.run_id, safe='')}?{urlencode(query)}"
 
 
@@ -78,8 +97,17 @@ _SECONDS = {
     "last_call_timeout": "last_call_timeout_s",
     "ttl": "ttl_s",
     "connect_timeout": "connect_timeout_s",
+    "orphan_timeout": "orphan_timeout_s",
 }
-PARAMETERS = ("min_workers", "max_workers", *_SECONDS, "etcd_prefix")
+#: What a URL may say about access, besides `user:password@`.
+ACCESS_PARAMETERS = ("protocol", "cacert", "cert", "key", "user", "password_file")
+PARAMETERS = ("min_workers", "max_workers", *_SECONDS, "etcd_prefix", *ACCESS_PARAMETERS)
+
+_HOW = "write etcd://HOST:PORT/RUN_ID?min_workers=N"
+_ESCAPES = "and in a user's name or password / as %2F, ? as %3F, # as %23, [ as %5B, % as %25"
+_HOST = r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@,]+)(?::(\d+))?"
+_ENDPOINTS = f"{_HOST}(?:,{_HOST})*"
+_RUN_ID = r"[\w.:@+-]+"
 
 
 def parse_url(url: str) -> RendezvousUrl:
@@ -87,17 +115,15 @@ def parse_url(url: str) -> RendezvousUrl:
 
     Raises:
         RendezvousUrlError: another scheme, no host, no run id, an unknown or repeated parameter, a value that is no
-            number or out of range, min above max. The message names the part.
+            number or out of range, min above max, a password where it does not belong. The message names the part.
     """
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme != "etcd":
-        raise RendezvousUrlError(
-            f"{url!r}: the scheme is {parts.scheme!r}; write etcd://HOST:PORT/RUN_ID?min_workers=N"
-        )
+        raise RendezvousUrlError(f"{_masked(url)!r}: the scheme is {parts.scheme!r}; {_HOW}")
     run_id = unquote(parts.path.strip("/"))
     if not run_id:
-        raise RendezvousUrlError(f"{url!r} names no run: write etcd://HOST:PORT/RUN_ID?min_workers=N")
-    if not re.fullmatch(r"[\w.:@+-]+", run_id):
+        raise RendezvousUrlError(f"{_masked(url)!r} names no run: {_HOW}")
+    if not re.fullmatch(_RUN_ID, run_id):
         raise RendezvousUrlError(
             f"run id {run_id!r}: use letters, digits and _ . : @ + - only, it becomes part of a key"
         )
@@ -108,29 +134,65 @@ def parse_url(url: str) -> RendezvousUrl:
         raise RendezvousUrlError(
             f"max_workers={max_workers} is below min_workers={min_workers}: raise max or lower min"
         )
-    seconds = {field: _positive_s(query, name) for name, field in _SECONDS.items() if name in query}
+    seconds = {attribute: _positive_s(query, name) for name, attribute in _SECONDS.items() if name in query}
     ttl_s = seconds.get("ttl_s", 10.0)
     if ttl_s < SMALLEST_TTL_S:
         raise RendezvousUrlError(f"ttl={ttl_s:g} is below the {SMALLEST_TTL_S:g} s that etcd can do: raise it")
     return RendezvousUrl(
-        endpoints=_parse_endpoints(url, parts.netloc),
+        endpoints=_parse_endpoints(url, parts.netloc.rpartition("@")[2]),
         run_id=run_id,
         min_workers=min_workers,
         max_workers=max_workers,
         etcd_prefix=query.get("etcd_prefix", DEFAULT_PREFIX),
+        access=_parse_access(parts.netloc, query),
         **seconds,
     )
+
+
+def _masked(url: str) -> str:
+    """A URL for people: whatever stands where a password may stand is `***`. It need not be one that can be used."""
+    url = re.sub(r"(//[^:@/?#]*):.*@", r"\1:***@", url, flags=re.DOTALL)
+    return re.sub(r"((?:pass|pw|secret|token)[^&=]*=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
+
+
+def _split(url: str) -> SplitResult:
+    """The URL's parts; refuses one whose password may have been cut in two, before any of it gets into a message."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its text may have the user and the password in it
+        raise RendezvousUrlError(f"the rendezvous URL cannot be read: {_HOW}, {_ESCAPES}") from None
+    behind = url.split("//", 1)[-1][len(parts.netloc) :]
+    host_is_plain = re.fullmatch(_ENDPOINTS, parts.netloc.rpartition("@")[2])
+    path_is_plain = re.fullmatch(_RUN_ID, unquote(parts.path.strip("/")))
+    if "@" in behind and (parts.fragment or not host_is_plain or not path_is_plain):
+        raise RendezvousUrlError(f"the rendezvous URL has an '@' where none can be: {_HOW}, {_ESCAPES}")
+    return parts
+
+
+def _parse_access(netloc: str, query: dict[str, str]) -> AccessParameters:
+    access = AccessParameters(**{name: query[name] for name in ACCESS_PARAMETERS if query.get(name)})
+    if access.protocol not in (None, "http", "https"):
+        raise RendezvousUrlError(f"protocol={access.protocol!r} must be http or https")
+    userinfo, at, _ = netloc.rpartition("@")
+    if not at:
+        return access
+    user, colon, password = (unquote(part) for part in userinfo.partition(":"))
+    if not user:
+        raise RendezvousUrlError("the rendezvous URL has no user before its '@': write user:password@HOST:PORT")
+    if access.user not in (None, user):
+        raise RendezvousUrlError(f"the rendezvous URL names two users, {user!r} and {access.user!r}: leave one out")
+    return replace(access, user=user, password=password if colon else None)
 
 
 def _parse_endpoints(url: str, netloc: str) -> tuple[tuple[str, int], ...]:
     endpoints = []
     for part in netloc.split(","):
-        match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@]+)(?::(\d+))?", part)
+        match = re.fullmatch(_HOST, part)
         if match is None:
-            raise RendezvousUrlError(f"{url!r}: {part!r} is no HOST or HOST:PORT")
+            raise RendezvousUrlError(f"{_masked(url)!r}: {part!r} is no HOST or HOST:PORT")
         port = int(match.group(2) or DEFAULT_PORT)
         if not 0 < port < 65536:
-            raise RendezvousUrlError(f"{url!r}: port {port} is not between 1 and 65535")
+            raise RendezvousUrlError(f"{_masked(url)!r}: port {port} is not between 1 and 65535")
         endpoints.append((match.group(1).strip("[]"), port))
     return tuple(endpoints)
 
@@ -139,10 +201,17 @@ def _parse_query(url: str, text: str) -> dict[str, str]:
     pairs = parse_qsl(text, keep_blank_values=True)
     query = dict(pairs)
     if len(query) < len(pairs):
-        raise RendezvousUrlError(f"{url!r} gives a parameter twice")
+        raise RendezvousUrlError(f"{_masked(url)!r} gives a parameter twice")
     unknown = sorted(set(query) - set(PARAMETERS))
+    if "password" in unknown:
+        raise RendezvousUrlError(
+            "a password does not belong into a URL's parameters: use password_file=FILE, or the environment's "
+            f"{PASSWORD_VARIABLE}"
+        )
     if unknown:
-        raise RendezvousUrlError(f"unknown parameter {unknown[0]!r} in {url!r}: known are {', '.join(PARAMETERS)}")
+        raise RendezvousUrlError(
+            f"unknown parameter {unknown[0]!r} in {_masked(url)!r}: known are {', '.join(PARAMETERS)}"
+        )
     return query
 
 
@@ -157,10 +226,14 @@ def _whole(query: dict[str, str], name: str, default: int | None) -> int:
 
 
 def _positive_s(query: dict[str, str], name: str) -> float:
+    may_be_unlimited = name == "orphan_timeout"
+    if may_be_unlimited and query[name] == UNLIMITED:
+        return math.inf
     try:
         value = float(query[name])
     except ValueError:
         value = float("nan")
     if not 0 < value < float("inf"):
-        raise RendezvousUrlError(f"{name}={query[name]!r} must be a number of seconds above 0")
+        alternative = f", or the word {UNLIMITED}" if may_be_unlimited else ""
+        raise RendezvousUrlError(f"{name}={query[name]!r} must be a number of seconds above 0{alternative}")
     return value

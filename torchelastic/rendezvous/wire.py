@@ -6,6 +6,7 @@ Worker to agent:
     {"op": "done", "step": ..}                      -> {"op": "noted"} once the store has it
     {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
+    {"op": "contact", "leave_at_s": .., "commit_until_s": ..}     how long it may go on without a sign of the store
     {"op": "fatal", "kind": "timeout" | "closed" | "unavailable", "message": ..}
 
 Nothing is ever unpickled or evaluated.

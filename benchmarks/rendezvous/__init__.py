@@ -1,0 +1,1 @@
+"""`python -m benchmarks.rendezvous`: one round at N members on a real etcd, beside torch's own handlers."""

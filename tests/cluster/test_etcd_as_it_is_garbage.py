@@ -1,0 +1,222 @@
+"""Strangers write under the run's prefix: what they wrote is reported and ignored, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.cluster.etcd_cluster import ask_etcd
+from tests.cluster.harness import RunRecords
+from tests.cluster.light_hosts import TTL_S, LightHost, form, play, until, until_all_run
+from tests.cluster.proxy import Proxy
+from torchelastic.rendezvous.records import Round
+from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.rendezvous.view import COME_BACK_S, Settings
+
+#: How long a change of membership may take when nothing is in its way but garbage.
+CHANGE_S = 5.0
+#: etcd takes 1.5 MiB in a request; the larger of the two is refused by its size, the other one has to be read.
+HUGE_BYTES = (1_468_006, 1_520_000)
+HUGE = tuple(b'{"a":"' + b"x" * (size - 8) + b'"}' for size in HUGE_BYTES)
+GARBAGE = {
+    "no text": b"\x80\x04\x95\xff\x00",
+    "empty": b"",
+    "a list": b"[]",
+    "wrong types": b'{"number": "1", "state": [], "host": 5}',
+    "deep": b"[" * 100_000,
+    "huge": HUGE[0],
+    "above the limit": HUGE[1],
+}
+#: All kinds at each key in the slow ring; in the fast one the first, and a huge one among the members.
+VALUES = [pytest.param(name, marks=() if name == "no text" else pytest.mark.slow) for name in GARBAGE]
+
+
+@dataclass
+class Scene:
+    """Three hosts in a running round, the last of which reaches etcd by way of a proxy; and a stranger."""
+
+    endpoint: str
+    records: RunRecords
+    hosts: list[LightHost]
+    round: Round
+    proxy: Proxy
+    written: list[str] = field(default_factory=list)
+
+    def scribble(self, key: str, value: bytes) -> None:
+        """The stranger writes, without a lease."""
+        question = {"key": base64.b64encode(key.encode()).decode(), "value": base64.b64encode(value).decode()}
+        ask_etcd(self.endpoint, "kv/put", question, timeout_s=5.0)
+        self.written.append(key)
+
+    def stored_round(self) -> dict[str, Any]:
+        """What stands in the round's key, which must be a round."""
+        key = base64.b64encode(self.records.keys.round.encode()).decode()
+        (kv,) = ask_etcd(self.endpoint, "kv/range", {"key": key})["kvs"]
+        document: dict[str, Any] = json.loads(base64.b64decode(kv["value"]))
+        return document
+
+    async def start_over(self) -> None:
+        """The host behind the proxy loses its connection and has to read everything again."""
+        host = self.hosts[-1]
+        contacts = len(host.contacts_s)
+        await asyncio.to_thread(self.proxy.reset)
+        await until(lambda: len(host.contacts_s) > contacts, CHANGE_S, "the host is back")
+
+    def assert_nobody_noticed(self) -> None:
+        told = {
+            (one.number, one.state) for host in self.hosts for one in host.rounds if one.number >= self.round.number
+        }
+        assert told == {(self.round.number, self.round.state)}, f"the round was disturbed: {told}"
+
+    async def change_members(self, timeout_s: float = CHANGE_S) -> None:
+        """A worker is lost; a new host with a new worker comes, which has never known anything but what it reads."""
+        number, host = self.hosts[0].round.number, self.hosts[1]
+        host.lose(next(iter(host.workers)))
+        after = await until_all_run(self.hosts, 2, timeout_s, after=number)
+        newcomer = self.hosts[-1].another("newcomer")
+        await newcomer.start()
+        try:
+            newcomer.ask("w3")
+            await until_all_run([*self.hosts, newcomer], 3, CHANGE_S, after=after.number)
+        finally:
+            await newcomer.membership.stop()
+
+
+def in_a_scene(etcd: EtcdServer, run_id: str, scenario: Callable[[Scene], Awaitable[None]], leader: int = 0) -> None:
+    """Play a scenario; the host with that number leads."""
+    records = RunRecords(etcd.endpoint, run_id)
+
+    async def run(hosts: list[LightHost]) -> None:
+        await hosts[leader].start()
+        await until(lambda: hosts[leader].leads, CHANGE_S, "it leads")
+        await asyncio.gather(*(host.start() for number, host in enumerate(hosts) if number != leader))
+        scene = Scene(etcd.endpoint, records, hosts, await form(hosts), proxy)
+        await scenario(scene)
+        assert scene.written, "there was no garbage"
+
+    with Proxy((etcd.host, etcd.port)) as proxy:
+        make = partial(LightHost, run_keys=records.keys, settings=Settings(2, 3, last_call_s=30.0, ttl_s=TTL_S))
+        direct = [(etcd.host, etcd.port)]
+        endpoints = [direct, direct, [proxy.endpoint]]
+        play(lambda: [make(one, name=f"host-{number}") for number, one in enumerate(endpoints)], run, start=0)
+
+
+@pytest.mark.parametrize("kind", ["huge" if "huge" in one.values else one for one in VALUES])
+def test_garbage_among_the_members_is_reported_and_ignored(
+    etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        stranger = scene.records.keys.member("stranger")
+        scene.scribble(stranger, GARBAGE[kind])
+        await until(lambda: f"ignored: {stranger}" in caplog.text, CHANGE_S, "it is reported")
+        # and over the record of somebody who trains
+        scene.scribble(scene.records.keys.member("w2"), GARBAGE[kind])
+        await scene.start_over()
+        scene.assert_nobody_noticed()
+        await scene.change_members()
+
+    in_a_scene(etcd, run_id, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", VALUES)
+def test_garbage_in_place_of_the_round_is_reported_ignored_and_written_over_by_whoever_reads_it_next(
+    etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        key = scene.records.keys.round
+        scene.scribble(key, GARBAGE[kind])
+        await until(lambda: caplog.text.count(f"ignored: {key}") >= 3, CHANGE_S, "all have reported it")
+        scene.assert_nobody_noticed()
+        await scene.start_over()
+        document = scene.stored_round()
+        assert (document["number"], document["roster"]) == (scene.round.number, list(scene.round.roster))
+        await asyncio.sleep(TTL_S)
+        scene.assert_nobody_noticed()
+        await scene.change_members(COME_BACK_S + CHANGE_S)
+
+    in_a_scene(etcd, run_id, scenario)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_garbage_in_place_of_the_round_does_not_stop_a_change_of_membership(
+    etcd: EtcdServer, run_id: str, kind: str
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.scribble(scene.records.keys.round, GARBAGE[kind])
+        # if the leader hears of it too late, it puts the round back first, and then nobody counts as lost for a while
+        await scene.change_members(COME_BACK_S + CHANGE_S)
+
+    in_a_scene(etcd, run_id, scenario)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_garbage_in_place_of_the_stores_name_costs_no_round(etcd: EtcdServer, run_id: str, kind: str) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.scribble(scene.records.keys.incarnation, GARBAGE[kind])
+        await scene.start_over()
+        await asyncio.sleep(TTL_S)
+        scene.assert_nobody_noticed()
+        await scene.change_members()
+
+    in_a_scene(etcd, run_id, scenario)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_garbage_at_the_keys_of_agents_costs_no_round(etcd: EtcdServer, run_id: str, kind: str) -> None:
+    async def scenario(scene: Scene) -> None:
+        keys = scene.records.keys
+        for host in scene.hosts:
+            scene.scribble(f"{keys.agents}{host.name}/{host.agent_id}", GARBAGE[kind])
+        # an earlier agent, it may seem, of the host that is yet to come
+        scene.scribble(f"{keys.agents}newcomer/stranger", GARBAGE[kind])
+        await scene.start_over()
+        scene.assert_nobody_noticed()
+        await scene.change_members()
+
+    in_a_scene(etcd, run_id, scenario)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_garbage_in_place_of_the_leaders_name_costs_no_round(etcd: EtcdServer, run_id: str, kind: str) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.scribble(scene.records.keys.leader, GARBAGE[kind])
+        await scene.start_over()
+        scene.assert_nobody_noticed()
+        await scene.change_members()
+
+    in_a_scene(etcd, run_id, scenario)
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_garbage_in_place_of_the_leaders_name_does_not_leave_the_run_without_one_when_it_begins_a_new_session(
+    etcd: EtcdServer, run_id: str, kind: str
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.scribble(scene.records.keys.leader, GARBAGE[kind])
+        await scene.start_over()  # the leader this time
+        scene.assert_nobody_noticed()
+        await scene.change_members()
+
+    in_a_scene(etcd, run_id, scenario, leader=2)
+
+
+def test_keys_that_are_no_text_under_the_prefix_disturb_nobody(etcd: EtcdServer, run_id: str) -> None:
+    async def scenario(scene: Scene) -> None:
+        keys = scene.records.keys
+        for key in (keys.members, keys.agents, keys.round, keys.leader, f"{keys.root}/"):
+            question = {"key": base64.b64encode(key.encode() + b"\xff\xfe\x00").decode(), "value": "AA=="}
+            ask_etcd(scene.endpoint, "kv/put", question)
+            scene.written.append(key)
+        await scene.start_over()
+        scene.assert_nobody_noticed()
+        await scene.change_members()
+
+    in_a_scene(etcd, run_id, scenario)

@@ -1,0 +1,103 @@
+"""What a round means for one worker."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, Standing
+from torchelastic.rendezvous.worker_rules import (
+    Contact,
+    asks,
+    asks_again,
+    finishes,
+    is_granted,
+    is_over_for,
+    is_replaced,
+)
+
+FIVE = Round(5, RoundState.RUNNING, ("a", "b"), "h:1", step=40)
+
+
+def asking(known: Round | None) -> Member:
+    return asks(
+        Member("a", "h"), known, store_address="h:2", step=7, standing=Standing.WHOLE, failed=True, patience_s=9.0
+    )
+
+
+def test_a_worker_asks_for_the_round_after_the_newest_that_its_agent_knows() -> None:
+    assert asking(None).ready_for == 1
+    assert asking(FIVE) == Member("a", "h", "h:2", 6, 7, Standing.WHOLE, True, patience_s=9.0)
+
+
+@pytest.mark.parametrize("state", [RoundState.BROKEN, RoundState.CLOSING])
+def test_a_member_whose_round_broke_before_it_heard_of_it_asks_again(state: RoundState) -> None:
+    missed = replace(FIVE, number=6, state=state)
+    again = asks_again(asking(FIVE), missed)
+    assert again is not None
+    assert (again.ready_for, again.failed) == (7, True)
+    assert asks_again(again, missed) is None, "once"
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        replace(FIVE, number=6),
+        replace(FIVE, number=6, state=RoundState.GATHERING),
+        replace(FIVE, number=6, state=RoundState.BROKEN, roster=("b",)),
+        replace(FIVE, state=RoundState.BROKEN),
+        NO_ROUND,
+    ],
+)
+def test_a_member_does_not_ask_again_without_need(now: Round) -> None:
+    assert asks_again(asking(FIVE), now) is None
+
+
+def test_a_member_that_never_asked_does_not_ask_again() -> None:
+    assert asks_again(Member("a", "h"), replace(FIVE, state=RoundState.BROKEN)) is None
+
+
+def test_being_done_is_said_of_the_present_round() -> None:
+    assert finishes(Member("a", "h"), FIVE, 50).done == 5
+    assert finishes(Member("a", "h"), None, 50).done == 1
+
+
+def test_a_group_is_granted_to_those_on_its_roster_and_only_a_new_one() -> None:
+    assert is_granted(FIVE, "a", after=4)
+    assert is_granted(replace(FIVE, state=RoundState.GATHERING), "a", after=4)
+    assert not is_granted(FIVE, "a", after=5)
+    assert not is_granted(FIVE, "c", after=4)
+    assert not is_granted(replace(FIVE, state=RoundState.BROKEN), "a", after=4)
+
+
+def test_a_run_is_over_for_all_but_those_who_lost_the_last_step() -> None:
+    closing = replace(FIVE, state=RoundState.CLOSING)
+    assert is_over_for(closing, "a", step=40)
+    assert not is_over_for(closing, "a", step=39)
+    assert is_over_for(closing, "spare", step=0)
+    assert is_over_for(replace(FIVE, state=RoundState.CLOSED), "a", step=39)
+    assert not is_over_for(FIVE, "a", step=40)
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (FIVE, False),
+        (replace(FIVE, state=RoundState.GATHERING), False),
+        (replace(FIVE, state=RoundState.BROKEN), True),
+        (replace(FIVE, number=6), True),
+        (replace(FIVE, number=6, state=RoundState.GATHERING), True),
+        (replace(FIVE, number=4, state=RoundState.BROKEN), False),
+        (replace(FIVE, roster=("a", "c")), True),  # a store that had lost its data gave the number out again
+    ],
+)
+def test_a_group_is_replaced_when_it_broke_or_another_one_took_its_place(now: Round, *, expected: bool) -> None:
+    assert is_replaced(FIVE, now) is expected
+
+
+def test_a_worker_leaves_before_it_must_not_commit_and_both_before_it_can_be_replaced() -> None:
+    contact = Contact.at(100.0, orphan_timeout_s=300.0)
+    assert 100.0 < contact.leave_at_s < contact.commit_until_s < 400.0
+    assert Contact.at(100.0, math.inf) == Contact()

@@ -1,0 +1,412 @@
+"""One host's part in a run: keeps its members in the store, follows the round, and leads when it is its turn.
+
+Only decisions and requests are in here (see `requests.py`); the rules of who is in are in `protocol.py`. When the store
+is out of reach nothing is forgotten: a session with the store fails as a whole, and the next one begins by finding out
+what is true now.
+
+What a session relies on:
+
+* Every write of this host's members also compares and renews the host's own key. A write whose answer was lost may yet
+  arrive, but then the key is another one, and it has no effect: writes happen in order and once, or not at all.
+* A round is written only by whoever holds the leader's key (its create revision is compared) and only over the very
+  round that the decision was made on (its mod revision is compared).
+* A round in the store that is older than the one this host knows means that the store has lost data: it is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torchelastic.rendezvous.office import Office, read_members
+from torchelastic.rendezvous.own_records import OwnRecords
+from torchelastic.rendezvous.records import Keys, Member, Round, encode_member
+from torchelastic.rendezvous.requests import (
+    Changed,
+    EndWatches,
+    Failed,
+    Message,
+    OpenWatch,
+    Receive,
+    Sleep,
+    get,
+    grant_lease,
+    keep_alive,
+    list_prefix,
+    revoke_lease,
+    txn,
+)
+from torchelastic.rendezvous.round_document import RoundDocument, StartOverError
+from torchelastic.rendezvous.store import (
+    Compare,
+    Delete,
+    EventKind,
+    KeyValue,
+    LeaseLostError,
+    Put,
+    StoreAccessError,
+    StoreError,
+    StoreEvent,
+    Target,
+)
+from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings
+
+log = logging.getLogger(__name__)
+
+#: Writes in one transaction; etcd takes 128 operations by default (--max-txn-ops).
+MAX_WRITES = 100
+#: Between two sessions: the first pause, and the longest; twice as long each time, give or take a half.
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+#: A session that lasted this long was a good one.
+GOOD_SESSION_S = 5.0
+
+
+class Host:
+    """See the module's docstring. Not thread-safe: everything happens on one event loop.
+
+    `run` and `beat` are to be run side by side, their requests carried out in order, each.
+
+    Args:
+        keys: the run's keys.
+        settings: for the case that this host leads; its `ttl_s` is also the lease's.
+        name: this host's name.
+        agent_id: unique for each agent process.
+        about: what stands in the agent's key, so that a successor can tell whether this process still lives.
+        incarnation: a random word; that of the first agent in an empty store names the store's life.
+        clock: monotonic seconds.
+        jitter: random numbers in [0, 1), to spread what many hosts would else do at the same moment.
+        post: puts a message into the inbox that `Receive` empties.
+        on_round: called with every change of the round.
+        on_contact: called with the time at which a sign of life was sent that has kept this host's members registered.
+        on_progress: called whenever this host has written what it had to and is about to wait.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        settings: Settings,
+        *,
+        name: str,
+        agent_id: str,
+        incarnation: str,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
+        post: Callable[[Message], None],
+        on_round: Callable[[Round], None],
+        about: bytes = b"{}",
+        on_contact: Callable[[float], None] = lambda _sent_s: None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._records = OwnRecords(keys)
+        self._document = RoundDocument(keys, self._on_change)
+        self._office = Office(keys, settings, self._document, clock)
+        self._keys, self._settings, self._agent_id = keys, settings, agent_id
+        self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
+        self._clock, self._jitter, self._post = clock, jitter, post
+        self._on_round, self._on_contact, self._on_progress = on_round, on_contact, on_progress
+        self._predecessors: list[KeyValue] = []
+        self._incarnation = ""
+        self._in_reach = True
+        self._was_lost = False
+        self._told, self._wrote_s = 0, clock()
+        self._heard_s = clock()
+        self._session = 0
+        self._in_session = False
+        self._lease_id = 0
+        self._old_leases: list[int] = []
+        self._lease_ttl_s = settings.ttl_s
+        self._own_revision = 0
+
+    # --- what the workers of this host do -----------------------------------------------------------------------------
+
+    def declare(self, member: Member) -> None:
+        """Write or rewrite the record of a member of this host."""
+        self._records.declare(member)
+        self._post(Changed())
+
+    def withdraw(self, member_id: str) -> None:
+        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored."""
+        if self._records.withdraw(member_id):
+            self._post(Changed())
+
+    def bury(self, predecessor: KeyValue) -> None:
+        """An agent of this host with that key is known to have ended, and so are its members: say so in its place."""
+        self._predecessors.append(predecessor)
+
+    @property
+    def round(self) -> Round:
+        """The newest round that this host knows."""
+        return self._document.round
+
+    @property
+    def leads(self) -> bool:
+        """Whether this host decides for the run."""
+        return self._office.is_held
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The living members of this host, as declared."""
+        return tuple(self._records.members.values())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the store holds everything that was declared and withdrawn."""
+        return self._records.is_written
+
+    # --- the coroutines -----------------------------------------------------------------------------------------------
+
+    async def look(self) -> Round:
+        """Read the round without taking part. Raises StoreError."""
+        await self._document.read()
+        return self.round
+
+    async def run(self) -> None:
+        """One session with the store after the other, for ever."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began_s = self._clock()
+            try:
+                await self._live_through_a_session()
+            except LeaseLostError as error:
+                log.warning("the lease of this host is gone (%s): registering again", error)
+                self._lease_id, self._was_lost = 0, True
+            except StartOverError as error:
+                log.info("starting over: %s", error)
+            except StoreAccessError as error:
+                log.warning("etcd refuses this agent (%s): membership is frozen, training goes on", error)
+            except StoreError as error:
+                # once at each outage: the attempts go on every second, however long it takes
+                level = logging.WARNING if self._in_reach else logging.DEBUG
+                log.log(level, "etcd is out of reach (%s): membership is frozen, training goes on", error)
+                self._in_reach = False
+            self._in_session = False
+            self._office.leave()
+            await EndWatches()
+            pause_s = FIRST_PAUSE_S if self._clock() - began_s > GOOD_SESSION_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            await Sleep(pause_s * (0.5 + self._jitter()))
+
+    async def beat(self) -> None:
+        """Show signs of life, three times in each time to live."""
+        while True:
+            await Sleep(self._lease_ttl_s / 3)
+            # also while a session begins: at a bad line that takes longer than the lease
+            session, lease_id, sent_s = self._session, self._lease_id, self._clock()
+            if not lease_id:
+                continue
+            try:
+                await keep_alive(lease_id)
+            except StoreError as error:
+                if session == self._session and self._in_session:
+                    self._post(Failed(error))
+            else:
+                self._heard_of_the_store()
+                if session == self._session and self._in_session:
+                    # the lease lives, and so did the members' keys since the last sign of life. Where they had gone, a
+                    # leader may have replaced them at the very moment at which they came back: by now we would know
+                    self._was_lost = False
+                    self._on_contact(sent_s)
+
+    async def leave(self) -> None:
+        """After `run` was ended: tell the others that the members of this host have ended, and give the lease back."""
+        for member in () if self.round.is_over else self.members:
+            self._records.withdraw(member.member_id)
+        if self._in_session:
+            await self._flush()
+        if self._lease_id:
+            await revoke_lease(self._lease_id)
+
+    # --- one session --------------------------------------------------------------------------------------------------
+
+    async def _live_through_a_session(self) -> None:
+        self._session += 1
+        sent_s = self._clock()
+        await self._enter()
+        await self._follow()
+        await self._flush()
+        while self._old_leases:
+            await revoke_lease(self._old_leases[-1])
+            self._old_leases.pop()
+        if not self._in_reach:
+            log.warning("etcd is back")
+        self._in_reach = self._in_session = True
+        if not self._was_lost:
+            self._on_contact(sent_s)
+        while True:
+            await self._flush()
+            await self._office.decide(self._incarnation.encode())
+            self._on_progress()
+            await self._take_messages()
+
+    async def _enter(self) -> None:
+        """Have a lease, and a key of one's own, which no late write of an earlier session can know the revision of."""
+        if self._lease_id:
+            await keep_alive(self._lease_id)
+        else:
+            lease = await grant_lease(self._settings.ttl_s)
+            self._lease_id, self._lease_ttl_s = lease.lease_id, lease.ttl_s
+            self._records.lease_lost()
+        try:
+            await self._write(())
+        except StartOverError:
+            # an earlier write had an effect after all, or the key went with its lease, or the store went back in time
+            kv = await get(self._own_key)
+            if kv is not None and kv.mod_revision < self._own_revision:
+                await self._move_to_a_new_lease()
+            self._own_revision = 0 if kv is None else kv.mod_revision
+            await self._write(())
+        await self._recognize_store()
+
+    async def _move_to_a_new_lease(self) -> None:
+        """An older copy of the data was put back: members that have ended since are in it, on our lease.
+
+        What lives is written to a new one before the old one is ended.
+        """
+        log.warning("etcd has gone back to an older copy of its data: registering again, training goes on")
+        self._old_leases.append(self._lease_id)
+        lease = await grant_lease(self._settings.ttl_s)
+        self._lease_id = lease.lease_id
+        self._records.data_lost(self.round)
+
+    async def _recognize_store(self) -> None:
+        """Name this life of the store, or notice that it is not the one that we knew."""
+        kv = await get(self._keys.incarnation)
+        if kv is None:
+            nobody_has = Compare(self._keys.incarnation, Target.CREATE_REVISION, 0)
+            # another one each time: who has named the store before must notice, too, that it has lost its data
+            word = f"{self._new_incarnation}.{self._session}".encode()
+            if not (await txn((nobody_has,), (Put(self._keys.incarnation, word),))).succeeded:
+                raise StartOverError("another agent has named the store at this moment")
+        else:
+            word = kv.value
+        if self._incarnation and word.decode(errors="replace") != self._incarnation:
+            log.warning("etcd has lost its data: registering again, training goes on")
+            self._records.data_lost(self.round)
+        self._incarnation = word.decode(errors="replace")
+
+    async def _follow(self) -> None:
+        """Read and watch the round and the leader; stand for leader if there is none."""
+        revision = await self._document.read()
+        await OpenWatch(self._keys.round, revision + 1)
+        leaders = await list_prefix(self._keys.leader)
+        await OpenWatch(self._keys.leader, leaders.revision + 1)
+        for predecessor in self._predecessors:
+            await self._bury_now(predecessor)
+        self._predecessors.clear()
+        leader = next((kv for kv in leaders.items if kv.key == self._keys.leader), None)
+        if leader is None:
+            await self._campaign()
+        elif not leader.lease_id:
+            await self._unseat(leader)
+        elif leader.value == self._agent_id.encode():
+            await self._office.take(leader.create_revision, was_lost=self._was_lost)
+
+    async def _take_messages(self) -> None:
+        """Wait for something to happen, then take in all that has happened."""
+        present: dict[str, Member] = {}
+        gone: list[str] = []
+        for message in await Receive(self._office.wake_at_s):
+            if isinstance(message, Failed):
+                raise message.error
+            if not isinstance(message, Changed):
+                for event in message:
+                    await self._take_event(event, present, gone)
+        if gone:
+            self._heard_of_the_store()
+        if present or gone:
+            self._office.hear(MembersChanged(tuple(present.values()), tuple(gone)))
+
+    async def _take_event(self, event: StoreEvent, present: dict[str, Member], gone: list[str]) -> None:
+        """Act on a change of the round or the leader; collect those of the members."""
+        kv, is_put = event.kv, event.kind is EventKind.PUT
+        if kv.key == self._keys.round:
+            if is_put:
+                self._document.take(kv)
+        elif kv.key == self._keys.leader:
+            await self._take_leader(kv, is_put)
+        elif kv.key.startswith(self._keys.members):
+            name = kv.key.removeprefix(self._keys.members)
+            if is_put:
+                present.update((member.member_id, member) for member in read_members([kv]))
+                gone[:] = [other for other in gone if other != name]
+            else:
+                # a tombstone that is cleared away within the same batch was a fact all the same
+                if name in present and not present[name].departed:
+                    del present[name]
+                gone.append(name)
+
+    async def _take_leader(self, kv: KeyValue, is_put: bool) -> None:
+        if self.leads and not (is_put and self._office.is_held_since(kv.create_revision)):
+            raise StartOverError("another agent leads by now")
+        if not is_put:
+            await self._campaign()
+        elif not kv.lease_id:
+            await self._unseat(kv)
+        elif not self.leads and kv.value == self._agent_id.encode():
+            await self._office.take(kv.create_revision, was_lost=self._was_lost)
+
+    def _on_change(self, round_: Round) -> None:
+        if round_.number > self._told and any(member.member_id in round_.members for member in self.members):
+            # whoever led has seen what we wrote last
+            self._was_lost = False
+            self._on_contact(self._wrote_s)
+        self._told = round_.number
+        self._records.forget_the_dead(round_)
+        self._office.hear(RoundPublished(round_))
+        self._on_round(round_)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    async def _flush(self) -> None:
+        """Write what has changed on this host, in as few transactions as possible."""
+        while not self._records.is_written:
+            records = self._records.unwritten(MAX_WRITES)
+            await self._write([self._records.write_of(name, self.round, self._lease_id) for name in records])
+            self._records.written(records)
+
+    async def _write(self, writes: Sequence[Put | Delete]) -> None:
+        """Write in the name of this host: once, in order, or not at all."""
+        nothing_since = Compare(self._own_key, Target.MOD_REVISION, self._own_revision)
+        sent_s = self._clock()
+        result = await txn((nothing_since,), (Put(self._own_key, self._about, self._lease_id), *writes))
+        if not result.succeeded:
+            raise StartOverError("the key of this host is not as it was left")
+        self._own_revision, self._wrote_s = result.revision, sent_s
+        self._heard_of_the_store()
+
+    def _heard_of_the_store(self) -> None:
+        """It has answered. Whose lease ended while it was silent for everybody need not be lost.
+
+        With signs of life every third of a lease, one can only end so if the silence was two thirds long.
+        """
+        now_s = self._clock()
+        if now_s - self._heard_s > 0.6 * self._lease_ttl_s:
+            self._office.doubt()
+        self._heard_s = now_s
+
+    async def _bury_now(self, predecessor: KeyValue) -> None:
+        """Write tombstones for the members of an agent that has ended; its lease and its leadership end with it."""
+        listing = await list_prefix(self._keys.members)
+        dead = read_members([kv for kv in listing.items if kv.lease_id == predecessor.lease_id])
+        for start in range(0, len(dead), MAX_WRITES):
+            chunk = [replace(member, departed=True) for member in dead[start : start + MAX_WRITES]]
+            await self._write([Put(self._keys.member(member.member_id), encode_member(member)) for member in chunk])
+        log.warning("an earlier agent of this host has ended without a word: its %d workers count as lost", len(dead))
+        await revoke_lease(predecessor.lease_id)
+
+    # --- leading ------------------------------------------------------------------------------------------------------
+
+    async def _unseat(self, kv: KeyValue) -> None:
+        """The leader's key hangs on nobody's lease, so no agent wrote it, and it would stay for ever."""
+        log.error("ignored: %s was written by somebody who is no agent: it is removed", kv.key)
+        unchanged = Compare(kv.key, Target.MOD_REVISION, kv.mod_revision)
+        await txn((unchanged,), (Delete(kv.key),))  # that it is gone, everybody hears, and stands for leader
+
+    async def _campaign(self) -> None:
+        """Become the leader if nobody is."""
+        nobody_leads = Compare(self._keys.leader, Target.CREATE_REVISION, 0)
+        put = Put(self._keys.leader, self._agent_id.encode(), self._lease_id)
+        result = await txn((nobody_leads,), (put,))
+        if result.succeeded:
+            await self._office.take(result.revision, was_lost=self._was_lost)

@@ -1,0 +1,110 @@
+"""The leader's office: what a host knows and does while it is the one that decides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torchelastic.rendezvous.protocol import Publish, advance
+from torchelastic.rendezvous.records import Keys, Member, RecordError, decode_member
+from torchelastic.rendezvous.requests import OpenWatch, list_prefix
+from torchelastic.rendezvous.round_document import RoundDocument
+from torchelastic.rendezvous.store import Compare, Delete, KeyValue, Target
+from torchelastic.rendezvous.view import (
+    COME_BACK_S,
+    Event,
+    MembersChanged,
+    RoundPublished,
+    Settings,
+    Tick,
+    View,
+    absorb,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Office:
+    """See the module's docstring.
+
+    Args:
+        keys: the run's keys.
+        settings: of the run.
+        document: the round, which only the leader writes.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, keys: Keys, settings: Settings, document: RoundDocument, clock: Callable[[], float]) -> None:
+        self.is_held = False
+        #: when to decide again although nothing has happened; None: not before something happens
+        self.wake_at_s: float | None = None
+        self._keys, self._settings, self._document, self._clock = keys, settings, document, clock
+        self._since_revision = 0
+        self._view = View(settings)
+
+    async def take(self, since_revision: int, *, was_lost: bool) -> None:
+        """Learn all, and follow the members.
+
+        Args:
+            since_revision: at which this host's leader key was created.
+            was_lost: whether this host's own lease had been lost before.
+        """
+        await self._document.read()
+        listing = await list_prefix(self._keys.members)
+        await OpenWatch(self._keys.members, listing.revision + 1)
+        self.is_held, self._since_revision = True, since_revision
+        self._view = View(self._settings)
+        self.hear(MembersChanged(tuple(read_members(listing.items))))
+        self.hear(RoundPublished(self._document.round, proves_no_loss=was_lost))
+        log.info("this agent leads run %s", self._keys.root)
+
+    def doubt(self) -> None:
+        """For a time to live, or as long as an agent may need to come back, a missing key proves nothing."""
+        if self.is_held:
+            until_s = self._clock() + max(self._settings.ttl_s, COME_BACK_S)
+            self._view = replace(self._view, trusted_from_s=max(self._view.trusted_from_s, until_s))
+
+    def leave(self) -> None:
+        """Decide nothing any more."""
+        self.is_held, self.wake_at_s = False, None
+
+    def is_held_since(self, revision: int) -> bool:
+        """Whether that is the revision at which the leader's key was created for this term."""
+        return self.is_held and revision == self._since_revision
+
+    def hear(self, event: Event) -> None:
+        """Tell the protocol; what it wants done is asked for in `decide`, once for everything that has happened."""
+        if self.is_held:
+            self._view = absorb(self._view, event, self._clock())
+
+    async def decide(self, word: bytes) -> None:
+        """Do what the protocol says until it is content; `word` is the store's incarnation."""
+        self.wake_at_s = None
+        while self.is_held:
+            self._view, actions = advance(self._view, Tick(), self._clock())
+            if not actions:
+                return
+            (action,) = actions
+            if not isinstance(action, Publish):
+                self.wake_at_s = action.at_s
+                return
+            await self._publish(action, word)
+
+    async def _publish(self, publish: Publish, word: bytes) -> None:
+        """Write the round if nobody else leads by now and the round is the one that the decision was made on."""
+        still_leader = Compare(self._keys.leader, Target.CREATE_REVISION, self._since_revision)
+        cleared = [Delete(self._keys.member(name)) for name in publish.forgotten]
+        await self._document.write(publish.round, (still_leader,), cleared, word)
+        log.info("round %d is %s: %s", publish.round.number, publish.round.state.value, publish.round.because)
+
+
+def read_members(items: Sequence[KeyValue]) -> list[Member]:
+    """The members among some keys; what is none is reported and ignored."""
+    members = []
+    for kv in items:
+        try:
+            members.append(decode_member(kv.key, kv.value, kv.create_revision))
+        except RecordError as error:
+            log.error("ignored: %s", error)
+    return members

@@ -1,0 +1,75 @@
+"""What one host says of its workers, and what of it the store has yet to hear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member
+from torchelastic.rendezvous.store import Delete, Put
+
+
+class OwnRecords:
+    """The members of one host: those that live, and the tombstones of those that have ended.
+
+    Args:
+        keys: the run's keys.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self.members: dict[str, Member] = {}
+        self._keys = keys
+        self._ended: dict[str, Member] = {}
+        self._dirty: set[str] = set()
+
+    def declare(self, member: Member) -> None:
+        """The record of a member is to be written or rewritten."""
+        self.members[member.member_id] = member
+        self._dirty.add(member.member_id)
+
+    def withdraw(self, member_id: str) -> bool:
+        """A member has ended: its tombstone is to be written. False: there is no such member."""
+        member = self.members.pop(member_id, None)
+        if member is None:
+            return False
+        self._ended[member_id] = replace(member, departed=True)
+        self._dirty.add(member_id)
+        return True
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the store holds everything that was declared and withdrawn."""
+        return not self._dirty
+
+    def lease_lost(self) -> None:
+        """The records of the living have gone with their lease."""
+        self._dirty.update(self.members)
+
+    def data_lost(self, round_: Round) -> None:
+        """The store has lost everything; of the dead only those of the present roster matter."""
+        self._dirty.update(self.members)
+        self._dirty.update(name for name in self._ended if name in round_.roster)
+
+    def forget_the_dead(self, round_: Round) -> None:
+        """Who is not on the roster any more is cleared out of the store by the leader."""
+        for name in [name for name in self._ended if name not in round_.members and name not in self._dirty]:
+            del self._ended[name]
+
+    def unwritten(self, at_most: int) -> Mapping[str, Member | None]:
+        """Records to write next; None: none is left of it."""
+        return {name: self._record_of(name) for name in sorted(self._dirty)[:at_most]}
+
+    def written(self, records: Mapping[str, Member | None]) -> None:
+        """These were written; what has changed in the meantime stays to be written."""
+        self._dirty -= {name for name, record in records.items() if self._record_of(name) == record}
+
+    def write_of(self, name: str, round_: Round, lease_id: int) -> Put | Delete:
+        """How a record is written."""
+        record, key = self._record_of(name), self._keys.member(name)
+        if record is None or (record.departed and round_.state is RoundState.CLOSED):
+            return Delete(key)
+        # a tombstone outlives its host's lease: who starts the run again must not take the dead for cut off
+        return Put(key, encode_member(record), 0 if record.departed else lease_id)
+
+    def _record_of(self, name: str) -> Member | None:
+        return self.members.get(name) or self._ended.get(name)

@@ -1,0 +1,98 @@
+"""What a round means for one worker: the decisions on its side, as pure functions.
+
+The worker's client, the agent's connections and the simulator's workers all ask here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+
+#: Shares of the time for which a group may train without contact to the store: when it leaves at the end of a step, and
+#: when it must not commit the step any more that it is in. The rest is for clocks that run at different speeds.
+LEAVE_SHARE = 0.7
+COMMIT_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Contact:
+    """How long a worker may go on without a sign of the store, in `boot_time_s` of its host.
+
+    A new group without any member of this one is formed `orphan_timeout_s` after its hosts were taken for lost, which
+    is a time to live after their last answered signs of life at the earliest; so the two never commit at once.
+
+    Attributes:
+        leave_at_s: from then on it leaves its group at the end of a step.
+        commit_until_s: from then on no step is committed.
+    """
+
+    leave_at_s: float = math.inf
+    commit_until_s: float = math.inf
+
+    @classmethod
+    def at(cls, sent_s: float, orphan_timeout_s: float) -> Contact:
+        """After a sign of life was sent at `sent_s`, and answered."""
+        return cls(sent_s + LEAVE_SHARE * orphan_timeout_s, sent_s + COMMIT_SHARE * orphan_timeout_s)
+
+
+def asks(
+    member: Member,
+    known: Round | None,
+    *,
+    store_address: str,
+    step: int,
+    standing: Standing,
+    failed: bool,
+    patience_s: float,
+) -> Member:
+    """The record of a member that wants the round after the newest that is known."""
+    return replace(
+        member,
+        store_address=store_address,
+        ready_for=(0 if known is None else known.number) + 1,
+        step=step,
+        standing=standing,
+        failed=failed,
+        patience_s=patience_s,
+    )
+
+
+def asks_again(member: Member, now: Round) -> Member | None:
+    """For a member that waits: its record if it has to ask anew, else None.
+
+    The round that it had asked for came, with the member on its roster, and broke before this host heard of it.
+    """
+    missed = member.member_id in now.members and 0 < member.ready_for <= now.number
+    return replace(member, ready_for=now.number + 1, failed=True) if missed and not _runs(now) else None
+
+
+def finishes(member: Member, known: Round | None, step: int) -> Member:
+    """The record of a member that is done, with this many committed steps."""
+    return replace(member, done=max(1, 0 if known is None else known.number), step=step, standing=Standing.WHOLE)
+
+
+def is_granted(round_: Round, member_id: str, after: int) -> bool:
+    """Whether this is a group for a member whose last one was round `after` (0: it has had none)."""
+    return round_.number > after and _runs(round_) and member_id in round_.members
+
+
+def is_over_for(round_: Round, member_id: str, step: int) -> bool:
+    """Whether the run is over for a member with this many committed steps.
+
+    One that lost its last step while others finished is brought level first, in one more round.
+    """
+    behind = member_id in round_.members and step < round_.step
+    return round_.state is RoundState.CLOSED or (round_.state is RoundState.CLOSING and not behind)
+
+
+def is_replaced(joined: Round, now: Round) -> bool:
+    """Whether the group of `joined` is no more: broken, or another one has taken its place."""
+    if now.number == joined.number and now.roster != joined.roster:
+        return True  # a store that had lost its data gave the number out again
+    return now.number > joined.number or (now.number == joined.number and now.state is RoundState.BROKEN)
+
+
+def _runs(round_: Round) -> bool:
+    return round_.state in (RoundState.RUNNING, RoundState.GATHERING)

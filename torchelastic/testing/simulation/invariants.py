@@ -1,0 +1,169 @@
+"""What must hold after every event of a simulated run, checked where something changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchelastic.rendezvous.protocol import RULES
+from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState, decode_member, decode_round
+from torchelastic.rendezvous.store import EventKind, StoreEvent
+from torchelastic.rendezvous.tree import Tree
+from torchelastic.rendezvous.view import Settings
+from torchelastic.testing.simulation.engine import Engine
+from torchelastic.testing.simulation.training import Group, Worker
+
+#: Which state may follow which, as the protocol's own table says; a running round is always a new one.
+MAY_FOLLOW: dict[RoundState, frozenset[RoundState]] = {
+    state: frozenset(target for rule in rules for target in rule.leads_to) for state, rules in RULES.items()
+}
+
+
+class InvariantError(AssertionError):
+    """A promise of the protocol was broken; the message ends with the seed and the last lines of the trace."""
+
+
+class Invariants:
+    """Sees every change of the store and everything that workers do; raises InvariantError.
+
+    Args:
+        engine: for the seed and the trace.
+        keys: of the run.
+        settings: of the run.
+    """
+
+    def __init__(self, engine: Engine, keys: Keys, settings: Settings) -> None:
+        self.rounds = 0
+        self.commits = 0
+        self.last_commit_s = 0.0
+        self.highest_step = 0
+        self.latest = NO_ROUND
+        #: who holds the leader's key in the store
+        self.leader = ""
+        #: who is writing at this moment; set by whoever carries a request out
+        self.writer = ""
+        self._engine, self._keys, self._settings = engine, keys, settings
+        #: by lineage: the number of the newest round that has committed a step
+        self._committing: dict[int, int] = {}
+        self._records: dict[str, Member] = {}
+        self._buried: set[str] = set()
+        self._ended: set[str] = set()
+        #: A store that has lost its data may begin a second history, until an agent that remembers puts the first one
+        #: back. Groups of two lineages may commit at once, for that moment: docs/rendezvous.md says so.
+        self._lineage = self._lineages = 0
+        self._lineage_of: dict[tuple[int, tuple[str, ...]], int] = {}
+        self._newest: dict[int, tuple[int, int]] = {}
+
+    def require(self, holds: object, promise: str) -> None:
+        """Raise if something does not hold."""
+        if not holds:
+            lines = "\n".join(self._engine.trace or ("(run it again with tracing for the last events)",))
+            raise InvariantError(
+                f"{promise}\n{lines}\nseed {self._engine.seed}, event {self._engine.events}, "
+                f"{self._engine.now_s:.4f} s simulated"
+            )
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def lost_data(self, tree: Tree) -> None:
+        """The store has other data now: none, or an older copy."""
+        self._lineages += 1
+        self._lineage = self._lineages
+        stored, leader = tree.keys.get(self._keys.round), tree.keys.get(self._keys.leader)
+        self.latest = NO_ROUND if stored is None else decode_round(stored.key, stored.value)
+        self.leader = "" if leader is None else leader.value.decode()
+        self._records = {
+            key.removeprefix(self._keys.members): decode_member(key, kv.value, kv.create_revision)
+            for key, kv in tree.keys.items()
+            if key.startswith(self._keys.members)
+        }
+
+    def changed(self, events: Sequence[StoreEvent]) -> None:
+        """A revision of the store."""
+        for event in events:
+            key = event.kv.key
+            if key == self._keys.round:
+                if event.kind is EventKind.PUT:
+                    self._round_written(decode_round(key, event.kv.value), event.kv.lease_id)
+            elif key == self._keys.leader:
+                self.leader = event.kv.value.decode() if event.kind is EventKind.PUT else ""
+                self._engine.note("leader:", self.leader or "nobody")
+            elif key.startswith(self._keys.members):
+                self._member_written(event)
+
+    def _round_written(self, now: Round, lease_id: int) -> None:
+        before, self.latest = self.latest, now
+        self._engine.note("round", now.number, now.edition, now.state.value, now.roster, now.because)
+        if now.restored:
+            self._lineage = self._lineage_of[now.number, now.roster]
+            if now.age < self._newest[self._lineage]:  # nobody is left who remembers more
+                self._lineages += 1
+                self._lineage = self._lineages
+            self.require(now.age > before.age, f"{now} was put back over {before}")
+            return
+        self.rounds += 1
+        self.require(self.writer == self.leader, f"{self.writer} decided while {self.leader or 'nobody'} led")
+        self.require(len(set(now.roster)) == len(now.roster), f"a member has two ranks: {now.roster}")
+        self.require(0 not in now.stale, "rank 0 must be a source")
+        self.require(now.state in MAY_FOLLOW[before.state], f"{now.state} follows {before.state}")
+        self.require(now.edition == before.edition + 1, f"edition {now.edition} follows {before.edition}")
+        if now.number == before.number:
+            self.require(now.roster == before.roster, f"round {now.number} has changed its roster")
+            self.require(now.state is not RoundState.RUNNING, f"round {now.number} runs a second time")
+        else:
+            self.require(now.number == before.number + 1, f"round {now.number} follows {before.number}")
+            self.require(now.state is RoundState.RUNNING, f"round {now.number} begins {now.state}")
+            size, settings = len(now.roster), self._settings
+            self.require(settings.min_workers <= size <= settings.max_workers, f"a roster of {size}")
+        self._lineage_of[now.number, now.roster] = self._lineage
+        self._newest[self._lineage] = now.age
+        self.require((now.state is RoundState.CLOSED) == bool(lease_id), "exactly a closed round is on a lease")
+
+    def _member_written(self, event: StoreEvent) -> None:
+        name = event.kv.key.removeprefix(self._keys.members)
+        if event.kind is EventKind.DELETE:
+            self._records.pop(name, None)
+            return
+        now = decode_member(event.kv.key, event.kv.value, event.kv.create_revision)
+        before = self._records.get(name)
+        if now.departed:
+            self.require(name in self._ended, f"{name} was declared dead and lives")
+            self._buried.add(name)
+        else:
+            self.require(name not in self._buried, f"{name} was written after its tombstone")
+            if before is not None:
+                self.require(now.ready_for >= before.ready_for, f"{name}: an older record has come after a newer one")
+        self._records[name] = now
+
+    # --- the workers --------------------------------------------------------------------------------------------------
+
+    def ended(self, worker: Worker) -> None:
+        """A worker's process has ended."""
+        self._ended.add(worker.name)
+        self._engine.note(worker.name, "ends")
+
+    def joined(self, worker: Worker, round_: Round) -> None:
+        """A worker has entered a group."""
+        self.require(worker.name in round_.members, f"{worker.name} trains in a round that it is not on the roster of")
+        self.require(worker.member.ready_for > 0, f"{worker.name} was put in a round that it did not ask for")
+
+    def formed(self, group: Group) -> None:
+        """All members are in the group: the source must have the most."""
+        self._engine.note("group of round", group.round.number, "formed at step", group.step)
+        group.lineage = self._lineage_of[group.round.number, group.round.roster]
+        best = max(worker.step for worker in group.members.values())
+        source = group.members[group.round.roster[0]].step
+        self.require(source == best, f"the source of round {group.round.number} has step {source}, another one {best}")
+        self.require(group.step == best, f"round {group.round.number} begins at {group.step}: its source has {best}")
+
+    def committed(self, worker: Worker, group: Group, step: int) -> None:
+        """A worker has committed a step: at most one group of a run may do so."""
+        round_ = group.round
+        self.commits += 1
+        self.last_commit_s = self._engine.now_s
+        self.highest_step = max(self.highest_step, step)
+        newest = self._committing.get(group.lineage, 0)
+        if round_.number < newest:
+            self.require(
+                False, f"{worker.name} commits step {step} in round {round_.number} after round {newest} has committed"
+            )
+        self._committing[group.lineage] = round_.number
