@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         RetryableException,
         StopException,
     )
+    from torchelastic.model.world_change import WorldChange, keep_global_batch, scale_learning_rate
     from torchelastic.model_state import ModelState
     from torchelastic.state import State
     from torchelastic.train_loop import steps, train
@@ -31,6 +32,9 @@ _WHERE = {
     "SimpleWorkerStats": "worker_stats",
     "State": "state",
     "StopException": "coordinator",
+    "WorldChange": "model.world_change",
+    "keep_global_batch": "model.world_change",
+    "scale_learning_rate": "model.world_change",
     "WorkerStats": "worker_stats",
     "steps": "train_loop",
     "train": "train_loop",
@@ -45,7 +49,10 @@ __all__ = [
     "State",
     "StopException",
     "WorkerStats",
+    "WorldChange",
     "__version__",
+    "keep_global_batch",
+    "scale_learning_rate",
     "steps",
     "train",
 ]

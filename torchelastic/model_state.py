@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 
 from torchelastic.coordinator import NonRetryableException
-from torchelastic.model import random_state, wrapping
+from torchelastic.metrics import publish_metric
+from torchelastic.model import compiled, digest, random_state, wrapping
+from torchelastic.model.companions import level_companions
+from torchelastic.model.optimizers import Optimizers, Progress
 from torchelastic.model.random_state import RandomState
-from torchelastic.model.transfer import Packed, bring_level, pack, unpack
+from torchelastic.model.refused import refuse_sharded
+from torchelastic.model.registered import Registered
+from torchelastic.model.several import Several, refuse_stateless
+from torchelastic.model.snapshot import Snapshot, copied
+from torchelastic.model.step_gradients import StepGradients
+from torchelastic.model.step_salvage import Salvaged
+from torchelastic.model.transfer import Packed, bring_level, message_device, pack, unpack
+from torchelastic.model.world_change import WorldChange, WorldWatch
 from torchelastic.rendezvous.records import Standing
 from torchelastic.state import State
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_MODES = ("commit", "full")
-
-
-class Snapshot(NamedTuple):
-    """What undoes a step. Its size does not grow with the weights, except for `full`."""
-
-    step: int
-    epoch: int
-    buffers: tuple[torch.Tensor, ...]
-    random: RandomState
-    groups: tuple[dict[str, Any], ...]
-    scheduler: Any
-    sampler: Any
-    extra: dict[str, Any]
-    full: Packed | None
+UNLEVEL_MODES = ("log", "raise")
 
 
 class ModelState(State):
@@ -52,16 +50,26 @@ class ModelState(State):
 
     Args:
         model: the plain module, already on its device.
-        optimizer: for its parameters.
-        scheduler: of the learning rate; anything with state_dict/load_state_dict. Step it inside the train step.
+        optimizer: for its parameters; or a list, a tuple or a dict of several.
+        scheduler: of the learning rate; anything with state_dict/load_state_dict, or several. Step it in the step.
         sampler: an `ElasticBatchSampler`, or anything with state_dict/load_state_dict (and set_world, commit, weight).
-        extra: your own values, plain or tensors: rolled back, sent to newcomers, saved.
+        extra: your own values: rolled back, sent to newcomers, saved. Plain ones, tensors, and objects with
+            state_dict/load_state_dict (a GradScaler, an EMA), which stay the same objects; see docs/batteries.md.
         snapshot: "commit" or "full", see above.
+        on_unlevel: after each sync digests are compared; if members differ where they must not, "log" an error or
+            "raise" a NonRetryableException on every rank.
+        find_unused_parameters: as for DDP; for steps whose backward passes do not reach every parameter (a GAN).
+        logical_shards: cut each global batch into this many shards and have the same bits at any world size; the step
+            goes through `shards` then. See docs/salvage.md.
+        salvage: what becomes of a step in which a worker is lost: "discard" repeats it, "drop" commits what the
+            survivors have computed and trains the rest later in the epoch, "recompute" computes the rest at once. The
+            last two need an `ElasticBatchSampler`.
 
     Attributes:
         module: the user's module.
         model: the module to call in a step: DDP where the group has several members.
         step: committed steps.
+        level: what the comparison after the last sync has found; None before the first.
         epoch: the sampler's epoch where it has one, else yours to set.
 
     Raises:
@@ -71,41 +79,95 @@ class ModelState(State):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer],
         *,
         scheduler: Any = None,
         sampler: Any = None,
         extra: dict[str, Any] | None = None,
         snapshot: str = "commit",
+        on_unlevel: str = "log",
+        find_unused_parameters: bool = False,
+        logical_shards: int | None = None,
+        salvage: str = "discard",
     ) -> None:
-        if snapshot not in SNAPSHOT_MODES:
-            raise ValueError(f"snapshot={snapshot!r} is not one of {', '.join(SNAPSHOT_MODES)}")
-        _refuse_sharded(model)
-        _refuse_stateless("scheduler", scheduler)
-        _refuse_stateless("sampler", sampler)
+        for name, value, known in (("snapshot", snapshot, SNAPSHOT_MODES), ("on_unlevel", on_unlevel, UNLEVEL_MODES)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        refuse_sharded(model)
+        refuse_stateless("sampler", sampler)
         self.module = model
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self.scheduler = scheduler
         self.sampler = sampler
-        self.extra = {} if extra is None else extra
+        self.level: digest.Level | None = None
+        self._registered = Registered({} if extra is None else extra)
+        self._schedulers = Several("scheduler", scheduler)
+        self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
+        copies = self._registered.keep_large if snapshot == "commit" else None
+        self._optimizers = Optimizers(optimizer, copies, self._gradients.check_reduced)
+        self._world = WorldWatch()
+        self._on_unlevel = on_unlevel
         self.step = 0
         self._epoch = 0
         self._mode = snapshot
         self._standing = Standing.FRESH
-        self._wrapped: torch.nn.parallel.DistributedDataParallel | None = None
         self._buffers: list[torch.Tensor] = list(model.buffers())
-        self._optimizer_steps_begun = 0
-        self._optimizer_steps_done = 0
-        self._optimizer_steps_usual = 1
+        self._replaced = 0  # times that this process's state was replaced by another whole one
         self._ahead: Snapshot | None = None
         self._random_when_failed: tuple[int, RandomState] | None = None
-        self._watch_optimizer()
         wrapping.warm_up()
 
     @property
     def model(self) -> torch.nn.Module:
         """The module to call in a train step; another object after each change of the group."""
-        return self.module if self._wrapped is None else self._wrapped
+        return self._gradients.model
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Your own values."""
+        return self._registered.values
+
+    @extra.setter
+    def extra(self, values: dict[str, Any]) -> None:
+        self._registered.values = values
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Around all backward passes of a step but the last: gradients add up here and are not exchanged yet."""
+        return self._gradients.no_sync()
+
+    def shards(self, loader: Iterator[Any]) -> Iterator[Any]:
+        """Draw this rank's share of the next global batch: in one piece, or with `logical_shards` shard by shard.
+
+        Write forward and backward passes inside the loop, and `optimizer.step()` behind it::
+
+            for inputs, targets in state.shards(loader):
+                loss_function(state.model(inputs), targets).backward()
+            state.optimizer.step()
+
+        With `logical_shards` call `backward` once for each shard, on its mean loss. Gradients of before the loop are
+        dropped. A rank may have no shard of a small batch.
+
+        Args:
+            loader: an `ElasticLoader` over the state's sampler.
+
+        Raises:
+            StopIteration: the last epoch is over; let it end the step.
+            RuntimeError: a peer was lost.
+        """
+        return self._gradients.shards(loader, self.step)
+
+    @property
+    def salvaged(self) -> Salvaged | None:
+        """The last step of which a part of the gradients was kept, and how much of it; None: there was none."""
+        return self._gradients.salvaged
+
+    def on_world_change(self, callback: Callable[[WorldChange], Any]) -> Callable[[WorldChange], Any]:
+        """Have it called at the end of `sync` on every rank whose group has another size than its last one had.
+
+        A process's first group counts too. What the callback raises, `sync` raises. Returns the callback.
+        """
+        self._world.add(callback)
+        return callback
 
     @property
     def epoch(self) -> int:
@@ -125,17 +187,22 @@ class ModelState(State):
 
     def snapshot(self) -> Snapshot:
         """What `apply` needs; in the "commit" mode its cost does not depend on the size of the weights."""
-        self._optimizer_steps_begun = self._optimizer_steps_done = 0
+        self._optimizers.begin()
+        self._gradients.begin_step()
         return self._capture(self._copy_weights() if self._mode == "full" else None)
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot."""
+        if snapshot.replaced != self._replaced:
+            return  # another whole state has come since, by a sync that failed afterwards: there is no step to undo
         self._random_when_failed = (snapshot.step + 1, random_state.capture())
         if snapshot.full is not None:
             self._load_weights(unpack(snapshot.full))
         else:
+            if self._optimizers.progress is Progress.UNTOUCHED:
+                self._gradients.keep(snapshot.step, self._buffers)
             self._judge_weights(snapshot)
-            self.optimizer.zero_grad(set_to_none=True)
+            self._optimizers.zero_grad()
         self._restore(snapshot)
 
     def commit(self) -> None:
@@ -143,15 +210,18 @@ class ModelState(State):
         self.step += 1
         if hasattr(self.sampler, "commit"):
             self.sampler.commit()
-        if self._optimizer_steps_done:
-            self._optimizer_steps_usual = self._optimizer_steps_done
+        self._gradients.commit(self._buffers)
+        self._optimizers.commit()
 
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """What the weights are worth now that the step has failed."""
-        if not self._optimizer_steps_begun:
+        progress = self._optimizers.progress
+        if progress is Progress.UNTOUCHED:
             return
-        complete = self._optimizer_steps_begun == self._optimizer_steps_done == self._optimizer_steps_usual
-        if complete and self._standing is Standing.WHOLE and self.step == snapshot.step:
+        if progress is Progress.UNDOABLE:
+            self._optimizers.undo()
+            self._registered.put_back_large()
+        elif progress is Progress.COMPLETE and self._standing is Standing.WHOLE and self.step == snapshot.step:
             self.commit()
             self._ahead = self._capture(None)
             self._standing = Standing.UNCOMMITTED
@@ -164,11 +234,12 @@ class ModelState(State):
             epoch=self._epoch,
             buffers=tuple(buffer.clone() for buffer in self._buffers),
             random=random_state.capture(),
-            groups=tuple(_hyperparameters(group) for group in self.optimizer.param_groups),
-            scheduler=None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
-            sampler=None if self.sampler is None else copy.deepcopy(self.sampler.state_dict()),
-            extra=copy.deepcopy(self.extra) if self.extra else {},
+            groups=self._optimizers.hyperparameters(),
+            scheduler=copied(self._schedulers.state_dict()),
+            sampler=None if self.sampler is None else copied(self.sampler.state_dict()),
+            extra=self._registered.capture(everything=full is not None),
             full=full,
+            replaced=self._replaced,
         )
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -177,13 +248,11 @@ class ModelState(State):
             for buffer, value in zip(self._buffers, snapshot.buffers, strict=True):
                 buffer.copy_(value)
         random_state.restore(snapshot.random)
-        for group, values in zip(self.optimizer.param_groups, snapshot.groups, strict=True):
-            group.update(_hyperparameters(values))
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(copy.deepcopy(snapshot.scheduler))
+        self._optimizers.restore_hyperparameters(snapshot.groups)
+        self._schedulers.load_state_dict(copied(snapshot.scheduler))
         if self.sampler is not None:
-            self.sampler.load_state_dict(copy.deepcopy(snapshot.sampler))
-        _replace(self.extra, copy.deepcopy(snapshot.extra))
+            self.sampler.load_state_dict(copied(snapshot.sampler))
+        self._registered.restore(snapshot.extra)
 
     def _copy_weights(self) -> Packed:
         packed = pack(self._weights())
@@ -200,20 +269,33 @@ class ModelState(State):
             NonRetryableException: nobody holds a whole state, and there was no checkpoint to load.
             RuntimeError: a peer was lost meanwhile.
         """
-        wrapping.unwrap(self._wrapped)
-        self._wrapped = None
+        self._gradients.leave_group()
         distributed = dist.is_available() and dist.is_initialized()
         world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
-        device = _message_device()
-        worths = self._gather_worths(world_size, device)
+        device = message_device()
+        worths, offers = self._gather_worths(world_size, device)
         best = max(worths)
-        source = worths.index(best)
         if best[0] is Standing.TORN:
             raise NonRetryableException(
                 "no member holds a whole state: the step failed inside the optimizer on every worker. Use "
                 "ModelState(..., snapshot='full'), or give train() a checkpoint manager to go back to"
             )
+        was_moved = self._bring_level(worths, rank, device)
+        self._standing = Standing.WHOLE
+        self._ahead = self._random_when_failed = None
+        self._compare(world_size, device, thorough=was_moved)
+        self._registered.measure()
+        self._buffers = list(self.module.buffers())
+        level = [best[0] is Standing.WHOLE and worth == best for worth in worths]
+        offers = [offer if ok else 0 for offer, ok in zip(offers, level, strict=True)]
+        self._gradients.enter_group(offers, self.step, rank, device)
+        self._world.tell(world_size, rank)
+
+    def _bring_level(self, worths: Sequence[tuple[Standing, int]], rank: int, device: torch.device) -> bool:
+        """Move the source's state to those who lack it; returns whether there are any."""
+        world_size, best = len(worths), max(worths)
+        source = worths.index(best)
         if worths[rank] == best and self._standing is Standing.UNCOMMITTED:
             self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
         fresh = best[0] is Standing.FRESH
@@ -225,17 +307,21 @@ class ModelState(State):
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
                 self._catch_up_random()
-        self._standing = Standing.WHOLE
-        self._ahead = self._random_when_failed = None
-        self._wrap(rank, world_size)
+        if best[0] is Standing.UNCOMMITTED:
+            equals = [other for other in range(world_size) if other != source and worths[other] == best]
+            parts = (self._optimizers, self._schedulers, self._registered)
+            level_companions(*parts, source=source, equals=equals, rank=rank, world_size=world_size, device=device)
+        return bool(stale)
 
-    def _gather_worths(self, world_size: int, device: torch.device) -> list[tuple[Standing, int]]:
-        mine = torch.tensor([int(self._standing), self.step], device=device)
+    def _gather_worths(self, world_size: int, device: torch.device) -> tuple[list[tuple[Standing, int]], list[int]]:
+        """What each rank's state is worth, and how much each has kept of the step that failed."""
+        mine = torch.tensor([int(self._standing), self.step, self._gradients.offer(self.step)], device=device)
         gathered = [mine]
         if world_size > 1:
             gathered = [torch.empty_like(mine) for _ in range(world_size)]
             dist.all_gather(gathered, mine)
-        return [(Standing(int(worth[0])), int(worth[1])) for worth in gathered]
+        rows = [row.tolist() for row in gathered]
+        return [(Standing(standing), step) for standing, step, _ in rows], [offer for _, _, offer in rows]
 
     def _catch_up_random(self) -> None:
         """Others had committed the step that failed here: go on with the random numbers of after it, as they do."""
@@ -247,17 +333,29 @@ class ModelState(State):
         assert self._ahead is not None
         log.warning("every survivor had completed the optimizer step %d when it failed: it stands", self._ahead.step)
         self._restore(self._ahead)
+        self._standing = Standing.WHOLE
+        self._replaced += 1
 
-    def _wrap(self, rank: int, world_size: int) -> None:
-        self._buffers = list(self.module.buffers())
-        if hasattr(self.sampler, "set_world"):
-            self.sampler.set_world(rank, world_size)
-        if world_size > 1 and any(parameter.requires_grad for parameter in self.module.parameters()):
-            self._world_size = world_size
-            self._wrapped = wrapping.wrap(self.module, self._gradient_weight)
+    def _compare(self, world_size: int, device: torch.device, *, thorough: bool) -> None:
+        """Whether everybody really is level now; a sample is enough where nothing was sent."""
+        parts = self._parts()
+        self.level = digest.compare(parts, world_size=world_size, device=device, thorough=thorough)
+        publish_metric("torchelastic", "sync.unlevel.parts", len(self.level.wrong))
+        if self.level.is_level:
+            return
+        log.error("after the sync at step %d: %s", self.step, self.level)
+        if self._on_unlevel == "raise":
+            raise NonRetryableException(f"after the sync at step {self.step}: {self.level}")
 
-    def _gradient_weight(self) -> float:
-        return float(getattr(self.sampler, "weight", 1.0 / self._world_size))
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "module": dict(self.module.named_parameters()),
+            "buffers": dict(self.module.named_buffers()),
+            "optimizer": self._optimizers.state_dict(),
+            "scheduler": self._schedulers.state_dict(),
+            "sampler": None if self.sampler is None else self.sampler.state_dict(),
+            "extra": self._registered.states(),
+        }
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -265,9 +363,10 @@ class ModelState(State):
         """Everything, as a tree of plain values and tensors; the tensors are not copied."""
         return {
             **self._weights(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "optimizer_steps": self._optimizers.usual,
+            "scheduler": self._schedulers.state_dict(),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
-            "extra": self.extra,
+            "extra": self._registered.state_dict(),
             "step": self.step,
             "epoch": self._epoch,
             "random": torch.get_rng_state(),
@@ -276,15 +375,16 @@ class ModelState(State):
     def load_state_dict(self, tree: dict[str, Any], *, with_random: bool = True) -> None:
         """The inverse of `state_dict`; raises what the parts raise if it does not fit them."""
         self._load_weights(tree)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(tree["scheduler"])
+        self._optimizers.usual = tree.get("optimizer_steps", ())
+        self._schedulers.load_state_dict(tree["scheduler"])
         if self.sampler is not None:
             self.sampler.load_state_dict(tree["sampler"])
-        _replace(self.extra, tree["extra"])
+        self._registered.load_state_dict(tree["extra"])
         self.step, self._epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:
             torch.set_rng_state(tree["random"].cpu())
         self._standing = Standing.WHOLE
+        self._replaced += 1
 
     def save(self, stream: BinaryIO) -> None:
         """Write everything to a file-like object."""
@@ -295,68 +395,18 @@ class ModelState(State):
         self.load_state_dict(torch.load(stream, map_location="cpu", weights_only=True))
 
     def _weights(self) -> dict[str, Any]:
-        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"module": compiled.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
-        self.module.load_state_dict(tree["module"])
-        self.optimizer.load_state_dict(tree["optimizer"])
+        compiled.load_into(self.module, tree["module"])
+        self._optimizers.load_state_dict(tree["optimizer"])
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _watch_optimizer(self) -> None:
-        """Know whether a failed step had reached the optimizer, and whether that had come to its end."""
-        self.optimizer.register_step_pre_hook(self._optimizer_begins)
-        self.optimizer.register_step_post_hook(self._optimizer_ends)
-
-    def _optimizer_begins(self, *_: Any) -> None:
-        self._optimizer_steps_begun += 1
-
-    def _optimizer_ends(self, *_: Any) -> None:
-        self._optimizer_steps_done += 1
-
     def __getstate__(self) -> dict[str, Any]:
-        # a group's wrapper and a half-made step belong to this process alone
-        return {**self.__dict__, "_wrapped": None, "_ahead": None, "_random_when_failed": None, "_buffers": []}
+        # a half-made step belongs to this process alone
+        return {**self.__dict__, "_ahead": None, "_random_when_failed": None, "_buffers": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._buffers = list(self.module.buffers())
-        self._watch_optimizer()
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """One parameter group's settings; the list of parameters in it is the very same object."""
-    values = dict(group)
-    if isinstance(values.get("lr"), torch.Tensor):
-        values["lr"] = values["lr"].clone()  # the scheduler changes it in place
-    return values
-
-
-def _replace(target: dict[str, Any], values: dict[str, Any]) -> None:
-    """Set a dict's content; the object stays, because the user's code holds it."""
-    target.clear()
-    target.update(values)
-
-
-def _message_device() -> torch.device:
-    uses_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
-
-
-def _refuse_sharded(model: torch.nn.Module) -> None:
-    names = {type(module).__name__ for module in model.modules()}
-    if "DistributedDataParallel" in names or "DataParallel" in names:
-        raise ValueError("give ModelState the plain module: it wraps it anew for each group")
-    sharded = "FullyShardedDataParallel" in names or any(hasattr(p, "device_mesh") for p in model.parameters())
-    if sharded:
-        raise ValueError(
-            "ModelState keeps one whole model per worker, and this module is sharded (FSDP, DTensor): write a State of "
-            "your own around torch.distributed.checkpoint.state_dict"
-        )
-
-
-def _refuse_stateless(name: str, value: Any) -> None:
-    if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-        raise ValueError(
-            f"{name} is a {type(value).__name__} without state_dict and load_state_dict: it cannot be kept"
-        )

@@ -24,6 +24,8 @@ from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.model import transfer
 from torchelastic.p2p import CoordinatorP2P, agreement
+from torchelastic.p2p.hangs import HangPolicy
+from torchelastic.p2p.stragglers import StragglerPolicy
 from torchelastic.testing.faults import FaultPlan
 from torchelastic.worker_stats import SimpleWorkerStats
 
@@ -126,7 +128,8 @@ class RecordedCoordinator(CoordinatorP2P):
     def init_process_group(self) -> None:
         self.plan.reach("form", self._committed_steps, self.rank)
         super().init_process_group()
-        self.log("formed", round=self.rendezvous.joined.number, rank=self.rank, world=self.world_size)
+        member = getattr(self.rendezvous, "member_id", "")
+        self.log("formed", round=self.rendezvous.joined.number, rank=self.rank, world=self.world_size, member=member)
 
     def on_error(self, e: BaseException) -> None:
         self.log("error", kind=type(e).__name__, text=str(e))
@@ -153,6 +156,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--timeout-ms", type=int, default=20000)
     parser.add_argument("--snapshot", default="commit")
+    parser.add_argument("--salvage", default="discard")
+    parser.add_argument("--logical-shards", type=int)
     parser.add_argument("--tail-all-reduce", action="store_true")
     parser.add_argument("--checkpoint-dir", type=Path)
     parser.add_argument("--checkpoint-every", type=int, default=5)
@@ -166,6 +171,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gates", type=int, nargs="*", default=[], help="steps that wait for a file gate-STEP")
     parser.add_argument("--wait-for-newcomer-at", type=int, nargs="*", default=[], help="steps")
     parser.add_argument("--full-world", type=int, default=3)
+    parser.add_argument("--hang-floor-s", type=float, default=HangPolicy.floor_s)
+    parser.add_argument("--end-after-s", type=float)
+    parser.add_argument("--skip-at", type=int, help="a step with one more collective, which rank 1 skips once")
+    parser.add_argument("--slow-worker", type=int, help="reports half the progress of the others, every fifth step")
+    parser.add_argument("--remove-stragglers", action="store_true")
     return parser.parse_args()
 
 
@@ -189,6 +199,16 @@ def hold_until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline_s:
             raise SystemExit(f"{what}: not within {PATIENCE_S:g} s")
         time.sleep(0.005)
+
+
+def meet(rank: int, out: Path) -> None:
+    """One more collective of the user's, which the first rank 1 to come here skips."""
+    group = dist.new_group(backend="gloo")
+    skipped = out / "skipped"
+    if rank == 1 and not skipped.exists():
+        skipped.touch()
+        return
+    dist.all_reduce(torch.ones(1), group=group)
 
 
 def watch_messages(state: RecordedState) -> None:
@@ -218,8 +238,17 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sampler = ElasticBatchSampler(options.samples, options.batch, epochs=options.epochs, seed=3)
     loader = ElasticLoader(make_dataset(options.samples), sampler)
-    state = RecordedState(model, optimizer, sampler=sampler, extra={"seen": 0}, snapshot=options.snapshot)
-    coordinator = RecordedCoordinator(init_method=options.init_method, process_group_timeout=options.timeout_ms)
+    state = RecordedState(
+        model, optimizer, sampler=sampler, extra={"seen": 0}, snapshot=options.snapshot,
+        logical_shards=options.logical_shards, salvage=options.salvage,
+    )  # fmt: skip
+    coordinator = RecordedCoordinator(
+        init_method=options.init_method, process_group_timeout=options.timeout_ms,
+        hang_policy=HangPolicy(floor_s=options.hang_floor_s, end_after_s=options.end_after_s),
+        straggler_policy=StragglerPolicy(remove=options.remove_stragglers, patience=2),
+    )  # fmt: skip
+    if options.slow_worker is not None:
+        coordinator.MONITOR_PROGRESS_FREQ = 5  # of this object alone
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
     transfer.CHUNK_BYTES = options.chunk_bytes
     if options.agreement == "each step":  # else the step at which a newcomer gets in depends on the load of the machine
@@ -230,6 +259,8 @@ def main() -> None:
         manager = FileSystemCheckpointManager(str(options.checkpoint_dir))
         state.checkpoint_every = options.checkpoint_every
 
+    progress_rate = 0.5 if log.worker == options.slow_worker else 1.0
+
     def train_step(state: RecordedState) -> Any:
         step = state.step
         rank = coordinator.rank
@@ -239,24 +270,29 @@ def main() -> None:
         if step in options.gates:
             log("held", step=step, round=state.round_number)
             hold_until((options.out / f"gate-{step}").exists, f"gate {step}")
-        inputs, targets = next(loader)
+        shards = state.shards(loader)
         (share,) = sampler.pending
         log(
             "drawn", step=step, round=state.round_number, rank=coordinator.rank, world=coordinator.world_size,
             epoch=share.epoch, number=share.number, indices=list(share.indices),
+            carried=list(share.carried),
         )  # fmt: skip
         time.sleep(options.step_ms / 1000)
-        loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
         optimizer.zero_grad()
-        plan.reach("backward", step, rank)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        loss = torch.zeros(())
+        for inputs, targets in shards:
+            loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+            plan.reach("backward", step, rank)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
         plan.reach("optimizer", step, rank)
         optimizer.step()
         plan.reach("tail", step, rank)
         if options.tail_all_reduce and coordinator.world_size > 1:
             dist.all_reduce(loss.detach())
+        if step == options.skip_at and coordinator.world_size > 1:
+            meet(rank, options.out)
         state.extra["seen"] += share.global_samples
-        return 42 if options.mistake == "wrong result" else SimpleWorkerStats(1.0)
+        return 42 if options.mistake == "wrong result" else SimpleWorkerStats(progress_rate)
 
     if options.mistake == "forgetful state":
         torchelastic.train(coordinator, train_step, ForgetfulState())

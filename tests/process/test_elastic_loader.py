@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.data.shares import SecondDeal
 
 
 class Numbers(Dataset[int]):
@@ -230,3 +231,15 @@ class Stream(IterableDataset[int]):
 def test_what_the_sampler_decides_cannot_be_passed(build: Callable[[], ElasticLoader], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_what_was_prefetched_is_dropped_when_the_batch_is_dealt_out_again() -> None:
+    sampler = ElasticBatchSampler(8, 2, shuffle=False)
+    loader = ElasticLoader(Numbers(8), sampler)
+    next(loader)
+    sampler.commit()
+    sampler.set_world(0, 1)  # a group of the same size: the place is the same, and nothing was drawn in between
+    sampler.deal_again(SecondDeal(compute=(1,), carried=(0,)))
+    assert next(loader).tolist() == [3]
+    sampler.commit()
+    assert next(loader).tolist() == [4, 5]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.data import BatchShare, ElasticBatchSampler
-from torchelastic.data.batch_sampler import share_bounds
 from torchelastic.data.order import epoch_order
+from torchelastic.data.shares import share_bounds
 
 # One event of a run: a step that draws some batches and commits; a step in which each rank fails after having drawn a
 # different number; one that some ranks had committed when the others failed; a resize.

@@ -19,7 +19,7 @@ FLOORS: dict[str, int] = {
     "rendezvous": 1,
     "data": 1,
     "distributed": 1,
-    "model": 1,
+    "model": 3,
     "coordinator": 2,
     "worker_stats": 2,
     "checkpoint": 2,

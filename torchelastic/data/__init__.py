@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchelastic.data.batch_sampler import BatchShare as BatchShare
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
-    from torchelastic.data.batch_sampler import Share as Share
     from torchelastic.data.cycling import CyclingIterator as CyclingIterator
     from torchelastic.data.distributed_sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
+    from torchelastic.data.shares import BatchShare as BatchShare
+    from torchelastic.data.shares import Share as Share
 
 _HOMES = {
-    "BatchShare": "batch_sampler",
+    "BatchShare": "shares",
     "CyclingIterator": "cycling",
     "ElasticBatchSampler": "batch_sampler",
     "ElasticDistributedSampler": "distributed_sampler",
     "ElasticLoader": "loader",
-    "Share": "batch_sampler",
+    "Share": "shares",
 }
 
 __all__ = [

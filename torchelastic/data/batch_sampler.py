@@ -3,84 +3,35 @@
 The order of an epoch is fixed by (seed, epoch) alone and cut into global batches of a constant size. A rank takes its
 share of each global batch; after a resize the shares change and the batches do not. Drawing a batch moves nothing for
 good: only `commit` does, so a step that failed is drawn again.
+
+A step of which a part of the gradients was saved is dealt out a second time: see `deal_again`. Samples that such a step
+leaves out come back in batches of their own at the end of the epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from torchelastic.data.course import Course, Position
 from torchelastic.data.order import epoch_order
+from torchelastic.data.shares import (
+    PADDING_SAMPLES,
+    BatchShare,
+    SecondDeal,
+    Share,
+    pick,
+    places_of_unit,
+    places_of_units,
+    share_bounds,
+    units_of_rank,
+)
 
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """What one rank contributes to one global batch: an entry of the ledger.
-
-    Attributes:
-        epoch: from 0 up.
-        number: the global batch's number within its epoch, from 0 up.
-        indices: the dataset indices that count as this rank's; empty where its batch is padding.
-        local_samples: how many those are.
-        global_samples: size of the global batch (smaller than usual for the last of an epoch).
-    """
-
-    epoch: int
-    number: int
-    indices: tuple[int, ...]
-    local_samples: int
-    global_samples: int
-
-    @property
-    def weight(self) -> float:
-        """Local over global samples; the weights of all ranks sum to 1."""
-        return self.local_samples / self.global_samples
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank loads of one global batch.
-
-    Attributes:
-        load: dataset indices to load; never empty, because every rank must take part in the step's collectives. A rank
-            without samples of its own loads a copy of rank 0's.
-        counted: what of it counts.
-    """
-
-    load: tuple[int, ...]
-    counted: BatchShare
-
-    @property
-    def is_padding(self) -> bool:
-        """True if nothing of `load` counts."""
-        return self.counted.local_samples == 0
-
-    @property
-    def weight(self) -> float:
-        """Local over global samples; 0 for padding."""
-        return self.counted.weight
-
-
-def share_bounds(samples: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where this rank's contiguous share of a global batch starts and stops.
-
-    Sizes differ by at most one and low ranks get the larger ones: 64 samples over 3 ranks are 22, 21 and 21. Pure.
-    """
-    each, larger = divmod(samples, world_size)
-    start = rank * each + min(rank, larger)
-    return start, start + each + (1 if rank < larger else 0)
-
-
-def _to_load(batch: torch.Tensor, rank: int, world_size: int) -> list[int]:
-    """This rank's share of a global batch; where there are fewer samples than ranks, the last ranks copy rank 0's."""
-    start, stop = share_bounds(len(batch), rank if rank < len(batch) else 0, world_size)
-    indices: list[int] = batch[start:stop].tolist()
-    return indices
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
@@ -135,22 +86,25 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"global_batch_size={global_batch_size}"
             )
         self._rank, self._world_size = 0, 1
-        self._committed = (0, 0)  # (epoch, number) of the first global batch that is not committed
-        self._next = (0, 0)  # the same for the first one that is not consumed
+        self._course = Course(self.batches_per_epoch, global_batch_size)
+        self._next: Position = (0, 0)  # of the first global batch that is not consumed
         self._pending: tuple[BatchShare, ...] = ()
         self._orders: dict[int, torch.Tensor] = {}
+        self._second_deal: SecondDeal | None = None
+        self._deals = 0
+        self._logical_shards: int | None = None
 
     # Where we are
 
     @property
     def epoch(self) -> int:
         """The epoch of the next uncommitted batch; equals `epochs` when the run is finished."""
-        return self._committed[0]
+        return self._course.epoch
 
     @property
     def cursor(self) -> int:
-        """Committed samples of the present epoch, over all ranks; a multiple of `global_batch_size`."""
-        return self._committed[1] * self.global_batch_size
+        """Committed batches of the present epoch times `global_batch_size`: samples, but for those postponed."""
+        return self._course.number * self.global_batch_size
 
     @property
     def position(self) -> tuple[int, int]:
@@ -173,6 +127,27 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self.epoch >= self.epochs
 
     @property
+    def postponed(self) -> tuple[int, ...]:
+        """Dataset indices that committed steps of this epoch have left out, and that are trained at its end."""
+        return self._course.postponed
+
+    @property
+    def deals(self) -> int:
+        """How often a batch was dealt out again; a change means that what was prefetched is no longer right."""
+        return self._deals
+
+    @property
+    def units(self) -> int:
+        """Into how many units a global batch is cut: logical shards, or places of samples."""
+        return self._logical_shards or self.global_batch_size
+
+    @property
+    def present_units(self) -> tuple[int, ...]:
+        """The units of the next uncommitted batch that stand for samples: all, where it is a full one."""
+        samples = 0 if self.finished else len(self._batch(self._course.position))
+        return tuple(unit for unit in range(self.units) if places_of_unit(samples, unit, self._logical_shards))
+
+    @property
     def pending(self) -> tuple[BatchShare, ...]:
         """What was consumed since the last commit, in order."""
         return self._pending
@@ -192,7 +167,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Uncommitted global batches of the present epoch."""
-        return 0 if self.finished else self.batches_per_epoch - self._committed[1]
+        return 0 if self.finished else self._course.batches_in(self.epoch) - self._course.number
 
     # What there is to load
 
@@ -208,21 +183,68 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}: ranks go from 0 to world_size - 1")
+        self._second_deal = None
         self.rollback()
         self._rank, self._world_size = rank, world_size
+
+    def set_logical_shards(self, shards: int | None) -> None:
+        """Cut every global batch into this many logical shards, of which each rank has a contiguous range.
+
+        Args:
+            shards: the same on all ranks and for the whole run, whatever the world size; None: ranks share samples.
+
+        Raises:
+            ValueError: `shards` is below 1 or above `global_batch_size`.
+        """
+        if shards is not None and not 1 <= shards <= self.global_batch_size:
+            raise ValueError(
+                f"logical_shards={shards} must lie between 1 and global_batch_size={self.global_batch_size}: "
+                "a shard has at least one sample"
+            )
+        self._logical_shards = shards
+
+    def deal_again(self, deal: SecondDeal) -> None:
+        """Deal out the next uncommitted batch a second time, after an attempt at it has failed in another group.
+
+        Every rank of the new group calls it, after `set_world`, with what is for it. It holds until that batch is
+        committed, or until the next `set_world`.
+
+        Args:
+            deal: what this rank computes and what it has kept.
+        """
+        self._second_deal = deal
+        self._deals += 1
+
+    def pending_units(self) -> tuple[tuple[int, int], ...]:
+        """The units of the one batch that is pending, with their numbers of samples, in the order of what was loaded.
+
+        Units without samples are left out.
+        """
+        samples = len(self._batch(self._course.position))
+        sizes = ((unit, len(places_of_unit(samples, unit, self._logical_shards))) for unit in self._units_now())
+        return tuple((unit, size) for unit, size in sizes if size)
 
     def shares(self, batch_number: int) -> Share:
         """Return what this rank loads of one global batch of the present epoch.
 
         Args:
-            batch_number: 0 to batches_per_epoch - 1.
+            batch_number: 0 to batches_per_epoch - 1, or more where samples were postponed.
 
         Raises:
             ValueError: there is no such batch.
         """
-        if not 0 <= batch_number < self.batches_per_epoch:
-            raise ValueError(f"batch {batch_number} does not exist: an epoch has {self.batches_per_epoch} batches")
-        return self._share(self.epoch, batch_number)
+        batches = self._course.batches_in(self.epoch)
+        if not 0 <= batch_number < batches:
+            raise ValueError(f"batch {batch_number} does not exist: an epoch has {batches} batches")
+        return self._share((self.epoch, batch_number))
+
+    def keys(self, epoch: int, indices: Sequence[int]) -> list[int]:
+        """What the dataset is asked for in place of these indices; to be overridden where it wants to know the epoch.
+
+        Loader processes run ahead, over the end of the epoch too, so "the present epoch" means nothing to them.
+        """
+        del epoch
+        return list(indices)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield what this rank loads, batch by batch, from the committed cursor to the end of the present epoch.
@@ -230,29 +252,66 @@ class ElasticBatchSampler(Sampler[list[int]]):
         The position and the world are those of this call; a running iterator does not notice later changes.
         """
         end = (min(self.epoch + 1, self.epochs), 0)
-        return self._batches(self._committed, end, self._rank, self._world_size)
+        return self._loads(self._course, self._course.position, end, self._rank, self._world_size, self._second_deal)
 
     def upcoming(self) -> Iterator[list[int]]:
         """Like iterating, but from `position` (behind the pending batches) and on to the end of the last epoch."""
-        return self._batches(self._next, (self.epochs, 0), self._rank, self._world_size)
+        end = (self.epochs, 0)
+        return self._loads(self._course, self._next, end, self._rank, self._world_size, self._second_deal)
 
-    def _batches(self, start: tuple[int, int], end: tuple[int, int], rank: int, world_size: int) -> Iterator[list[int]]:
+    def _loads(
+        self, course: Course, start: Position, end: Position, rank: int, world_size: int, deal: SecondDeal | None
+    ) -> Iterator[list[int]]:
+        # all that may change is an argument: a generator begins to run with its first `next`
         at = start
+        if deal is not None and at == course.position and at < end:
+            batch = course.batch(self._order(at[0]), at)
+            yield self.keys(at[0], self._second_share(deal, batch, at).load)
+            course = course.advanced(course.following(at), self._of(batch, deal.postponed))
+            at = course.position
         while at < end:
-            epoch, first = at
-            order = self._order(epoch)  # held over the epoch, even when the cache has moved on
-            for number in range(first, self.batches_per_epoch):
-                yield _to_load(self._cut(order, number), rank, world_size)
-            at = (epoch + 1, 0)
+            order = self._order(at[0])  # held over the epoch, even when the cache has moved on
+            for number in range(at[1], course.batches_in(at[0])):
+                yield self.keys(at[0], self._to_load(course.batch(order, (at[0], number)), rank, world_size))
+            at = (at[0] + 1, 0)
 
-    def _share(self, epoch: int, number: int) -> Share:
-        batch = self._cut(self._order(epoch), number)
-        load = tuple(_to_load(batch, self._rank, self._world_size))
-        own = load if self._rank < len(batch) else ()
-        return Share(load, BatchShare(epoch, number, own, len(own), len(batch)))
+    def _batch(self, position: Position) -> tuple[int, ...]:
+        """The dataset indices of one global batch."""
+        return self._course.batch(self._order(position[0]), position)
 
-    def _cut(self, order: torch.Tensor, number: int) -> torch.Tensor:
-        return order[number * self.global_batch_size : (number + 1) * self.global_batch_size]
+    def _of(self, batch: tuple[int, ...], units: Sequence[int]) -> tuple[int, ...]:
+        """What these units of a batch stand for."""
+        return pick(batch, places_of_units(len(batch), units, self._logical_shards))
+
+    def _share(self, position: Position) -> Share:
+        batch = self._batch(position)
+        if self._second_deal is not None and position == self._course.position:
+            return self._second_share(self._second_deal, batch, position)
+        load = self._to_load(batch, self._rank, self._world_size)
+        own = load if self._places(len(batch), self._rank, self._world_size) else ()
+        return Share(load, BatchShare(*position, own, len(own), len(batch)))
+
+    def _second_share(self, deal: SecondDeal, batch: tuple[int, ...], position: Position) -> Share:
+        own = self._of(batch, deal.compute)
+        total = len(batch) - len(self._of(batch, deal.postponed))
+        share = BatchShare(*position, own, len(own), total, carried=self._of(batch, deal.carried))
+        return Share(own or batch[:PADDING_SAMPLES], share)
+
+    def _units_now(self) -> Sequence[int]:
+        if self._second_deal is not None:
+            return self._second_deal.compute
+        return units_of_rank(self.units, self._rank, self._world_size)
+
+    def _places(self, samples: int, rank: int, world_size: int) -> list[int]:
+        """Where in a global batch this rank's samples stand."""
+        if self._logical_shards is None:
+            return list(range(*share_bounds(samples, rank, world_size)))
+        return places_of_units(samples, units_of_rank(self.units, rank, world_size), self._logical_shards)
+
+    def _to_load(self, batch: tuple[int, ...], rank: int, world_size: int) -> tuple[int, ...]:
+        """This rank's share; where there are fewer samples than ranks, those without any copy rank 0's."""
+        places = self._places(len(batch), rank, world_size) or self._places(len(batch), 0, world_size)
+        return pick(batch, places) or batch[:1]  # with logical shards rank 0 may have none either
 
     def _order(self, epoch: int) -> torch.Tensor:
         order = self._orders.get(epoch)
@@ -276,29 +335,34 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             StopIteration: the last epoch has been consumed.
         """
-        epoch, number = self._next
-        if epoch >= self.epochs:
+        if self._next[0] >= self.epochs:
             raise StopIteration
-        counted = self._share(epoch, number).counted
+        counted = self._share(self._next).counted
         self._pending += (counted,)
-        self._next = (epoch, number + 1) if number + 1 < self.batches_per_epoch else (epoch + 1, 0)
+        self._next = self._course.following(self._next)
         return counted
 
     def commit(self) -> None:
         """The step succeeded: move the cursor past all that was consumed, over the ends of epochs as needed."""
-        self._committed = self._next
+        left_out: tuple[int, ...] = ()
+        if self._second_deal is not None and self._pending:
+            left_out = self._of(self._batch(self._course.position), self._second_deal.postponed)
+            self._second_deal = None
+        self._course = self._course.advanced(self._next, left_out)
+        self._next = self._course.position
         self._pending = ()
 
     def rollback(self) -> None:
         """The step failed: forget what was consumed since the last commit, so that it is drawn again."""
-        self._next = self._committed
+        self._next = self._course.position
         self._pending = ()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the committed position and what it depends on, as plain integers; nothing of a running step."""
-        return {"epoch": self.epoch, "cursor": self.cursor, **self._identity()}
+        postponed = {"postponed": list(self.postponed)} if self.postponed else {}
+        return {"epoch": self.epoch, "cursor": self.cursor, **postponed, **self._identity()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, whatever the world was there. What was consumed and not committed is forgotten.
 
         Args:
@@ -320,9 +384,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 )
         epoch, cursor = int(state["epoch"]), int(state["cursor"])
         number, rest = divmod(cursor, self.global_batch_size)
-        if epoch < 0 or rest or not 0 <= number < self.batches_per_epoch:
+        postponed = tuple(int(index) for index in state.get("postponed", ()))
+        known = all(0 <= index < self.dataset_size for index in postponed)
+        if epoch < 0 or rest or not known or number < 0 or (number >= self.batches_per_epoch and not postponed):
             raise ValueError(f"epoch {epoch} with cursor {cursor} is not the start of a global batch: damaged state?")
-        self._committed = (epoch, number)
+        self._course = replace(self._course, epoch=epoch, number=number, postponed=postponed)
+        self._second_deal = None
         self.rollback()
 
     def _identity(self) -> dict[str, int]:

@@ -77,7 +77,7 @@ class ElasticLoader(Iterator[Any]):
             self._options.setdefault("persistent_workers", True)
         self._dataloader: DataLoader[Any] | None = None
         self._running: Iterator[Any] | None = None
-        self._running_for: tuple[tuple[int, int], int, int] | None = None
+        self._running_for: tuple[tuple[int, int], int, int, int] | None = None
         self._workers: set[BaseProcess] = set()
 
     def __iter__(self) -> ElasticLoader:
@@ -118,8 +118,8 @@ class ElasticLoader(Iterator[Any]):
         self._dataloader = None
         self._workers = set()
 
-    def _place(self) -> tuple[tuple[int, int], int, int]:
-        return self.sampler.position, self.sampler.rank, self.sampler.world_size
+    def _place(self) -> tuple[tuple[int, int], int, int, int]:
+        return self.sampler.position, self.sampler.rank, self.sampler.world_size, self.sampler.deals
 
     def _start(self) -> None:
         self.reset()
@@ -139,7 +139,7 @@ class ElasticLoader(Iterator[Any]):
 
     def _iterate(self, dataloader: DataLoader[Any]) -> Iterator[Any]:
         if "generator" not in self._options and dataloader.generator is not None:
-            (epoch, number), rank, _ = self._place()
+            (epoch, number), rank, *_ = self._place()
             base = mixed_seed(self.sampler.seed, epoch)
             dataloader.generator.manual_seed(mixed_seed(base * 2**32 + number, rank))
         return iter(dataloader)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: Tensors travel together up to this size: fewer messages, and no second copy of a large model.
+#: Small tensors travel together up to this size: fewer messages.
 CHUNK_BYTES = 32 * 1024 * 1024
+#: From this size on a tensor travels alone: sent from where it lies and received where it stays, without a copy of it.
+LARGE_BYTES = 1024 * 1024
 #: A dict with this single key stands for a tensor; no state can have it by accident.
 _TENSOR = "\0tensor"
 
@@ -40,6 +42,12 @@ def pack(tree: Any) -> Packed:
 def unpack(packed: Packed) -> Any:
     """Put a state together again. Raises pickle.UnpicklingError if it holds anything but plain values and tensors."""
     return _fill(_read(packed.skeleton), packed.tensors)
+
+
+def message_device() -> torch.device:
+    """Where messages of the default group must lie."""
+    uses_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
 
 
 def bring_level(
@@ -70,6 +78,9 @@ def bring_level(
     skeleton = channel.bytes(packed.skeleton if packed else None)
     tensors = list(packed.tensors) if packed else _empty_like(_read(skeleton), device)
     for chunk in _chunks(tensors):
+        if len(chunk) == 1:
+            channel.tensor(chunk[0].reshape(-1).to(device))  # a receiver's is contiguous: this is its own memory
+            continue
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in chunk]) if packed else _flat_like(chunk, device)
         channel.tensor(flat)
         if packed is None:
@@ -101,7 +112,7 @@ class _Channel:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         else:
             payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        return self.tensor(payload).cpu().numpy().tobytes()
+        return bytes(self.tensor(payload).tolist())  # without numpy, which torch does not bring
 
 
 def _strip(tree: Any, tensors: list[torch.Tensor]) -> Any:
@@ -150,18 +161,24 @@ def _empty_like(tree: Any, device: torch.device) -> list[torch.Tensor]:
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Neighbours of one type, up to CHUNK_BYTES together; the same on both sides, for only types and shapes count."""
+    """Large tensors alone, small ones of one type up to CHUNK_BYTES together.
+
+    The same on both sides, for only types and shapes count.
+    """
     chunks: list[list[torch.Tensor]] = []
-    size_bytes = 0
+    open_chunks: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
     for tensor in tensors:
         tensor_bytes = tensor.numel() * tensor.element_size()
         if not tensor_bytes:
             continue
-        if not chunks or chunks[-1][0].dtype != tensor.dtype or size_bytes + tensor_bytes > CHUNK_BYTES:
-            chunks.append([])
-            size_bytes = 0
-        chunks[-1].append(tensor)
-        size_bytes += tensor_bytes
+        chunk, size_bytes = open_chunks.get(tensor.dtype, ([], 0))
+        if not chunk or tensor_bytes >= LARGE_BYTES or size_bytes + tensor_bytes > CHUNK_BYTES:
+            chunks.append([tensor])
+            if tensor_bytes < LARGE_BYTES:
+                open_chunks[tensor.dtype] = (chunks[-1], tensor_bytes)
+        else:
+            chunk.append(tensor)
+            open_chunks[tensor.dtype] = (chunk, size_bytes + tensor_bytes)
     return chunks
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,19 +34,24 @@ class FixedBucketDDP(DistributedDataParallel):
         return list(reversed(parameters)), list(reversed(expect_sparse))
 
 
-def wrap(module: torch.nn.Module, weight: Callable[[], float]) -> DistributedDataParallel:
-    """Wrap a module for the default group; every rank calls it, with equal weights.
+def wrap(
+    module: torch.nn.Module,
+    hook: Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]],
+    *,
+    find_unused_parameters: bool = False,
+) -> DistributedDataParallel:
+    """Wrap a module for the default group; every rank calls it.
 
     Args:
         module: the user's, on one device.
-        weight: asked during each backward pass: the share of this rank in the global batch. The reduced gradient is
-            the sum over ranks of weight x local gradient.
+        hook: reduces one bucket of gradients, see `Reduction`.
+        find_unused_parameters: as for DDP.
     """
     devices = {parameter.device for parameter in module.parameters()}
     device_ids = [next(iter(devices))] if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
-    wrapped = FixedBucketDDP(module, device_ids=device_ids)
+    wrapped = FixedBucketDDP(module, device_ids=device_ids, find_unused_parameters=find_unused_parameters)
     # without annotations: DDP compares them as objects, and ours are strings
-    wrapped.register_comm_hook(None, lambda _state, bucket: _weighted_all_reduce(weight, bucket))
+    wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
     return wrapped
 
 
@@ -64,10 +68,3 @@ def warm_up() -> None:
             importlib.import_module(name)
         except ImportError:
             log.debug("%s is not there in this torch", name)
-
-
-def _weighted_all_reduce(weight: Callable[[], float], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer().mul_(weight()), async_op=True)
-    assert work is not None
-    reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-    return reduced

@@ -1,0 +1,143 @@
+"""Logical shards on one process: what is cut, what is drawn, what a step must look like."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+import torchelastic
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.model.shards import shard_seed, split_batch
+
+Pair = namedtuple("Pair", ["inputs", "targets"])
+
+
+def make_state(shards: int | None, batch: int = 8, samples: int = 24) -> tuple[torchelastic.ModelState, ElasticLoader]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)).double()
+    sampler = ElasticBatchSampler(samples, batch, shuffle=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = torchelastic.ModelState(model, optimizer, sampler=sampler, logical_shards=shards)
+    state.sync(1, 0)
+    inputs = torch.arange(samples * 4, dtype=torch.float64).reshape(samples, 4).sin()
+    loader = ElasticLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), sampler)
+    return state, loader
+
+
+def norm_of(state: torchelastic.ModelState) -> torch.nn.BatchNorm1d:
+    (norm,) = [module for module in state.module.modules() if isinstance(module, torch.nn.BatchNorm1d)]
+    return norm
+
+
+def running_mean(state: torchelastic.ModelState) -> torch.Tensor:
+    mean = norm_of(state).running_mean
+    assert mean is not None
+    return mean
+
+
+def one_step(state: torchelastic.ModelState, loader: ElasticLoader) -> list[int]:
+    state.snapshot()
+    sizes = []
+    for inputs, targets in state.shards(loader):
+        sizes.append(len(inputs))
+        loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    state.optimizer.step()
+    state.commit()
+    return sizes
+
+
+def test_gradients_are_those_of_the_global_mean_and_buffers_the_mean_over_the_shards() -> None:
+    state, loader = make_state(3)  # shards of 3, 3 and 2 samples
+    before = running_mean(state).clone()
+    inputs = torch.stack([loader.dataset[i][0] for i in range(8)])
+    targets = torch.stack([loader.dataset[i][1] for i in range(8)])
+    other, _ = make_state(None)
+    means = []
+    for part in (slice(0, 3), slice(3, 6), slice(6, 8)):
+        weight = (part.stop - part.start) / 8
+        running_mean(other).copy_(before)
+        loss = torch.nn.functional.mse_loss(other.module(inputs[part]), targets[part]) * weight
+        loss.backward()  # type: ignore[no-untyped-call]  # as above
+        means.append(weight * running_mean(other))
+    assert one_step(state, loader) == [3, 3, 2]
+    for found, expected in zip(state.module.parameters(), other.module.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close(running_mean(state), sum(means))
+    assert norm_of(state).num_batches_tracked == torch.tensor(1)
+
+
+def test_without_logical_shards_the_same_loop_runs_once() -> None:
+    state, loader = make_state(None)
+    assert one_step(state, loader) == [8]
+
+
+def test_the_end_of_the_data_ends_the_step() -> None:
+    state, loader = make_state(4)
+    for _ in range(3):
+        one_step(state, loader)
+    with pytest.raises(StopIteration):
+        state.shards(loader)
+
+
+def test_a_step_that_does_not_go_through_the_shards_is_told_how() -> None:
+    state, loader = make_state(4)
+    state.snapshot()
+    inputs, targets = next(loader)
+    torch.nn.functional.mse_loss(state.model(inputs), targets).backward()  # type: ignore[no-untyped-call]  # as above
+    before = [parameter.detach().clone() for parameter in state.module.parameters()]
+    with pytest.raises(torchelastic.NonRetryableException, match=r"for batch in state\.shards"):
+        state.optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, state.module.parameters(), strict=True))
+
+
+def test_a_loop_that_is_left_early_is_told_too() -> None:
+    state, loader = make_state(4)
+    state.snapshot()
+    for inputs, _ in state.shards(loader):
+        state.model(inputs).sum().backward()
+        break
+    with pytest.raises(torchelastic.NonRetryableException, match="gone through to its end"):
+        state.optimizer.step()
+
+
+def test_random_numbers_belong_to_the_shard() -> None:
+    state, loader = make_state(4)
+    drawn = [float(torch.rand(())) for _ in state.shards(loader)]
+    torch.manual_seed(shard_seed(0, 0, 2))
+    assert drawn[2] == float(torch.rand(()))
+    assert len(set(drawn)) == 4
+    assert len({shard_seed(seed, step, shard) for seed in range(5) for step in range(5) for shard in range(5)}) == 125
+
+
+def test_more_shards_than_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="logical_shards=9 must lie between 1 and global_batch_size=8"):
+        make_state(9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts"),
+    [
+        (torch.arange(5), [torch.tensor([0, 1]), torch.tensor([2, 3, 4])]),
+        ({"a": torch.arange(5)}, [{"a": torch.tensor([0, 1])}, {"a": torch.tensor([2, 3, 4])}]),
+        ([torch.arange(5)], [[torch.tensor([0, 1])], [torch.tensor([2, 3, 4])]]),
+        (Pair(torch.arange(5), {"b": torch.arange(5)}), None),
+        (["u", "v", "w", "x", "y"], [["u", "v"], ["w", "x", "y"]]),
+    ],
+)
+def test_whatever_a_loader_makes_is_cut_along_the_samples(batch: Any, parts: list[Any] | None) -> None:
+    found = split_batch(batch, [2, 3])
+    if parts is None:
+        assert isinstance(found[1], Pair)
+        assert torch.equal(found[1].targets["b"], torch.tensor([2, 3, 4]))
+    else:
+        assert str(found) == str(parts)
+
+
+@pytest.mark.parametrize("batch", [torch.arange(4), torch.tensor(1), 7, ["u"]])
+def test_what_cannot_be_cut_is_named(batch: Any) -> None:
+    with pytest.raises(TypeError, match="5 samples altogether"):
+        split_batch(batch, [2, 3])

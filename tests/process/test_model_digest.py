@@ -1,0 +1,381 @@
+"""The comparison after a sync: what a digest notices, and what three real processes are told of each other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import pickle
+import random
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
+
+import torchelastic
+from torchelastic.model import digest as digests
+from torchelastic.model.digest import PIECE_BYTES, Level, digest, leaves_of
+from torchelastic.rendezvous.records import Standing
+
+WORLD_SIZE = 3
+
+
+def of(tree: Any, sample_bytes: int | None = None) -> int:
+    return digest(list(leaves_of(tree)), sample_bytes)
+
+
+# --- what a digest notices --------------------------------------------------------------------------------------------
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (1024, 8), (1031, 13), (300_001,)], ids=str)
+def test_a_change_of_any_single_bit_is_noticed(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randint(0, 2, shape, generator=generator).to(dtype)
+    before = of({"weight": tensor})
+    assert before == of({"weight": tensor.clone()})
+    flat = tensor.reshape(-1).view(torch.uint8)
+    chooser = random.Random(7)
+    for position in {0, len(flat) - 1, *(chooser.randrange(len(flat)) for _ in range(20))}:
+        bit = 1 if dtype is torch.bool else 1 << chooser.choice([0, 7])
+        flat[position] ^= bit
+        assert before != of({"weight": tensor}), f"bit {bit} of byte {position}"
+        flat[position] ^= bit
+
+
+def test_elements_that_change_places_are_noticed() -> None:
+    tensor = torch.randn(1 << 16)
+    before = of(tensor)
+    for one, other in [(0, 1), (5, 5 + 2048), (0, -1), (3, 40_000)]:
+        swapped = tensor.clone()
+        swapped[[one, other]] = tensor[[other, one]]
+        assert of(swapped) != before
+    assert of(tensor.flip(0)) != before
+    assert of(tensor.view(256, 256).t()) != before
+
+
+def test_names_shapes_types_and_plain_values_count_and_the_order_of_keys_does_not() -> None:
+    base = {"a": torch.zeros(4), "b": 1.0}
+    others: list[Any] = [
+        {"c": torch.zeros(4), "b": 1.0},
+        {"a": torch.zeros(2, 2), "b": 1.0},
+        {"a": torch.zeros(4, dtype=torch.int32), "b": 1.0},
+        {"a": torch.zeros(4), "b": 2.0},
+        {"a": torch.zeros(4)},
+        {"a": torch.zeros(4), "b": 1.0, "c": None},
+    ]
+    assert len({of(tree) for tree in [base, *others]}) == len(others) + 1
+    assert of(base) == of(dict(reversed(base.items())))
+    assert of({"x": object()}) == of({"x": object()}), "an address must not count"
+
+
+def test_tensors_that_are_slices_or_lie_otherwise_in_memory_count_by_their_content() -> None:
+    storage = torch.arange(101, dtype=torch.float32)
+    assert of(storage[1:]) == of(storage[1:].clone())
+    large = torch.randn(200_001)
+    assert of(large[1:]) == of(large[1:].clone())
+    matrix = torch.randn(33, 65)
+    assert of(matrix.t()) == of(matrix.t().contiguous())
+    image = torch.randn(2, 3, 5, 7)
+    assert of(image) == of(image.to(memory_format=torch.channels_last))
+    values = torch.randn(9, dtype=torch.complex64)
+    assert of(values.conj()) == of(values.conj().resolve_conj())
+
+
+def test_many_small_tensors_and_their_bounds() -> None:
+    tensors = [torch.randn(1000) for _ in range(600)]
+    before = of(tensors)
+    tensors[500][3] += 1
+    assert of(tensors) != before
+    joined = [torch.cat(tensors[:2]), *tensors[2:]]
+    assert of(joined) != of(tensors)
+
+
+def test_a_sample_reads_pieces_of_the_whole_tensor_and_its_end() -> None:
+    tensor = torch.zeros(1 << 20)
+    before = of(tensor, 16 * PIECE_BYTES)
+    noticed = []
+    for position in range(0, tensor.numel(), 4096 + 17):
+        tensor[position] = 1
+        noticed.append(of(tensor, 16 * PIECE_BYTES) != before)
+        tensor[position] = 0
+    assert 0 < sum(noticed) < len(noticed) / 4
+    tensor[-1] = 1
+    assert of(tensor, 16 * PIECE_BYTES) != before
+    assert of(tensor + 1e-6, 16 * PIECE_BYTES) != of(tensor, 16 * PIECE_BYTES), "an optimizer changes all"
+
+
+def test_a_sample_reads_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = digests._weighted_sum
+
+    def counted(flat: torch.Tensor) -> torch.Tensor:
+        read.append(flat.numel())
+        return original(flat)
+
+    monkeypatch.setattr(digests, "_weighted_sum", counted)
+    leaves = list(leaves_of([torch.randn(200_000) for _ in range(40)]))
+    digest(leaves, digests._bytes_for_each({"module": leaves}))
+    assert sum(read) <= digests.SAMPLE_BYTES + 40 * PIECE_BYTES
+    read.clear()
+    digest(leaves)
+    assert sum(read) == 40 * 800_000
+
+
+def test_a_level_tells_what_differs_and_where() -> None:
+    level = Level(True, {"module": (1,), "buffers": (0, 2), "optimizer": (2,)}, {"module": ("0.weight",)})
+    assert not level.is_level
+    assert str(level) == "module differs on rank 1 (0.weight); optimizer differs on rank 2 (it has other parts there)"
+    assert Level(True, {"buffers": (1,)}, {}).is_level
+
+
+# --- three processes --------------------------------------------------------------------------------------------------
+
+
+def make_state(seed: int, **options: Any) -> torchelastic.ModelState:
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    extra = {"ema": AveragedModel(module), "own": seed}
+    return torchelastic.ModelState(module, optimizer, scheduler=scheduler, extra=extra, **options)
+
+
+def trained(state: torchelastic.ModelState, seed: int) -> None:
+    torch.manual_seed(seed)
+    state.snapshot()
+    state.optimizer.zero_grad()
+    state.model(torch.randn(8, 40)).square().mean().backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.extra["ema"].update_parameters(state.module)
+    state.commit()
+
+
+def outcome(state: torchelastic.ModelState) -> dict[str, Any]:
+    assert state.level is not None
+    return {"level": state.level, "text": str(state.level)}
+
+
+def layer(state: torchelastic.ModelState, number: int) -> Any:
+    assert isinstance(state.module, torch.nn.Sequential)
+    return state.module[number]
+
+
+Mischief = Callable[[torchelastic.ModelState], Any]
+
+
+def touch(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.reshape(-1)[-1] += 1
+
+
+MISCHIEF: dict[str, Mischief] = {
+    "module": lambda state: touch(layer(state, 2).weight),
+    "buffers": lambda state: touch(layer(state, 1).running_mean),
+    "optimizer": lambda state: touch(state.optimizer.state[layer(state, 0).bias]["momentum_buffer"]),
+    "rate": lambda state: state.optimizer.param_groups[0].update(lr=7.0),
+    "scheduler": lambda state: setattr(state.scheduler, "gamma", 0.5),
+    "extra": lambda state: touch(state.extra["ema"].n_averaged),
+    "more": lambda state: state.extra.update(another=AveragedModel(torch.nn.Linear(2, 2))),
+}
+
+
+def everything(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    state = make_state(seed=rank)
+    state.sync()
+    results["first"] = outcome(state)
+    for step in range(3):
+        trained(state, seed=10 + step)
+    state.sync()
+    results["again"] = outcome(state)
+    results["own"] = state.extra["own"]
+    for name, mischief in MISCHIEF.items():
+        if rank == 1:
+            mischief(state)
+        state.sync()
+        results[name] = outcome(state)
+        state._standing = Standing.WHOLE if rank == 0 else Standing.FRESH  # bring the others level again
+        state.sync()
+        results[f"{name} repaired"] = outcome(state)
+        state.extra.pop("another", None)
+    strict = make_state(seed=rank, on_unlevel="raise")
+    strict.sync()
+    if rank == 2:
+        touch(layer(strict, 0).weight)
+    try:
+        strict.sync()
+    except torchelastic.NonRetryableException as error:
+        results["raised"] = str(error)
+    results["after a step that stands"] = after_a_step_that_stands(rank)
+    results["gradients"] = gradients_without_and_with_exchange(rank)
+    return results
+
+
+def after_a_step_that_stands(rank: int) -> dict[str, Any]:
+    """The step fails on every rank after the optimizer, on each at another place."""
+    state = make_state(seed=0)
+    state.sync()
+    snapshot = state.snapshot()
+    torch.manual_seed(1)
+    state.model(torch.randn(8, 40)).square().mean().backward()
+    state.optimizer.step()
+    if rank < 2:
+        state.scheduler.step()
+    if rank < 1:
+        state.extra["ema"].update_parameters(state.module)
+    state.apply(snapshot)
+    standing = state.standing
+    state.sync()
+    rate, averaged = state.optimizer.param_groups[0]["lr"], int(state.extra["ema"].n_averaged)
+    return {"standing": standing, "step": state.step, "rate": rate, "averaged": averaged, **outcome(state)}
+
+
+def gradients_without_and_with_exchange(rank: int) -> list[torch.Tensor]:
+    state = make_state(seed=0)
+    state.sync()
+    state.snapshot()
+    torch.manual_seed(rank)
+    seen = []
+    for number in range(2):
+        with state.no_sync() if number == 0 else contextlib.nullcontext():
+            state.model(torch.randn(8, 40)).square().mean().backward()
+        seen.append(layer(state, 0).weight.grad.clone())
+    return seen
+
+
+def member(rank: int, directory: str) -> None:
+    path = Path(directory)
+    logging.basicConfig(filename=path / f"log{rank}", level=logging.INFO)
+    torch.set_num_threads(1)
+    try:
+        where, limit = f"file://{path}/store", timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+        result: object = everything(rank)
+        dist.destroy_process_group()
+    except BaseException:
+        result = traceback.format_exc()
+    (path / f"result{rank}").write_bytes(pickle.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("gloo")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    processes = [context.Process(target=member, args=(rank, str(directory))) for rank in range(WORLD_SIZE)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        assert process.exitcode == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    answers = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(WORLD_SIZE)]
+    for answer in answers:
+        assert isinstance(answer, dict), answer
+    return answers
+
+
+def test_after_a_sync_that_brought_somebody_level_every_byte_was_compared(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["first"]["level"] == Level(True, {}, {})
+
+
+def test_where_nothing_was_sent_a_sample_is_compared(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["again"]["level"] == Level(False, {}, {})
+
+
+def test_plain_values_of_extra_are_each_ranks_own_and_not_compared(results: list[dict[str, Any]]) -> None:
+    assert [result["own"] for result in results] == [0, 0, 0], "they came with the first sync"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "told"),
+    [
+        ("module", "module", ("2.weight",)),
+        ("optimizer", "optimizer", ("state.1.momentum_buffer",)),
+        ("rate", "optimizer", ("param_groups.0.lr",)),
+        ("scheduler", "scheduler", ("gamma",)),
+        ("extra", "extra", ("ema.n_averaged",)),
+    ],
+)
+def test_every_rank_is_told_what_differs_and_on_whom(
+    results: list[dict[str, Any]], name: str, part: str, told: tuple[str, ...]
+) -> None:
+    for result in results:
+        level = result[name]["level"]
+        assert (level.differing, level.names) == ({part: (1,)}, {part: told})
+        assert not level.is_level
+        assert result[f"{name} repaired"]["level"].is_level
+
+
+def test_ranks_that_hold_other_tensors_altogether_are_told_apart_without_a_hang(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["more"]["level"].differing == {"extra": (1,)}
+        assert result["more"]["level"].names == {}
+
+
+def test_buffers_may_differ(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["buffers"]["level"].differing == {"buffers": (1,)}
+        assert result["buffers"]["level"].is_level
+
+
+def test_differences_are_logged_as_errors_on_every_rank(results: list[dict[str, Any]], folder: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        text = (folder / f"log{rank}").read_text()
+        assert "ERROR:torchelastic.model_state:after the sync at step 3: module differs on rank 1 (2.weight)" in text
+
+
+def test_who_wants_an_error_gets_it_on_every_rank(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "module differs on rank 2 (0.weight)" in result["raised"]
+
+
+def test_a_step_that_stands_on_ranks_that_failed_at_different_places_leaves_them_level(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        stands = result["after a step that stands"]
+        assert stands["standing"] is Standing.UNCOMMITTED
+        assert (stands["step"], stands["rate"], stands["averaged"]) == (1, pytest.approx(0.09), 1)
+        assert stands["level"].is_level
+
+
+def test_gradients_are_exchanged_at_the_end_of_an_accumulation_only(results: list[dict[str, Any]]) -> None:
+    (one, one_all), (other, other_all), _ = (result["gradients"] for result in results)
+    assert not torch.equal(one, other)
+    assert torch.equal(one_all, other_all)
+
+
+def test_alone_there_is_nothing_to_exchange() -> None:
+    state = make_state(seed=0)
+    state.sync()
+    with state.no_sync():
+        state.model(torch.randn(8, 40)).sum().backward()
+    assert layer(state, 0).weight.grad is not None

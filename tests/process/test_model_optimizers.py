@@ -1,0 +1,318 @@
+"""Several optimizers in one state: what a step that fails between them leaves, what is saved, what is refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchelastic
+from tests.process.test_model_state import assert_same, picture
+from torchelastic.model.optimizers import Counts
+from torchelastic.rendezvous.records import Standing
+
+
+class Pair(torch.nn.Module):
+    """Two nets, as a generator and a discriminator are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.second(self.first(inputs))
+        return outputs
+
+
+OptimizerOf = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def make_state(as_a: type = dict, make: OptimizerOf = sgd, **options: Any) -> torchelastic.ModelState:
+    torch.manual_seed(0)
+    module = Pair()
+    first, second = make(module.first.parameters()), make(module.second.parameters())
+    optimizers: Any = {"first": first, "second": second} if as_a is dict else as_a([first, second])
+    state = torchelastic.ModelState(module, optimizers, **options)
+    state.sync()
+    return state
+
+
+def optimizers_of(state: torchelastic.ModelState) -> list[torch.optim.Optimizer]:
+    given = state.optimizer
+    return list(given.values()) if isinstance(given, dict) else list(given)
+
+
+def standing_of(state: torchelastic.ModelState) -> Standing:
+    return state.standing
+
+
+def backward(state: torchelastic.ModelState) -> None:
+    for optimizer in optimizers_of(state):
+        optimizer.zero_grad()
+    state.model(torch.randn(5, 4)).square().mean().backward()
+
+
+def attempt(state: torchelastic.ModelState, order: str, *, commit: bool = True) -> Any:
+    """One train step in which the optimizers step in this order, a digit each; returns its snapshot."""
+    snapshot = state.snapshot()
+    for digit in order:
+        backward(state)
+        optimizers_of(state)[int(digit)].step()
+    if commit:
+        state.commit()
+    return snapshot
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("order", ["0", "1", "00"])
+@pytest.mark.parametrize("warm", [0, 2])
+def test_a_step_that_fails_between_two_optimizers_leaves_no_trace(make: OptimizerOf, order: str, warm: int) -> None:
+    state = make_state(make=make)
+    for _ in range(warm):
+        attempt(state, "01")
+    before = picture(state)
+    state.apply(attempt(state, order, commit=False))
+    assert state.standing is Standing.WHOLE
+    assert_same(before, picture(state))
+    assert all(parameter.grad is None for parameter in state.module.parameters())
+
+
+def test_an_optimizer_that_evaluates_in_its_step_is_undone_too() -> None:
+    state = make_state(make=lambda parameters: torch.optim.LBFGS(parameters, max_iter=3))
+
+    def closure() -> torch.Tensor:
+        state.module.zero_grad()
+        loss: torch.Tensor = state.model(torch.ones(5, 4)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        return loss
+
+    for _ in range(2):
+        state.snapshot()
+        state.optimizer["first"].step(closure)
+        state.optimizer["second"].step(closure)
+        state.commit()
+    before = picture(state)
+    snapshot = state.snapshot()
+    state.optimizer["first"].step(closure)
+    state.apply(snapshot)
+    assert state.standing is Standing.WHOLE
+    assert_same(before, picture(state))
+
+
+def test_the_step_repeated_after_a_failure_between_two_optimizers_has_the_same_bits() -> None:
+    once, twice = make_state(make=adam), make_state(make=adam)
+    for state in (once, twice):
+        torch.manual_seed(5)
+        attempt(state, "01")
+        if state is twice:
+            state.apply(attempt(state, "0", commit=False))
+        attempt(state, "01")
+    assert_same(picture(once), picture(twice))
+
+
+def test_a_step_is_complete_only_when_all_that_usually_step_have_stepped() -> None:
+    state = make_state()
+    state.apply(attempt(state, "01", commit=False))
+    assert standing_of(state) is Standing.UNCOMMITTED
+    state.sync()
+    assert (state.step, state.standing) == (1, Standing.WHOLE)
+    attempt(state, "0001")  # three critic steps for one of the generator
+    before = picture(state)
+    state.apply(attempt(state, "001", commit=False))
+    assert standing_of(state) is Standing.WHOLE, "one more was to come, so all was copied and is undone"
+    assert_same(before, picture(state))
+    state.apply(attempt(state, "0001", commit=False))
+    assert standing_of(state) is Standing.UNCOMMITTED
+
+
+def test_a_step_in_which_one_of_them_rests_is_never_taken_for_a_complete_one() -> None:
+    state = make_state()
+    for order in ("0", "0", "01", "0"):  # a generator that steps now and then
+        attempt(state, order)
+        before = picture(state)
+        state.apply(attempt(state, "0", commit=False))
+        assert state.standing is Standing.WHOLE, "it might have been a step of both, and half of it is missing"
+        assert_same(before, picture(state))
+
+
+def test_a_failure_inside_the_last_optimizer_is_torn() -> None:
+    state = make_state()
+
+    def explode(*_: Any) -> None:
+        raise RuntimeError("inside the optimizer")
+
+    snapshot = attempt(state, "0", commit=False)
+    state.optimizer["second"].register_step_pre_hook(explode)
+    backward(state)
+    with pytest.raises(RuntimeError, match="inside"):
+        state.optimizer["second"].step()
+    state.apply(snapshot)
+    assert state.standing is Standing.TORN
+
+
+def test_one_optimizer_that_steps_once_is_never_copied() -> None:
+    module = torch.nn.Linear(4, 2)
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state.sync()
+    for _ in range(2):
+        state.snapshot()
+        state.model(torch.randn(3, 4)).sum().backward()
+        state.optimizer.step()
+        state.commit()
+    assert not state._optimizers._kept
+
+
+def test_full_snapshots_need_no_copies_of_single_optimizers() -> None:
+    state = make_state(snapshot="full")
+    attempt(state, "01")
+    before = picture(state)
+    state.apply(attempt(state, "01", commit=False))
+    assert_same(before, picture(state))
+    assert not state._optimizers._kept
+
+
+def test_how_often_optimizers_step_is_sent_along_with_the_state() -> None:
+    state, newcomer = make_state(), make_state()
+    attempt(state, "001")
+    newcomer.load_state_dict(state.state_dict(), with_random=False)
+    newcomer.apply(attempt(newcomer, "01", commit=False))
+    assert newcomer.standing is Standing.WHOLE, "a newcomer that took this for complete would be a step apart"
+
+
+@pytest.mark.parametrize(
+    ("begun", "done", "usual", "complete", "more_after_first"),
+    [
+        ((0,), (0,), (1,), False, False),
+        ((1,), (1,), (1,), True, False),
+        ((1,), (0,), (1,), False, False),
+        ((0, 0), (0, 0), (1, 1), False, True),
+        ((0, 1), (0, 1), (1, 1), False, False),
+        ((1, 1), (1, 1), (1, 1), True, False),
+        ((1, 0), (1, 0), (3, 1), False, True),
+        ((4, 1), (4, 1), (3, 1), False, False),
+    ],
+)
+def test_counts_decide(
+    begun: tuple[int, ...], done: tuple[int, ...], usual: tuple[int, ...], complete: bool, more_after_first: bool
+) -> None:
+    counts = Counts(begun, done, usual)
+    assert counts.are_complete is complete
+    assert counts.more_to_come(0) is more_after_first
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_a", [list, tuple, dict])
+def test_what_is_saved_of_several_is_what_is_loaded(as_a: type) -> None:
+    state, other = make_state(as_a, adam), make_state(as_a, adam)
+    for _ in range(2):
+        attempt(state, "01")
+    stream = io.BytesIO()
+    state.save(stream)
+    stream.seek(0)
+    other.load(stream)
+    assert type(state.optimizer) is as_a, "the user's own"
+    assert_same(picture(state), picture(other))
+    torch.manual_seed(1)
+    attempt(state, "01")
+    torch.manual_seed(1)
+    attempt(other, "01")
+    assert_same(picture(state), picture(other))
+
+
+def test_a_checkpoint_from_before_there_were_several_is_loaded() -> None:
+    module = torch.nn.Linear(4, 2)
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+    old = state.state_dict()
+    del old["optimizer_steps"]
+    old["optimizer"]["param_groups"][0]["lr"] = 0.5
+    stream = io.BytesIO()
+    torch.save(old, stream)
+    stream.seek(0)
+    state.load(stream)
+    assert state.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_the_state_of_other_optimizers_is_refused_by_name() -> None:
+    single = make_state(dict).optimizer["first"].state_dict()
+    state = make_state(dict)
+    with pytest.raises(ValueError, match="first, second was expected, and this one has param_groups, state"):
+        state.load_state_dict({**state.state_dict(), "optimizer": single})
+
+
+def test_several_schedulers_are_undone_and_saved() -> None:
+    state = make_state()
+    schedulers = {
+        name: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
+        for (name, optimizer), gamma in zip(state.optimizer.items(), (0.5, 0.1), strict=True)
+    }
+    state = torchelastic.ModelState(state.module, state.optimizer, scheduler=schedulers)
+    state.sync()
+    attempt(state, "01")
+    before = picture(state)
+    snapshot = attempt(state, "0", commit=False)
+    for scheduler in schedulers.values():
+        scheduler.step()
+    assert state.scheduler["first"].get_last_lr() != before["scheduler"]["first"]["_last_lr"]
+    state.apply(snapshot)
+    assert_same(before, picture(state))
+    assert [optimizer.param_groups[0]["lr"] for optimizer in state.optimizer.values()] == [0.1, 0.1]
+
+
+def test_a_state_with_several_pickles_and_still_knows_where_a_step_failed() -> None:
+    state = make_state()
+    attempt(state, "01")
+    copy = pickle.loads(pickle.dumps(state))
+    before = picture(copy)
+    copy.apply(attempt(copy, "0", commit=False))
+    assert copy.standing is Standing.WHOLE
+    assert_same(before, picture(copy))
+
+
+@pytest.mark.parametrize("optimizer", [[], {}, [3], {"first": object()}])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match="optimizer"):
+        torchelastic.ModelState(torch.nn.Linear(2, 2), optimizer)
+
+
+# --- a sync that fails after it has brought this process level --------------------------------------------------------
+
+
+def test_a_sync_that_fails_after_the_state_has_come_leaves_that_state_whole() -> None:
+    state, source = make_state(), make_state()
+    for _ in range(3):
+        attempt(source, "01")
+    snapshot = state.snapshot()  # what the train loop takes before it forms a group
+    state.load_state_dict(source.state_dict(), with_random=False)
+    state.apply(snapshot)  # a peer was lost at the very end of the sync
+    assert (state.step, state.standing) == (3, Standing.WHOLE)
+    assert_same(source.module.state_dict(), state.module.state_dict())
+
+
+def test_a_sync_that_fails_after_a_step_was_found_to_stand_does_not_bring_its_number_back() -> None:
+    state = make_state()
+    state.apply(attempt(state, "01", commit=False))
+    snapshot = state.snapshot()
+
+    def explode(_change: object) -> None:
+        raise RuntimeError("at the very end of the sync")
+
+    state._world._before = 7
+    state.on_world_change(explode)
+    with pytest.raises(RuntimeError, match="very end"):
+        state.sync()
+    state.apply(snapshot)
+    assert (state.step, state.standing) == (1, Standing.WHOLE), "its weights are those after the step"

@@ -1,0 +1,200 @@
+"""Objects with a state of their own in `extra`: a GradScaler, an EMA, a user's class, undone, saved and loaded."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import torchelastic
+from tests.process.test_model_state import assert_same, picture
+from torchelastic.model.registered import SMALL_BYTES
+from torchelastic.rendezvous.records import Standing
+
+
+class Tally:
+    """A user's own; its state is a reference to what it works on, as careless classes have it."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.sums = torch.zeros(3)
+
+    def add(self, value: int) -> None:
+        self.seen.append(value)
+        self.sums += value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.sums = state["seen"], state["sums"]
+
+
+def make_ema(module: torch.nn.Module) -> AveragedModel:
+    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def make_state(width: int = 4, optimizers: int = 1, snapshot: str = "commit") -> torchelastic.ModelState:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))
+    chosen: Any = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in module][:optimizers]
+    extra = {
+        "tally": Tally(),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+        "ema": make_ema(module),
+        "note": "plain",
+    }
+    state = torchelastic.ModelState(module, chosen if optimizers > 1 else chosen[0], extra=extra, snapshot=snapshot)
+    state.sync()
+    return state
+
+
+def optimizers_of(state: torchelastic.ModelState) -> list[torch.optim.Optimizer]:
+    return state.optimizer if isinstance(state.optimizer, list) else [state.optimizer]
+
+
+def one_step(state: torchelastic.ModelState) -> None:
+    scaler = state.extra["scaler"]
+    state.module.zero_grad()
+    scaler.scale(state.model(torch.randn(6, 4)).square().mean()).backward()
+    for optimizer in optimizers_of(state):
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+    state.extra["ema"].update_parameters(state.module)
+    state.extra["tally"].add(state.step)
+
+
+def committed(state: torchelastic.ModelState, steps: int) -> torchelastic.ModelState:
+    for _ in range(steps):
+        state.snapshot()
+        one_step(state)
+        state.commit()
+    return state
+
+
+WIDE = SMALL_BYTES // 16  # its EMA is larger than what is copied
+
+
+def test_the_wide_ones_ema_is_not_copied_before_a_step_and_the_narrow_ones_is() -> None:
+    assert set(make_state(4).snapshot().extra.states) == {"tally", "scaler", "ema"}
+    assert set(make_state(WIDE).snapshot().extra.states) == {"tally", "scaler"}
+
+
+def test_an_object_that_grows_is_not_copied_from_then_on() -> None:
+    state = make_state()
+    state.extra["tally"].sums = torch.zeros(SMALL_BYTES)
+    assert "tally" not in state.snapshot().extra.states
+    state.extra["tally"].sums = torch.zeros(1)
+    assert "tally" not in state.snapshot().extra.states
+    state.sync()
+    assert "tally" in state.snapshot().extra.states
+
+
+@pytest.mark.parametrize("width", [4, WIDE])
+@pytest.mark.parametrize("where", ["backward", "unscaled"])
+def test_a_step_that_fails_before_the_optimizer_leaves_the_objects_as_they_were(width: int, where: str) -> None:
+    state = committed(make_state(width), 3)
+    objects, before = dict(state.extra), picture(state)
+    snapshot = state.snapshot()
+    scaler = state.extra["scaler"]
+    scaler.scale(state.model(torch.randn(6, 4)).square().mean()).backward()
+    state.extra["tally"].add(99)
+    state.extra["note"] = "changed"
+    del state.extra["scaler"]
+    if where == "unscaled":
+        scaler.unscale_(state.optimizer)
+    state.apply(snapshot)
+    assert_same(before, picture(state))
+    assert list(state.extra) == list(objects)
+    assert all(state.extra[name] is value for name, value in objects.items() if name != "note")
+    state.extra["tally"].add(98)
+    state.apply(snapshot)
+    assert_same(before, picture(state))
+    one_step(state)  # a scaler that had not forgotten that it has unscaled would refuse
+
+
+@pytest.mark.parametrize("width", [4, WIDE])
+@pytest.mark.parametrize("snapshot", ["commit", "full"])
+def test_a_repeated_step_has_the_same_bits_in_the_objects_too(width: int, snapshot: str) -> None:
+    once, twice = make_state(width, snapshot=snapshot), make_state(width, snapshot=snapshot)
+    torch.manual_seed(5)
+    committed(once, 3)
+    torch.manual_seed(5)
+    committed(twice, 2)
+    begun = twice.snapshot()
+    if snapshot == "full":
+        one_step(twice)
+    else:
+        twice.extra["scaler"].scale(twice.model(torch.randn(6, 4)).square().mean()).backward()
+    twice.apply(begun)
+    committed(twice, 1)
+    assert_same(picture(once), picture(twice))
+
+
+@pytest.mark.parametrize("width", [4, WIDE])
+def test_an_ema_updated_between_two_optimizers_is_undone_with_the_first(width: int) -> None:
+    state = committed(make_state(width, optimizers=2), 2)
+    before = picture(state)
+    for _ in range(2):  # the second time the copies of the first are used again
+        snapshot = state.snapshot()
+        state.model(torch.randn(6, 4)).square().mean().backward()
+        state.optimizer[0].step()
+        state.extra["ema"].update_parameters(state.module)
+        state.apply(snapshot)
+        assert state.standing is Standing.WHOLE
+        assert_same(before, picture(state))
+
+
+def test_what_is_saved_of_objects_is_loaded_into_the_objects_that_are_there() -> None:
+    state = committed(make_state(), 3)
+    stream = io.BytesIO()
+    state.save(stream)
+    stream.seek(0)
+    other = make_state()
+    objects = dict(other.extra)
+    other.load(stream)
+    assert_same(picture(state), picture(other))
+    assert all(other.extra[name] is objects[name] for name in ("tally", "scaler", "ema"))
+    assert other.extra["scaler"].get_scale() == 2048.0, "it grew after two good steps"
+    torch.manual_seed(1)
+    committed(state, 2)
+    torch.manual_seed(1)
+    committed(other, 2)
+    assert_same(picture(state), picture(other))
+
+
+def test_a_checkpoint_without_an_object_leaves_it_as_built_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    state = make_state()
+    tree = state.state_dict()
+    del tree["extra"]["ema"]
+    other = make_state()
+    other.load_state_dict(tree)
+    assert isinstance(other.extra["ema"], AveragedModel)
+    assert "nothing for ema" in caplog.text
+
+
+def test_an_infinite_gradient_skips_the_optimizer_and_a_later_failure_still_has_no_trace() -> None:
+    state = committed(make_state(), 1)
+    before = picture(state)
+    snapshot = state.snapshot()
+    scaler = state.extra["scaler"]
+    scaler.scale(state.model(torch.randn(6, 4)).square().mean() * torch.inf).backward()
+    scaler.step(state.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    state.apply(snapshot)
+    assert_same(before, picture(state))
+
+
+def test_a_state_with_objects_pickles() -> None:
+    state = committed(make_state(), 2)
+    state.extra["ema"] = AveragedModel(state.module)  # torch's own rule of averaging does not pickle
+    copy = pickle.loads(pickle.dumps(state))
+    assert_same(picture(state), picture(copy))
+    committed(copy, 1)
+    assert copy.extra["tally"].seen == [0, 1, 2]

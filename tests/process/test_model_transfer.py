@@ -1,0 +1,80 @@
+"""A state moves between three real processes, whole, in large and small pieces, and to those only that lack it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchelastic.model import transfer
+from torchelastic.model.snapshot import copied
+
+SOURCE, WORLD_SIZE = 1, 3
+
+
+def tree(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    large = torch.randn(300, 500, generator=generator)
+    return {
+        "large": large,
+        "small": [torch.randn(3, generator=generator), torch.tensor(seed), torch.empty(0)],
+        "other type": {"large": large.double(), "small": torch.ones(2, dtype=torch.float64) * seed},
+        "turned": torch.randn(400, 300, generator=generator).t(),
+        "pixels": torch.randn(8, 4, 64, 64, generator=generator).to(memory_format=torch.channels_last),
+        "small again": torch.randn(5, generator=generator),
+        "plain": (seed, "words", None, 2.5),
+    }
+
+
+def member(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+    where: dict[str, Any] = {"source": SOURCE, "rank": rank, "world_size": WORLD_SIZE, "device": torch.device("cpu")}
+    mine = tree(seed=rank)
+    received = [transfer.bring_level(mine, stale=stale, **where) for stale in ([2], [0, 2])]
+    torch.save({"mine": mine, "received": received}, f"{folder}/{rank}.pt")
+    dist.barrier()
+
+
+def assert_same(left: Any, right: Any) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def test_what_is_received_is_what_the_source_has(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    members = [context.Process(target=member, args=(rank, str(tmp_path))) for rank in range(WORLD_SIZE)]
+    for process in members:
+        process.start()
+    for process in members:
+        process.join(60)
+        assert process.exitcode == 0
+    told = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+    expected = tree(seed=SOURCE)
+    plain = expected.pop("plain")
+    for rank, one in enumerate(told):
+        assert_same(
+            {k: v for k, v in one["mine"].items() if k != "plain"},
+            {k: v for k, v in tree(seed=rank).items() if k != "plain"},
+        )  # what a receiver holds stays whole
+        for received, stale in zip(one["received"], ([2], [0, 2]), strict=True):
+            if rank not in stale:
+                assert received is None
+                continue
+            assert received.pop("plain") == plain
+            assert_same(received, expected)
+
+
+def test_a_copy_of_a_state_shares_nothing_that_can_change() -> None:
+    flat: dict[str, Any] = {"epoch": 1, "name": "a"}
+    nested: dict[str, Any] = {"epoch": 1, "left": [1, 2], "weights": torch.ones(2)}
+    for state in (flat, nested):
+        copy = copied(state)
+        assert copy is not state
+        assert copy.keys() == state.keys()
+    copy = copied(nested)
+    copy["left"].append(3)
+    copy["weights"].zero_()
+    assert nested["left"] == [1, 2]
+    assert nested["weights"].sum() == 2

@@ -1,0 +1,192 @@
+"""What follows a change of the number of workers: callbacks, learning rates, micro batches."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import torchelastic
+from torchelastic.model.world_change import (
+    WorldChange,
+    WorldWatch,
+    accumulation_steps,
+    keep_global_batch,
+    learning_rate_factor,
+    scale_learning_rate,
+)
+
+
+def changes(*sizes: int) -> list[WorldChange]:
+    return [WorldChange(before, now, 0) for before, now in zip((0, *sizes), sizes, strict=False)]
+
+
+def test_callbacks_hear_of_the_first_group_and_of_other_sizes_and_of_nothing_else() -> None:
+    heard: list[WorldChange] = []
+    watch = WorldWatch()
+    watch.add(heard.append)
+    for size, rank in [(3, 1), (3, 0), (2, 0), (3, 2)]:
+        watch.tell(size, rank)
+    assert heard == [WorldChange(0, 3, 1), WorldChange(3, 2, 0), WorldChange(2, 3, 2)]
+
+
+def test_what_a_callback_raises_is_raised_and_the_change_is_told_again() -> None:
+    heard: list[int] = []
+
+    def fail_once(change: WorldChange) -> None:
+        heard.append(change.now)
+        if len(heard) == 1:
+            raise ValueError("the user's")
+
+    watch = WorldWatch()
+    watch.add(fail_once)
+    with pytest.raises(ValueError, match="the user's"):
+        watch.tell(2, 0)
+    watch.tell(2, 0)
+    assert heard == [2, 2]
+
+
+def test_a_state_tells_its_callbacks_at_the_end_of_a_sync() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    heard: list[WorldChange] = []
+    assert state.on_world_change(heard.append) == heard.append
+    state.sync()
+    state.sync()
+    assert heard == [WorldChange(0, 1, 0)]
+
+
+# --- learning rate ----------------------------------------------------------------------------------------------------
+
+
+class LearningRates:
+    """The learning rates with which an optimizer really stepped; the gradient is 1 and there is no momentum."""
+
+    def __init__(self, **options: Any) -> None:
+        self.parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.optimizer = torch.optim.SGD([self.parameter], **{"lr": 0.5, **options})
+
+    def step(self) -> float:
+        before = self.parameter.item()
+        self.parameter.grad = torch.ones_like(self.parameter)
+        self.optimizer.step()
+        return before - self.parameter.item()
+
+
+@pytest.mark.parametrize(("rule", "factors"), [("linear", [0.5, 1.0, 2.0]), ("sqrt", [0.5**0.5, 1.0, 2.0**0.5])])
+def test_the_rate_follows_the_number_of_workers_and_does_not_compound(rule: str, factors: list[float]) -> None:
+    rates = LearningRates()
+    scale = scale_learning_rate(rates.optimizer, rule=rule, base_world_size=2)
+    for change, factor in zip(changes(1, 2, 4), factors, strict=True):
+        scale(change)
+        scale(change)
+        assert rates.step() == pytest.approx(0.5 * factor)
+        assert rates.step() == pytest.approx(0.5 * factor)
+        assert rates.optimizer.param_groups[0]["lr"] == 0.5, "what is saved and sent stays unscaled"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    ],
+)
+def test_it_works_with_schedulers_that_multiply_and_with_those_that_set(make: Any) -> None:
+    rates = LearningRates()
+    scheduler = make(rates.optimizer)
+    scale = scale_learning_rate(rates.optimizer, base_world_size=1)
+    for number, change in enumerate(changes(1, 4, 2)):
+        scale(change)
+        assert rates.step() == pytest.approx(0.5 * 0.5**number * change.now)
+        scheduler.step()
+
+
+def test_a_rate_that_is_a_tensor_is_scaled_and_stays_the_same_tensor() -> None:
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    rates = LearningRates(lr=rate)
+    scale_learning_rate(rates.optimizer, base_world_size=1)(WorldChange(0, 3, 0))
+    assert rates.step() == pytest.approx(1.5)
+    assert rates.optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.5
+
+
+def test_a_failure_inside_the_optimizer_and_a_newcomer_change_nothing() -> None:
+    rates, newcomer = LearningRates(), LearningRates(lr=9.0)
+    states = []
+    for one in (rates, newcomer):
+        module = torch.nn.Module()
+        module.register_parameter("parameter", one.parameter)
+        states.append(torchelastic.ModelState(module, one.optimizer, snapshot="full"))
+        states[-1].on_world_change(scale_learning_rate(one.optimizer, base_world_size=2))
+        states[-1].sync()
+    snapshot = states[0].snapshot()
+
+    def explode(*_: Any) -> None:
+        raise RuntimeError("inside the optimizer")
+
+    handle = rates.optimizer.register_step_pre_hook(explode)
+    with pytest.raises(RuntimeError, match="inside"):
+        rates.step()
+    assert rates.optimizer.param_groups[0]["lr"] == 0.25, "it failed while the rate was scaled"
+    handle.remove()
+    states[0].apply(snapshot)
+    assert rates.step() == 0.25
+    states[1].load_state_dict(states[0].state_dict())
+    assert newcomer.step() == 0.25
+
+
+def test_several_optimizers_are_scaled_each() -> None:
+    one, two = LearningRates(), LearningRates(lr=2.0)
+    scale = scale_learning_rate({"one": one.optimizer, "two": two.optimizer}, base_world_size=1)
+    scale(WorldChange(0, 2, 0))
+    assert (one.step(), two.step(), scale.factor) == (1.0, 4.0, 2.0)
+
+
+@pytest.mark.parametrize("options", [{"rule": "cubic", "base_world_size": 1}, {"base_world_size": 0}])
+def test_rules_that_make_no_sense_are_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"rule|world_size"):
+        scale_learning_rate(LearningRates().optimizer, **options)
+
+
+def test_the_factor_is_one_at_the_base() -> None:
+    assert {learning_rate_factor(rule, 7, 7) for rule in ("linear", "sqrt")} == {1.0}
+
+
+# --- global batch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(1, 8), (2, 4), (3, 3), (4, 2), (5, 2), (6, 1), (8, 1), (100, 1)])
+def test_micro_batches_make_up_the_global_batch_as_nearly_as_possible(world_size: int, steps: int) -> None:
+    assert accumulation_steps(256, 32, world_size) == steps
+
+
+def test_the_number_of_micro_batches_follows_the_group_and_an_inexact_one_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = keep_global_batch(24, 4)
+    assert (batch.steps, batch.samples) == (6, 24)
+    batch(WorldChange(0, 3, 1))
+    assert (batch.steps, batch.samples) == (2, 24)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    batch(WorldChange(3, 4, 1))
+    assert (batch.steps, batch.samples) == (2, 32)
+    assert "cannot make a global batch of 24" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0)])
+def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="sizes start at 1"):
+        keep_global_batch(*sizes)
+
+
+def test_callbacks_survive_pickling_with_their_state() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = torchelastic.ModelState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = keep_global_batch(8, 1)
+    state.on_world_change(batch)
+    state.sync()
+    copy = pickle.loads(pickle.dumps(state))
+    assert copy._world._callbacks[0].steps == batch.steps == 8

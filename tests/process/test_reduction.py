@@ -1,0 +1,130 @@
+"""A peer that dies between two buckets spoils no gradient: all buckets are taken back, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchelastic
+from tests.process.pairs import dies_at_reduction, survivor_of
+from torchelastic.model import wrapping
+from torchelastic.model.reduction import Reduction
+
+WIDTH = 640  # a layer is larger than DDP's first bucket
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def backward(model: torch.nn.Module, rank: int) -> None:
+    torch.manual_seed(10 + rank)
+    loss = model(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()
+
+
+def survivor(_folder: Path) -> dict[str, Any]:
+    alone = make_model()
+    backward(alone, rank=0)
+    model = make_model()
+    reduction = Reduction(model, sampler=None)
+    reduction.world_size = 2
+    wrapped = wrapping.wrap(model, reduction.hook)
+    reduction.begin_step()
+    error = ""
+    try:
+        backward(wrapped, rank=0)
+    except RuntimeError as raised:
+        error = str(raised)
+    first_bucket_done = reduction._running[0][0].is_success()
+    untouched = all(torch.equal(*pair) for pair in zip(gradients(model), gradients(alone), strict=True))
+    sums = reduction.take(samples=4)
+    assert sums is not None
+    return {
+        "error": error,
+        "first bucket done": first_bucket_done,
+        "buckets": len(reduction._running),
+        "untouched": untouched,
+        "sums": all(torch.equal(s, 4 * g) for s, g in zip(sums, gradients(alone), strict=True) if s is not None),
+        "taken off": gradients(model) == [],
+    }
+
+
+def victim(_folder: Path) -> None:
+    model = make_model()
+    reduction = Reduction(model, sampler=None)
+    reduction.world_size = 2
+    wrapped = wrapping.wrap(model, reduction.hook)
+    dies_at_reduction(2)
+    backward(wrapped, rank=1)
+
+
+def test_a_peer_that_dies_between_two_buckets_spoils_no_gradient(tmp_path: Path) -> None:
+    found = survivor_of(tmp_path, survivor, victim)
+    assert found.pop("error")
+    assert found.pop("buckets") >= 2
+    assert found == {"first bucket done": True, "untouched": True, "sums": True, "taken off": True}
+
+
+def test_what_was_brought_is_added_to_what_is_reduced(tmp_path: Path) -> None:
+    """A group of one: 3 samples brought, 1 computed."""
+
+    class Sampler:
+        weight = 1 / 4
+
+        class Share:
+            global_samples = 4
+
+        pending = (Share,)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = make_model()
+        backward(model, rank=0)
+        mean_of_three = gradients(model)
+        model.zero_grad(set_to_none=True)
+        backward(model, rank=1)
+        mean_of_one = gradients(model)
+        model.zero_grad(set_to_none=True)
+        reduction = Reduction(model, Sampler())
+        reduction.bring([3 * gradient for gradient in mean_of_three])
+        backward(wrapping.wrap(model, reduction.hook), rank=1)
+        for found, three, one in zip(gradients(model), mean_of_three, mean_of_one, strict=True):
+            torch.testing.assert_close(found, 0.75 * three + 0.25 * one)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_padding_that_overflows_counts_nothing_all_the_same(tmp_path: Path) -> None:
+    class Padding:
+        weight = 0.0
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = make_model()
+        reduction = Reduction(model, Padding())
+        wrapped = wrapping.wrap(model, reduction.hook)
+        (wrapped(torch.full((2, WIDTH), 1e30)) * 1e30).sum().backward()
+        assert reduction._done == 1
+        assert all(not gradient.any() for gradient in gradients(model))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_skips_its_reduction_is_named_before_it_changes_its_weights() -> None:
+    reduction = Reduction(make_model(), sampler=None)
+    reduction.check_reduced(rank=1)  # nothing is usual yet
+    reduction._begun = reduction._done = 1
+    reduction.commit()
+    reduction.begin_step()
+    with pytest.raises(torchelastic.RetryableException, match="rank 1 steps its optimizer without"):
+        reduction.check_reduced(rank=1)

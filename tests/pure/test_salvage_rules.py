@@ -1,0 +1,66 @@
+"""The decision about a step that is attempted again: nothing counts twice, nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.model.salvage import second_deals
+from torchelastic.model.step_salvage import check_mode
+
+UNITS = 12
+
+
+@given(
+    kept=st.lists(st.frozensets(st.integers(0, UNITS - 1)), min_size=1, max_size=5),
+    present=st.integers(1, UNITS),
+    mode=st.sampled_from(["drop", "recompute"]),
+)
+def test_each_unit_counts_once(kept: list[frozenset[int]], present: int, mode: str) -> None:
+    kept = [units & frozenset(range(present)) for units in kept]
+    deals = second_deals(kept, range(present), mode)
+    if not any(kept):
+        assert deals == ()
+        return
+    carried = [unit for deal in deals for unit in deal.carried]
+    computed = [unit for deal in deals for unit in deal.compute]
+    postponed = deals[0].postponed
+    assert sorted([*carried, *computed, *postponed]) == list(range(present))
+    assert carried, "something was kept, and nothing of it counts"
+    assert all(deal.postponed == postponed for deal in deals), "all ranks must agree on what comes later"
+    for deal, units in zip(deals, kept, strict=True):
+        assert deal.carried in ((), tuple(sorted(units))), "sums cannot be taken apart"
+    assert not (computed if mode == "drop" else postponed)
+
+
+def test_of_two_who_kept_the_same_who_has_more_counts() -> None:
+    deals = second_deals([{0, 1}, {1, 2, 3}], range(4), "recompute")
+    assert [deal.carried for deal in deals] == [(), (1, 2, 3)]
+    assert [deal.compute for deal in deals] == [(0,), ()]
+
+
+def test_a_newcomer_takes_its_part_of_what_was_lost() -> None:
+    deals = second_deals([{0, 1, 2, 3}, set()], range(8), "recompute")
+    assert [deal.compute for deal in deals] == [(4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "shards", "words"),
+    [
+        ("dorp", None, "discard, drop, recompute"),
+        ("drop", None, "ElasticBatchSampler"),
+        ("discard", 4, "ElasticBatchSampler"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(mode: str, shards: int | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_mode(mode, None, shards)
+
+
+def test_drop_and_logical_shards_contradict_each_other() -> None:
+    class Sampler:
+        def deal_again(self) -> None: ...
+
+    with pytest.raises(ValueError, match="'discard' or 'recompute'"):
+        check_mode("drop", Sampler(), 4)

@@ -1,0 +1,255 @@
+"""The optimizers of one train step: how far each of them had come when the step failed, and what undoes that.
+
+A step in which one optimizer steps once needs no copy: before it nothing has changed, after it the step is complete.
+Where several steps belong to one train step (a discriminator's, then a generator's), a failure between them would leave
+the state half-way on every worker at once. So what all but the last of them change is copied just before, into memory
+that is kept from step to step.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchelastic.model.several import Several
+
+
+class Progress(enum.Enum):
+    """How far the optimizers of a train step have come."""
+
+    UNTOUCHED = "no optimizer has begun"
+    UNDOABLE = "some have begun, and a copy of what they have changed is there"
+    COMPLETE = "all that step in a train step have stepped"
+    TORN = "weights are half-way, and no copy is there"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Steps of each optimizer: in this train step, and in the fullest one so far. Pure.
+
+    Attributes:
+        begun: in this train step.
+        done: in this train step.
+        usual: the most in any committed train step; one at first.
+    """
+
+    begun: tuple[int, ...]
+    done: tuple[int, ...]
+    usual: tuple[int, ...]
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether everything has stepped as often as it ever does in a train step."""
+        return self.begun == self.done == self.usual
+
+    def more_to_come(self, number: int) -> bool:
+        """Whether other steps follow when this optimizer begins its next one."""
+        following = [count + (1 if other == number else 0) for other, count in enumerate(self.begun)]
+        return any(count < usual for count, usual in zip(following, self.usual, strict=True))
+
+
+@dataclass
+class _Kept:
+    """What one optimizer changes, as it was; tensors are reused from step to step."""
+
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
+
+
+class Optimizers:
+    """One optimizer, or several, as `ModelState` needs them.
+
+    Args:
+        given: one `torch.optim.Optimizer`, or a list, a tuple or a dict of them.
+        copy_others: called before the first step that is copied; copies what else the user's code may change between
+            two optimizers. None: nothing is ever copied, because whole snapshots are taken.
+        before_first: called before the first step of a train step; what it raises fails the train step untouched.
+
+    Raises:
+        ValueError: something else was given.
+    """
+
+    def __init__(
+        self, given: Any, copy_others: Callable[[], None] | None, before_first: Callable[[], None] | None = None
+    ) -> None:
+        self._several = Several("optimizer", given)
+        self.objects: Sequence[torch.optim.Optimizer] = self._several.objects
+        self._copy_others, self._before_first = copy_others, before_first
+        size = len(self.objects)
+        self._begun, self._done, self._usual = [0] * size, [0] * size, [1] * size
+        self._kept: dict[int, _Kept] = {}
+        self._copied: set[int] = set()
+        self._is_uncovered = False
+        self._watch()
+
+    # --- a train step -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A train step begins."""
+        size = len(self.objects)
+        self._begun, self._done = [0] * size, [0] * size
+        self._copied = set()
+        self._is_uncovered = False
+
+    def commit(self) -> None:
+        """The train step has succeeded: what it did is what one can be expected to do."""
+        self._usual = [max(pair) for pair in zip(self._usual, self._done, strict=True)]
+
+    @property
+    def counts(self) -> Counts:
+        """The counts of this train step."""
+        return Counts(tuple(self._begun), tuple(self._done), tuple(self._usual))
+
+    @property
+    def progress(self) -> Progress:
+        """How far this train step has come."""
+        if not any(self._begun):
+            return Progress.UNTOUCHED
+        if self.counts.are_complete:
+            return Progress.COMPLETE
+        return Progress.TORN if self._is_uncovered else Progress.UNDOABLE
+
+    def undo(self) -> None:
+        """Put back what was copied; only in the state UNDOABLE."""
+        assert self.progress is Progress.UNDOABLE
+        for number in self._copied:
+            _put_back(self.objects[number], self._kept[number])
+        self.begin()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.objects:
+            optimizer.zero_grad(set_to_none=True)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def usual(self) -> list[int]:
+        """Steps of each in a train step; sent to newcomers, who have seen none."""
+        return list(self._usual)
+
+    @usual.setter
+    def usual(self, value: Sequence[int]) -> None:
+        if len(value) == len(self.objects):
+            self._usual = [int(count) for count in value]
+
+    def hyperparameters(self) -> tuple[tuple[dict[str, Any], ...], ...]:
+        """The settings of each parameter group of each optimizer; the lists of parameters are the very same objects."""
+        return tuple(tuple(_settings(group) for group in optimizer.param_groups) for optimizer in self.objects)
+
+    def restore_hyperparameters(self, values: tuple[tuple[dict[str, Any], ...], ...]) -> None:
+        """Go back to what `hyperparameters` returned."""
+        for optimizer, groups in zip(self.objects, values, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(_settings(settings))
+
+    def settings(self) -> list[list[dict[str, Any]]]:
+        """The hyperparameters alone, without the parameters: to be sent."""
+        groups = [[dict(group) for group in optimizer.param_groups] for optimizer in self.objects]
+        return [[{k: v for k, v in group.items() if k != "params"} for group in one] for one in groups]
+
+    def load_settings(self, settings: Sequence[Sequence[dict[str, Any]]]) -> None:
+        """The inverse of `settings`."""
+        for optimizer, groups in zip(self.objects, settings, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)
+
+    def state_dict(self) -> Any:
+        """That of the single optimizer, or a dict by name; the tensors are not copied."""
+        return self._several.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """The inverse. Raises ValueError if the state is of other optimizers."""
+        self._several.load_state_dict(state)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for number, optimizer in enumerate(self.objects):
+            optimizer.register_step_pre_hook(_Call(self._begins, number))
+            optimizer.register_step_post_hook(_Call(self._ends, number))
+
+    def _begins(self, number: int) -> None:
+        if self._before_first is not None and not any(self._begun):
+            self._before_first()
+        if number not in self._copied:
+            if self._copy_others is not None and self.counts.more_to_come(number):
+                if not self._copied:
+                    self._copy_others()
+                _copy_into(self.objects[number], self._kept.setdefault(number, _Kept()))
+                self._copied.add(number)
+            else:
+                self._is_uncovered = True
+        self._begun[number] += 1
+
+    def _ends(self, number: int) -> None:
+        self._done[number] += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}, "_copied": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch()  # a pickled optimizer has lost its hooks
+
+
+class _Call:
+    """A hook that knows the number of its optimizer."""
+
+    def __init__(self, function: Callable[[int], None], number: int) -> None:
+        self._function, self._number = function, number
+
+    def __call__(self, *_: Any) -> None:
+        self._function(self._number)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    values = dict(group)
+    if isinstance(values.get("lr"), torch.Tensor):
+        values["lr"] = values["lr"].clone()  # the scheduler changes it in place
+    return values
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def _copy_into(optimizer: torch.optim.Optimizer, kept: _Kept) -> None:
+    present = _parameters(optimizer)
+    if len(kept.parameters) != len(present):
+        kept.parameters = [torch.empty_like(parameter) for parameter in present]
+    for copied, parameter in zip(kept.parameters, present, strict=True):
+        copied.copy_(parameter)
+    before, kept.state = kept.state, {}
+    for parameter, values in optimizer.state.items():
+        old = before.get(parameter, {})
+        kept.state[parameter] = {name: _copied(value, old.get(name)) for name, value in values.items()}
+
+
+@torch.no_grad()
+def _put_back(optimizer: torch.optim.Optimizer, kept: _Kept) -> None:
+    for copied, parameter in zip(kept.parameters, _parameters(optimizer), strict=True):
+        parameter.copy_(copied)
+    state = {
+        parameter: {
+            name: _copied(value, optimizer.state.get(parameter, {}).get(name)) for name, value in values.items()
+        }
+        for parameter, values in kept.state.items()
+    }
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of an optimizer's value, in a tensor that is there already if one fits."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if isinstance(into, torch.Tensor) and into is not value and (into.shape, into.dtype) == (value.shape, value.dtype):
+        return into.copy_(value)
+    return value.detach().clone()

@@ -1,0 +1,130 @@
+"""How gradients become those of the global batch: DDP's communication hook, which spoils nothing when a peer dies.
+
+DDP copies each gradient into its bucket and takes the bucket's result back when the whole backward pass is over. So a
+rank's own gradients are there until then, and the hook sees to it that either all buckets have succeeded or none is
+taken back: the results are handed out by the last bucket, after it has waited for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from torchelastic.coordinator import RetryableException
+from torchelastic.model.carry import Sums, added, summed
+
+
+class Reduction:
+    """The weighted sum of gradients over the ranks, and the local ones for as long as it has not succeeded.
+
+    Args:
+        module: the plain module.
+        sampler: an `ElasticBatchSampler`, which knows how many samples are whose, or anything else.
+
+    Attributes:
+        world_size: of the present group.
+    """
+
+    def __init__(self, module: torch.nn.Module, sampler: Any) -> None:
+        self.world_size = 1
+        self._module, self._sampler = module, sampler
+        self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self._brought: Sums | None = None
+        self._begun = self._done = 0
+        self._usual: int | None = None
+
+    @property
+    def weight(self) -> float:
+        """The share of this rank's mean gradient in the global one."""
+        return float(getattr(self._sampler, "weight", 1.0 / self.world_size))
+
+    @property
+    def has_local(self) -> bool:
+        """Whether the parameters hold this rank's own gradients: its backward pass was over, the reduction was not."""
+        return self._begun == 1 and not self._done
+
+    def begin_step(self) -> None:
+        """A step (or another attempt at one) begins."""
+        self._running.clear()
+        self._begun = self._done = 0
+
+    def bring(self, sums: Sums | None) -> None:
+        """Add these sums over samples to what this rank contributes, until the next call."""
+        self._brought = sums
+
+    def take(self, samples: int) -> Sums | None:
+        """Take the gradients off the parameters, after a step has failed, as sums; with those that were brought.
+
+        Args:
+            samples: how many of this rank's samples they are the mean over; 0 for padding.
+
+        Returns:
+            None: there are none of this rank alone, because its backward pass was not over, or was reduced already.
+        """
+        brought, self._brought = self._brought, None
+        if self._begun == 0:
+            return brought
+        if not self.has_local:
+            return None  # of several reductions in one step some are done: what is there is mixed
+        if samples == 0:
+            return brought
+        sums = summed(self._parameters(), samples)
+        return sums if brought is None else added(sums, brought)
+
+    def commit(self) -> None:
+        """The step has succeeded."""
+        self._usual = self._done
+        self._brought = None
+
+    def check_reduced(self, rank: int) -> None:
+        """Asked before the optimizer steps; RetryableException where this rank, other than usual, reduced nothing."""
+        if self._usual and self._begun == 0:
+            raise RetryableException(
+                f"rank {rank} steps its optimizer without having reduced gradients, as it did in the step before: it "
+                "has skipped backward() (of `state.model`'s output), for which the other ranks wait"
+            )
+
+    def hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Reduce one bucket; registered with `DistributedDataParallel.register_comm_hook`."""
+        weight = self.weight
+        # padding may overflow in half precision, and 0 times infinity is no 0
+        buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()
+        if self._brought is not None:
+            self._add_brought(bucket, self._brought)
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._running.append((work, buffer, result))
+        if bucket.is_last():
+            self._hand_out()
+        return result
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def _add_brought(self, bucket: GradBucket, brought: Sums) -> None:
+        scale = 1.0 / self._sampler.pending[0].global_samples
+        of = {id(parameter): extra for parameter, extra in zip(self._parameters(), brought, strict=True)}
+        for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            extra = of[id(parameter)]
+            if extra is not None:
+                view.add_(extra, alpha=scale)
+
+    def _hand_out(self) -> None:
+        self._begun += 1
+        for work, buffer, _ in self._running:
+            work.wait()
+            if buffer.is_cuda:
+                torch.cuda.current_stream().synchronize()  # NCCL's wait is the stream's, and knows of no failure
+                if not work.is_success():
+                    raise RuntimeError("the reduction of gradients was aborted")
+        for _, buffer, result in self._running:
+            result.set_result(buffer)
+        self._running.clear()
+        self._done += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": [], "_brought": None}  # of a step under way

@@ -1,0 +1,243 @@
+"""Logical shards: gradients that have the same bits for any number of workers.
+
+A global batch is cut into a fixed number of shards. Each shard goes through the model by itself, with random numbers
+that depend on (seed, step, shard) alone; the shards' gradients are summed along one fixed binary tree. Which worker
+computes which shard does not matter then. (Idea: EasyScale, SC'23.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchelastic.coordinator import NonRetryableException
+from torchelastic.model import tree_sum
+from torchelastic.model.tree_sum import Node
+
+#: Elements of each node that travel in one message: bounds the memory that the exchange takes.
+CHUNK_ELEMENTS = 1 << 20
+#: What is summed, one flat tensor for each type.
+Flat = dict[torch.dtype, torch.Tensor]
+Nodes = dict[Node, Flat]
+
+
+class LogicalShards:
+    """Collects the gradients of one step shard by shard and sums them over all workers; used on the training thread.
+
+    Args:
+        module: the plain module.
+        shards: how many a global batch has.
+    """
+
+    def __init__(self, module: torch.nn.Module, shards: int) -> None:
+        self.shards = shards
+        self._module = module
+        self._nodes: Nodes = {}
+        self._is_summed = False
+        self._buffers: list[torch.Tensor] = []
+
+    def begin_step(self) -> None:
+        """A step (or another attempt at one) begins."""
+        self._is_summed = False
+        self._buffers = []
+
+    def bring(self, nodes: Nodes | None) -> None:
+        """Let these nodes count as computed."""
+        self._nodes = {} if nodes is None else nodes
+
+    def take(self) -> Nodes | None:
+        """Take what has been computed so far, after a step has failed."""
+        nodes, self._nodes = self._nodes, {}
+        return nodes or None
+
+    def commit(self) -> None:
+        """The step has succeeded."""
+        self._nodes = {}
+
+    def check_reduced(self, _rank: int) -> None:
+        """Asked before the optimizer steps; NonRetryableException where the shards were not gone through."""
+        if not self._is_summed:
+            raise NonRetryableException(
+                f"ModelState(logical_shards={self.shards}) needs the step's forward and backward passes inside "
+                "`for batch in state.shards(loader):`, gone through to its end before optimizer.step()"
+            )
+
+    def each(
+        self, batch: Any, units: Sequence[tuple[int, int]], empty: Collection[int], samples: int, seed: int, step: int
+    ) -> Iterator[Any]:
+        """Yield the shards of this rank's batch one by one, and sum up when the last one has been used.
+
+        Args:
+            batch: this rank's shards, one behind the other, as the loader made it.
+            units: number and samples of each shard that is this rank's and has any.
+            empty: shards of the step that have no samples.
+            samples: of the step, over all ranks.
+            seed: of the run.
+            step: committed steps.
+        """
+        self._buffers = [buffer.clone() for buffer in self._module.buffers()]
+        parts = split_batch(batch, [size for _, size in units]) if units else []  # it may be padding
+        for (shard, size), part in zip(units, parts, strict=True):
+            torch.manual_seed(shard_seed(seed, step, shard))
+            self._module.zero_grad(set_to_none=True)
+            self._reset_buffers()
+            yield part
+            tree_sum.put(self._nodes, (0, shard), self._flat(size / samples), self.shards, _added)
+        self._sum_up(empty)
+        torch.manual_seed(shard_seed(seed, step, self.shards))  # for what else the step draws
+
+    def _reset_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self._module.buffers(), self._buffers, strict=True):
+                buffer.copy_(value)
+
+    def _slots(self) -> list[torch.Tensor]:
+        """What is summed: gradients, and the buffers, which become the mean over the shards (running statistics)."""
+        wanted = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
+        return gradients + [b if b.is_floating_point() else b.double() for b in self._module.buffers()]
+
+    def _flat(self, weight: float) -> Flat:
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for slot in self._slots():
+            by_type.setdefault(slot.dtype, []).append(slot.detach().reshape(-1))
+        return {dtype: torch.cat(parts).mul_(weight) for dtype, parts in by_type.items()}
+
+    def _sum_up(self, empty: Collection[int]) -> None:
+        targets = list(self._targets())
+        sizes: dict[torch.dtype, int] = {}
+        for like, dtype, _ in targets:
+            sizes[dtype] = sizes.get(dtype, 0) + like.numel()
+        device = targets[0][0].device if targets else torch.device("cpu")
+        sums = sum_over_ranks(self._nodes, self.shards, empty, sizes, device)
+        offsets = dict.fromkeys(sizes, 0)
+        with torch.no_grad():
+            for like, dtype, take in targets:
+                start = offsets[dtype]
+                offsets[dtype] += like.numel()
+                take(sums[dtype][start : start + like.numel()].view(like.shape))
+        self._is_summed = True
+
+    def _targets(self) -> Iterator[tuple[torch.Tensor, torch.dtype, Callable[[torch.Tensor], Any]]]:
+        """For each slot of `_slots`: what it looks like, the type in which it is summed, what takes the sum."""
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                yield parameter, parameter.dtype, partial(setattr, parameter, "grad")
+        for buffer in self._module.buffers():
+            dtype = buffer.dtype if buffer.is_floating_point() else torch.float64
+            yield buffer, dtype, partial(_fill_buffer, buffer)
+
+
+def shard_seed(seed: int, step: int, shard: int) -> int:
+    """The seed of one shard of one step, 0 to 2**32 - 1 (torch's CPU generator uses no more). Pure."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{shard}".encode(), digest_size=4, person=b"torchelastic").digest()
+    return int.from_bytes(digest, "little")
+
+
+def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut what a loader made into consecutive parts of these many samples.
+
+    Tensors are cut along their first dimension and copied, so that a part's place in memory does not depend on who
+    computes it; dicts, tuples and lists of tensors are gone through; a list with one entry for each sample is cut.
+
+    Raises:
+        TypeError: something in it is none of these, or has another number of samples.
+    """
+    total = sum(sizes)
+    if isinstance(batch, torch.Tensor) and batch.dim() and batch.shape[0] == total:
+        return [part.clone() for part in torch.split(batch, list(sizes))]
+    if isinstance(batch, dict):
+        columns = {key: split_batch(value, sizes) for key, value in batch.items()}
+        return [{key: parts[number] for key, parts in columns.items()} for number in range(len(sizes))]
+    if isinstance(batch, (tuple, list)) and batch and all(isinstance(v, (torch.Tensor, dict)) for v in batch):
+        rows = list(zip(*(split_batch(value, sizes) for value in batch), strict=True))
+        named = hasattr(batch, "_fields")
+        return [type(batch)(*row) if named else type(batch)(row) for row in rows]
+    if isinstance(batch, (tuple, list)) and len(batch) == total:
+        ends = torch.tensor(list(sizes)).cumsum(0).tolist()
+        return [batch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    raise TypeError(
+        f"state.shards cannot cut a {type(batch).__name__} into shards of {total} samples altogether: have the "
+        "loader make tensors with the samples along the first dimension, or dicts, tuples or lists of them"
+    )
+
+
+def sum_over_ranks(
+    nodes: Nodes, leaves: int, empty: Collection[int], sizes: dict[torch.dtype, int], device: torch.device
+) -> Flat:
+    """Sum what all ranks hold along the tree; called on every rank of the default group, if there is one.
+
+    Every rank receives every other one's nodes: at most 2 log2(leaves) times the gradient from each, about one to two
+    where the shards are dealt out evenly. In messages of at most `CHUNK_ELEMENTS` elements per node.
+
+    Args:
+        nodes: of this rank; together the ranks' cover every leaf once, but for the empty ones. They are left as they
+            are.
+        leaves: of the tree.
+        empty: leaves that count as nothing; the same on all ranks.
+        sizes: elements of the result, by type; the same on all ranks.
+        device: where messages must lie.
+
+    Raises:
+        RuntimeError: a peer is lost.
+        ValueError: a leaf is missing, or there twice.
+    """
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    mine = sorted(nodes)
+    everyones = _gather_names(mine, leaves, world_size, device)
+    rows = max(len(names) for names in everyones)
+    result: Flat = {}
+    for dtype, size in sizes.items():
+        result[dtype] = torch.zeros(size, dtype=dtype, device=device)
+        for start in range(0, size, CHUNK_ELEMENTS):
+            stop = min(start + CHUNK_ELEMENTS, size)
+            part = torch.zeros(rows, stop - start, dtype=dtype, device=device)
+            for row, node in enumerate(mine):
+                part[row] = nodes[node][dtype][start:stop]
+            gathered = part
+            if world_size > 1:
+                gathered = torch.empty(world_size * rows, stop - start, dtype=dtype, device=device)
+                dist.all_gather_into_tensor(gathered, part)
+            values = gathered.view(world_size, rows, stop - start)
+            known: list[tuple[Node, Any]] = [((0, leaf), None) for leaf in empty]
+            known += [
+                (node, values[rank, row]) for rank, names in enumerate(everyones) for row, node in enumerate(names)
+            ]
+            whole = tree_sum.total(known, leaves, _sum_of_known)
+            if whole is not None:
+                result[dtype][start:stop] = whole
+    return result
+
+
+def _gather_names(mine: Sequence[Node], leaves: int, world_size: int, device: torch.device) -> list[list[Node]]:
+    """Which nodes each rank holds."""
+    names = torch.full((leaves, 2), -1, dtype=torch.int64)
+    for row, node in enumerate(mine):
+        names[row] = torch.tensor(node)
+    names = names.to(device)
+    gathered = [names]
+    if world_size > 1:
+        gathered = [torch.empty_like(names) for _ in range(world_size)]
+        dist.all_gather(gathered, names)
+    return [[(row[0], row[1]) for row in rank.tolist() if row[0] >= 0] for rank in gathered]
+
+
+def _fill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    buffer.copy_(value if buffer.dtype == value.dtype else value.round())
+
+
+def _sum_of_known(left: Any, right: Any) -> Any:
+    if left is None or right is None:  # an empty leaf
+        return right if left is None else left
+    return left.add_(right)
+
+
+def _added(left: Flat, right: Flat) -> Flat:
+    for dtype, flat in left.items():
+        flat.add_(right[dtype])
+    return left

@@ -1,0 +1,171 @@
+"""What one rank keeps of a failed step, and how the next group agrees on who brings and who computes what."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchelastic.metrics import publish_metric
+from torchelastic.model import random_state
+from torchelastic.model.carry import Carry
+from torchelastic.model.reduction import Reduction
+from torchelastic.model.salvage import MODES, second_deals
+from torchelastic.model.shards import LogicalShards
+from torchelastic.model.tree_sum import leaves_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchelastic.data.shares import SecondDeal
+
+log = logging.getLogger(__name__)
+
+
+class Salvaged(NamedTuple):
+    """What became of the last step that was salvaged: counts of units (samples, or logical shards) over all ranks."""
+
+    step: int
+    kept: int
+    recomputed: int
+    postponed: int
+
+
+class StepSalvage:
+    """One per `ModelState`; used on the training thread.
+
+    Args:
+        mode: "discard", "drop" or "recompute".
+        gradients: where the step's gradients are.
+        sampler: an `ElasticBatchSampler`; unused with "discard".
+
+    Attributes:
+        last: see `Salvaged`; None while no step was salvaged.
+    """
+
+    def __init__(self, mode: str, gradients: Reduction | LogicalShards, sampler: Any) -> None:
+        self.mode = mode
+        self.last: Salvaged | None = None
+        self._gradients, self._sampler = gradients, sampler
+        self._carry: Carry[Any] | None = None
+        self._is_brought = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank brings gradients to the step that comes."""
+        return self._is_brought
+
+    def keep(self, step: int, buffers: Sequence[torch.Tensor]) -> None:
+        """A step has failed before the optimizer began: keep what this rank has computed of it, and had kept before.
+
+        Called before anything is rolled back; takes the gradients off the parameters.
+        """
+        if self.mode == "discard" or (self._carry is not None and not self._is_brought):
+            return  # or: nothing was computed since, because no group was formed
+        before = self._carry if self._is_brought else None
+        self._carry, self._is_brought = None, False
+        pending = self._sampler.pending
+        if len(pending) > 1:
+            log.info("step %d drew several global batches: it is repeated as a whole", step)
+            return
+        units: frozenset[int] = frozenset() if before is None else before.units
+        if isinstance(self._gradients, LogicalShards):
+            gradients: Any = self._gradients.take()
+            units = leaves_of(gradients or {}, self._gradients.shards) & frozenset(self._sampler.present_units)
+        else:
+            if self._gradients.has_local and pending:
+                units |= frozenset(unit for unit, _ in self._sampler.pending_units())
+            gradients = self._gradients.take(pending[0].local_samples if pending else 0)
+        if not gradients or not units:
+            return
+        if before is None:
+            self._carry = Carry(step, units, gradients, tuple(b.clone() for b in buffers), random_state.capture())
+        else:  # the second attempt was at a part of the samples only
+            self._carry = replace(before, units=units, gradients=gradients)
+
+    def offer(self, step: int) -> int:
+        """How many units this rank could bring to a step."""
+        return len(self._carry.units) if self._carry is not None and self._carry.step == step else 0
+
+    def settle(self, offers: Sequence[int], step: int, rank: int, device: torch.device) -> None:
+        """Agree on the second attempt; called on every rank of a new group, when all are level.
+
+        Args:
+            offers: by rank, what `offer` gave; 0 for those that had to be brought level, whose carry is void.
+            step: committed steps.
+            rank: of this process.
+            device: where messages must lie.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        carry, self._carry, self._is_brought = self._carry, None, False
+        self._gradients.bring(None)
+        if not any(offers):
+            return
+        mine = carry.units if carry is not None and offers[rank] else frozenset()
+        kept = _gather_units(mine, self._sampler.units, len(offers), device)
+        present = self._sampler.present_units
+        deals = second_deals(kept, present, self.mode)
+        self._sampler.deal_again(deals[rank])
+        self.last = _summary(step, deals, present)
+        log.info(
+            "step %d: the gradients of %d of %d %s are kept, %d are computed anew, %d count later in the epoch", step,
+            self.last.kept, len(present), "shards" if isinstance(self._gradients, LogicalShards) else "samples",
+            self.last.recomputed, self.last.postponed,
+        )  # fmt: skip
+        for name in ("kept", "recomputed", "postponed"):
+            publish_metric("torchelastic", f"salvage.{name}", getattr(self.last, name))
+        # until the step commits the carry stays, for a third attempt
+        self._carry = carry if deals[rank].carried else None
+        self._is_brought = self._carry is not None
+        if self._carry is not None:
+            self._gradients.bring(self._carry.gradients)
+
+    def commit(self, buffers: Sequence[torch.Tensor]) -> None:
+        """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
+        carry, is_brought = self._carry, self._is_brought
+        self._carry, self._is_brought = None, False
+        self._gradients.commit()
+        if carry is None or not is_brought or isinstance(self._gradients, LogicalShards):
+            return
+        with torch.no_grad():
+            for buffer, value in zip(buffers, carry.buffers, strict=True):
+                buffer.copy_(value)
+        random_state.restore(carry.random)
+
+
+def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:
+    """Raise ValueError for what does not go together."""
+    if mode not in MODES:
+        raise ValueError(f"salvage={mode!r} is not one of {', '.join(MODES)}")
+    if (mode != "discard" or logical_shards is not None) and not hasattr(sampler, "deal_again"):
+        what = f"salvage={mode!r}" if logical_shards is None else f"logical_shards={logical_shards}"
+        raise ValueError(
+            f"{what} needs ModelState(..., sampler=ElasticBatchSampler(...)): it knows which samples a step has"
+        )
+    if mode == "drop" and logical_shards is not None:
+        raise ValueError(
+            "salvage='drop' changes what a step is trained on, so logical_shards could not give the same bits: use "
+            "'discard' or 'recompute' with them"
+        )
+
+
+def _summary(step: int, deals: Sequence[SecondDeal], present: Sequence[int]) -> Salvaged:
+    there = frozenset(present)
+    kept = sum(len(there.intersection(deal.carried)) for deal in deals)
+    return Salvaged(step, kept, sum(len(deal.compute) for deal in deals), len(deals[0].postponed))
+
+
+def _gather_units(mine: frozenset[int], units: int, world_size: int, device: torch.device) -> list[frozenset[int]]:
+    mask = torch.zeros(units, dtype=torch.uint8)
+    mask[sorted(mine)] = 1
+    mask = mask.to(device)
+    gathered = [mask]
+    if world_size > 1:
+        gathered = [torch.empty_like(mask) for _ in range(world_size)]
+        dist.all_gather(gathered, mask)
+    return [frozenset(one.nonzero().flatten().tolist()) for one in gathered]
