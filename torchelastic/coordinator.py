@@ -49,7 +49,7 @@ class Coordinator(ABC):
         """Leave the present group, wait for the next one; returns (store, rank, world_size).
 
         Raises:
-            StopException: the run is closed.
+            StopException: the run is closed, or this worker was asked to leave it.
             NonRetryableException: no group can be had (a time-out, for example).
         """
 
@@ -100,6 +100,13 @@ class Coordinator(ABC):
     def nobody_has_progress(self) -> bool | None:
         """Whether the new group has only fresh or unusable states, so that a checkpoint is wanted. None: not known."""
         return None
+
+    def leaves_last(self) -> bool:
+        """After StopException: whether this worker leaves a run that cannot go on without newcomers.
+
+        True on one worker at most, one whose state is the best there is: it saves a checkpoint before it goes.
+        """
+        return False
 
     def save_together(self, due: bool, rank: int, save: Callable[[], None]) -> None:
         """Let rank 0 run `save` if it finds it `due`; the others go on only when it is durable.

@@ -126,8 +126,8 @@ class TrainLoop:
                     if not step.has_committed() or self._must_leave_group(step):
                         break
                 _publish_duration("inner_train_loop", formed_s)
-        except StopException:
-            log.info("the run is closed")
+        except StopException as stop:
+            log.info("the run is closed for this worker: %s", stop)
         except GeneratorExit:
             if step is not None and step.committed and _is_left_on_purpose(sys._getframe(1)):
                 self.coordinator.signal_training_done()
@@ -144,6 +144,8 @@ class TrainLoop:
             _, self.rank, world_size = self.coordinator.rendezvous_barrier()
             self.coordinator.init_process_group()
         except StopException:
+            if self._manager is not None and self.coordinator.leaves_last():
+                self._save(self._manager)
             raise
         except Exception as error:  # noqa: BLE001 - sorted by type in _failed
             self._failed(error)  # there was no group yet, so there is nothing to undo
@@ -195,15 +197,14 @@ class TrainLoop:
         if manager is None:
             return
         due = self.coordinator.should_save_checkpoint() or self.state.should_save_checkpoint(self.rank)
+        self.coordinator.save_together(due, self.rank, lambda: self._save(manager))
 
-        def save() -> None:
-            try:
-                checkpoints.save(manager, self.state)
-            except (OSError, RuntimeError):
-                # the disk may be full: the last checkpoint stands, and the step that was trained stays trained
-                log.exception("could not save a checkpoint; training goes on, the one before stays the latest")
-
-        self.coordinator.save_together(due, self.rank, save)
+    def _save(self, manager: checkpoints.CheckpointManager) -> None:
+        try:
+            checkpoints.save(manager, self.state)
+        except (OSError, RuntimeError):
+            # the disk may be full: the last checkpoint stands, and the step that was trained stays trained
+            log.exception("could not save a checkpoint; training goes on, the one before stays the latest")
 
     # --- failures -----------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_everywhere_and_is_started_again_does_not_wait_fo
     for agent, number in zip(job.agents, (signal.SIGTERM, signal.SIGINT), strict=True):
         agent.send_signal(number)
     assert job.wait(30) == [128 + signal.SIGTERM, 128 + signal.SIGINT]
-    assert not job.of("finished"), "it was not stopped but done"
+    assert not job.final_weights(), "it was not stopped but done"
     last, state = records.rounds()[-1]
     assert state != "closed"
     started_s = time.monotonic()

@@ -44,6 +44,9 @@ def test_each_worker_killed_in_turn_costs_no_sample_and_no_newcomer_overwrites_t
     job.check_identity(finishers=3)
     assert {event["world"] for event in job.of("drawn")} == {2, 3}, "they went on as two, and were three again"
     assert len(job.of("started")) == 6
+    recoveries = [line for line in job.output().splitlines() if "recovered: " in line]
+    assert recoveries
+    assert all("has ended (fact)" in line for line in recoveries), recoveries
     assert job.of("saved")
     assert not job.of("loaded"), "a checkpoint was loaded over the state of survivors"
     ranks_zero = {event["round"]: event["pid"] for event in job.of("synced", rank=0)}

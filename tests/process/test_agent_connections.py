@@ -27,6 +27,7 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.declared: list[Member] = []
         self.withdrawn: list[str] = []
+        self.let_leave: list[int] = []
         self.metrics: list[tuple[int | None, list[Any]]] = []
         self.path = folder / "agent"
         self.connections = Connections(
@@ -39,6 +40,7 @@ class Host:
             withdraw=self.withdrawn.append,
             until_written=self._written,
             on_join=lambda _connection: None,
+            on_leave=self.let_leave.append,
             on_metrics=lambda rank, items: self.metrics.append((rank, items)),
         )
 
@@ -76,6 +78,9 @@ class Worker:
 
     def hang_up(self) -> None:
         self._writer.close()
+
+    def say_no_more(self) -> None:
+        self._writer.write_eof()
 
 
 def with_host(folder: Path, scenario: Scenario) -> None:
@@ -254,3 +259,63 @@ def test_while_the_store_is_being_found_workers_wait_and_a_refusal_reaches_them(
         await host.connections.stop()
 
     asyncio.run(run())
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+async def hear_fatal(worker: Worker) -> dict[str, Any]:
+    while True:
+        message = await worker.hear()
+        if message["op"] == "fatal":
+            return message
+
+
+def test_a_worker_in_a_group_that_is_to_leave_goes_when_the_next_round_is_there_without_it(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        worker.say(op="hello", pid=os.getpid(), local_rank=0)
+        join(worker)
+        name = (await worker.hear())["member"]
+        await until(lambda: len(host.declared) == 1)
+        host.connections.tell_round(Round(1, RoundState.RUNNING, (name, "x"), "h:1"))
+        assert host.connections.leave(name)
+        assert host.declared[-1].leaving
+        assert host.let_leave == [os.getpid()]
+        await worker.hear_of("leave")
+        join(worker)
+        await until(lambda: len(host.declared) == 3)
+        assert (host.declared[-1].ready_for, host.declared[-1].leaving) == (2, True)
+        host.connections.tell_round(Round(1, RoundState.GATHERING, (name, "x"), "h:1", leaving=(name,)))
+        assert host.withdrawn == []
+        host.connections.tell_round(Round(2, RoundState.RUNNING, ("x",), "h:1"))
+        assert (await hear_fatal(worker))["kind"] == "drained"
+        assert host.withdrawn == [name]
+        worker.say(op="done", step=8)  # it has left: nothing that it says counts any more
+        worker.say_no_more()
+        assert await worker.is_hung_up()
+        assert len(host.declared) == 3
+
+    with_host(tmp_path, scenario)
+
+
+def test_a_spare_that_asks_to_leave_goes_at_once_and_is_not_started_again(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        host.connections.tell_round(Round(1, RoundState.RUNNING, ("x",), "h:1"))
+        worker = await host.open()
+        worker.say(op="hello", pid=4711, local_rank=0)
+        join(worker)
+        worker.say(op="leave")
+        assert (await hear_fatal(worker))["kind"] == "drained"
+        assert host.let_leave == [4711]
+        assert len(host.withdrawn) == 1
+
+    with_host(tmp_path, scenario)
+
+
+def test_a_member_of_another_agent_cannot_be_told_to_leave(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        assert not host.connections.leave("h-0-other1")
+        assert host.declared == []
+
+    with_host(tmp_path, scenario)

@@ -172,6 +172,15 @@ def test_a_failure_while_gathering_breaks_the_round_so_that_all_hear_of_it() -> 
     assert leader.round.state is RoundState.BROKEN
 
 
+def test_the_next_round_says_whose_processes_have_ended_and_not_who_is_only_silent() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(ended("c"))
+    leader.hear(gone=("b",))
+    leader.hear(at_step(leader, "a", 5))
+    assert (leader.round.number, leader.round.roster) == (2, ("a",))
+    assert leader.round.lost == ("c",)
+
+
 def test_spares_over_the_maximum_raise_no_re_form_and_replace_the_lost() -> None:
     leader = running("a", "b", maximum=2).hear(member("spare", arrival=9)).wait(60.0)
     assert (leader.round.state, leader.round.waiting) == (RoundState.RUNNING, 0)
@@ -373,3 +382,139 @@ def test_a_text_for_people_does_not_list_thousands_of_names() -> None:
     names = tuple(f"m{number:05d}" for number in range(5000))
     leader = running(*names, maximum=5000).hear(gone=names[10:])
     assert "m00010, m00011, m00012 and 4987 more" in leader.round.because
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def leaves(leader: Leader, name: str) -> Member:
+    return replace(leader.view.members[name], leaving=True)
+
+
+def stop_in_order(leader: Leader, *names: str) -> Leader:
+    """These members stop at the agreed step, number 6, and ask for the next round."""
+    number = leader.round.number + 1
+    return leader.hear(*(at_step(leader, name, 6, failed=False, number=number) for name in names))
+
+
+def test_a_member_that_wants_to_leave_is_waited_for_and_left_out_of_the_next_round() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(leaves(leader, "b"))
+    assert (leader.round.state, leader.round.leaving) == (RoundState.GATHERING, ("b",))
+    assert "b asked to leave" in leader.round.because
+    stop_in_order(leader, "a", "c")
+    assert leader.round.number == 1, "b has yet to reach the step"
+    stop_in_order(leader, "b")
+    assert (leader.round.number, leader.round.roster, leader.round.leaving) == (2, ("a", "c"), ())
+    leader.hear(ended("b"))
+    assert leader.round.state is RoundState.RUNNING
+
+
+def test_the_first_rank_may_leave_too() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(leaves(leader, "a"))
+    stop_in_order(leader, "a", "b", "c")
+    assert (leader.round.roster, leader.round.step, leader.round.stale) == (("b", "c"), 6, ())
+
+
+def test_a_second_one_that_wants_to_leave_leaves_at_the_same_step() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(leaves(leader, "b")).hear(leaves(leader, "a"))
+    assert (leader.round.state, leader.round.leaving) == (RoundState.GATHERING, ("a", "b"))
+    stop_in_order(leader, "a", "b", "c")
+    assert leader.round.roster == ("c",)
+
+
+def test_one_that_has_stopped_and_then_wants_to_leave_costs_no_edition() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(leaves(leader, "b"))
+    stop_in_order(leader, "a", "b")
+    edition = leader.round.edition
+    leader.hear(leaves(leader, "a"))
+    assert leader.round.edition == edition
+    stop_in_order(leader, "c")
+    assert leader.round.roster == ("c",)
+
+
+def test_a_spare_takes_the_place_in_the_same_round_and_one_that_leaves_does_not() -> None:
+    leader = running("a", "b", maximum=2).hear(member("spare", arrival=7), member("goes", arrival=6, leaving=True))
+    leader.hear(leaves(leader, "a"))
+    assert leader.round.waiting == 1
+    stop_in_order(leader, "a", "b")
+    assert (leader.round.number, leader.round.roster) == (2, ("b", "spare"))
+
+
+def test_a_newcomer_that_is_asked_to_leave_stops_nobody() -> None:
+    leader = running("a").hear(member("c", arrival=7, leaving=True)).wait(10.0)
+    assert leader.round.state is RoundState.RUNNING
+
+
+def test_a_member_that_dies_on_its_way_out_breaks_the_round() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(leaves(leader, "b")).hear(ended("b"))
+    assert (leader.round.state, leader.round.leaving) == (RoundState.BROKEN, ())
+    leader.hear(at_step(leader, "a", 5), at_step(leader, "c", 5))
+    assert leader.round.roster == ("a", "c")
+
+
+def test_a_member_that_leaves_while_another_dies_is_left_out() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(leaves(leader, "b")).hear(ended("c"))
+    leader.hear(replace(at_step(leader, "a", 5)), replace(at_step(leader, "b", 5)))
+    assert leader.round.roster == ("a",)
+
+
+def test_who_leaves_with_the_only_best_state_hands_it_on_in_one_more_round() -> None:
+    leader = running("a", "b", "c")
+    leader.hear(leaves(leader, "b")).hear(ended("c"))
+    leader.hear(at_step(leader, "a", 5), at_step(leader, "b", 6))
+    assert (leader.round.number, leader.round.roster, leader.round.stale) == (2, ("b", "a"), (1,))
+    assert (leader.round.state, leader.round.leaving) == (RoundState.GATHERING, ("b",)), "and stops for it again"
+    leader.hear(at_step(leader, "a", 7, failed=False, number=3), at_step(leader, "b", 7, failed=False, number=3))
+    assert leader.round.roster == ("a",)
+
+
+def test_newcomers_are_given_the_state_by_a_group_of_which_all_leave() -> None:
+    leader = running("a", "b", maximum=2).hear(member("c", arrival=7), member("d", arrival=8))
+    leader.hear(leaves(leader, "a"), leaves(leader, "b"))
+    stop_in_order(leader, "a", "b")
+    assert (leader.round.roster, leader.round.stale) == (("a", "c"), (1,))
+    assert leader.round.leaving == ("a",)
+
+
+def test_below_the_minimum_who_leaves_is_free_to_go_and_the_others_wait_for_newcomers() -> None:
+    leader = running("a", "b", "c", minimum=3)
+    leader.hear(leaves(leader, "b"))
+    stop_in_order(leader, "a", "b", "c")
+    assert (leader.round.number, leader.round.state, leader.round.leaving) == (1, RoundState.BROKEN, ("b",))
+    assert "fewer than min_workers=3" in leader.round.because
+    leader.hear(ended("b")).wait(1e6)
+    assert leader.round.number == 1
+    leader.hear(member("d", arrival=9))
+    assert leader.round.roster == ("a", "c", "d")
+
+
+def test_who_was_told_to_go_is_no_source_for_a_newcomer_that_comes_at_that_moment() -> None:
+    leader = running("a")
+    leader.hear(leaves(leader, "a"))
+    stop_in_order(leader, "a")
+    assert leader.round.leaving == ("a",)
+    leader.hear(member("d", arrival=9))
+    assert leader.round.roster == ("d",)
+
+
+def test_when_all_leave_the_one_with_the_best_state_is_named_first_and_the_run_is_not_closed() -> None:
+    leader = running("a", "b")
+    leader.hear(leaves(leader, "a"), leaves(leader, "b"))
+    leader.hear(at_step(leader, "a", 5), at_step(leader, "b", 6))
+    assert (leader.round.state, leader.round.leaving) == (RoundState.BROKEN, ("b", "a"))
+    leader.hear(ended("a"), ended("b")).hear(member("x", arrival=9)).wait(30.0)
+    assert (leader.round.number, leader.round.roster) == (2, ("x",))
+
+
+def test_who_leaves_while_somebody_finishes_finishes_too() -> None:
+    leader = running("a", "b")
+    leader.hear(leaves(leader, "a")).hear(replace(leader.view.members["b"], done=1, step=9))
+    assert (leader.round.state, leader.round.leaving) == (RoundState.CLOSING, ())
+    leader.hear(replace(leader.view.members["a"], done=1, step=9))
+    assert leader.round.state is RoundState.CLOSED

@@ -22,11 +22,20 @@ from torchelastic.rendezvous.records import (
 names = st.text("abc-0123", min_size=1, max_size=12)
 
 
-@given(names, names, st.integers(0, 9), st.integers(0, 10**9), st.sampled_from(Standing), st.booleans(), st.booleans())
+@given(
+    names,
+    names,
+    st.integers(0, 9),
+    st.integers(0, 10**9),
+    st.sampled_from(Standing),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_member_survives_the_store(
-    name: str, host: str, ready_for: int, step: int, standing: Standing, failed: bool, departed: bool
+    name: str, host: str, ready_for: int, step: int, standing: Standing, failed: bool, departed: bool, leaving: bool
 ) -> None:
-    member = Member(name, host, "h:1", ready_for, step, standing, failed, 0, 2.5, departed, arrival=17)
+    member = Member(name, host, "h:1", ready_for, step, standing, failed, 0, 2.5, departed, leaving, arrival=17)
     assert decode_member(f"/x/members/{name}", encode_member(member), 17) == member
 
 
@@ -46,6 +55,7 @@ def test_a_round_survives_the_store(number: int, state: RoundState, roster: list
         ("d",),
         3,
         True,
+        tuple(roster[1:]),
     )
     assert decode_round("/x/round", encode_round(round_)) == round_
 
@@ -64,6 +74,7 @@ def test_a_round_survives_the_store(number: int, state: RoundState, roster: list
         encode_member(Member("a", "h")).replace(b'"step":0', b'"step":true'),
         encode_member(Member("a", "h")).replace(b'"step":0', b'"step":-1'),
         encode_member(Member("a", "h")).replace(b'"patience_s":15.0', b'"patience_s":NaN'),
+        encode_member(Member("a", "h", leaving=True)).replace(b'"leaving":true', b'"leaving":1'),
         encode_member(Member("a", "h" * 2000)),
         b" " * 2_000_000,
         b"[" * 100_000,
@@ -81,10 +92,13 @@ def test_garbage_in_the_store_is_refused_with_the_name_of_its_key(value: bytes) 
         ('"stale":[1]', '"stale":[2]'),
         ('"stale":[1]', '"stale":[true]'),
         ('"number":1', '"number":-1'),
+        ('"leaving":["b"]', '"leaving":["c"]'),
+        ('"leaving":["b"]', '"leaving":[1]'),
+        ('"leaving":["b"]', '"leaving":true'),
     ],
 )
 def test_a_round_that_cannot_be_is_refused_with_the_name_of_its_key(field: str, value: str) -> None:
-    good = encode_round(Round(1, RoundState.RUNNING, ("a", "b"), "h:1", stale=(1,)))
+    good = encode_round(Round(1, RoundState.RUNNING, ("a", "b"), "h:1", stale=(1,), leaving=("b",)))
     assert field.encode() in good
     with pytest.raises(RecordError, match="/x/round"):
         decode_round("/x/round", good.replace(field.encode(), value.encode()))
@@ -97,4 +111,5 @@ def test_the_largest_roster_fits_into_one_value_of_etcd() -> None:
 
 def test_keys_of_a_run_stand_below_its_root() -> None:
     keys = Keys("/t/run")
+    assert keys.drain_of(Member("m", "h")) == keys.drain_of_host("h") + "m" == "/t/run/drain/h/m"
     assert (keys.round, keys.leader, keys.member("m")) == ("/t/run/round", "/t/run/leader", "/t/run/members/m")

@@ -86,6 +86,18 @@ def test_faults_that_make_each_other_worse_break_no_promise(verbs: tuple[str, ..
     assert set(struck) == set(verbs)
 
 
+DRAINS = ("drain a worker", "drain a host", "ask in the store for a drain")
+
+
+def test_drains_alone_break_no_round_and_cost_no_step() -> None:
+    left = 0
+    for seed in range(100):
+        report = run_random(seed, hosts=3, nproc=2, events=3000, verbs=DRAINS)
+        left += report.left
+        assert (report.broken, report.repeated) == (0, 0), f"seed {seed}: {report}"
+    assert left > 500
+
+
 def test_equal_seeds_give_equal_histories() -> None:
     first, second = (run_random(7, events=3000, traced=True) for _ in range(2))
     assert first == second
@@ -129,6 +141,42 @@ def test_a_lost_worker_costs_four_round_trips_and_five_requests() -> None:
     form_s = Pace().form_s
     assert seconds == pytest.approx(4 * 2 * DELAY_S + form_s)
     assert requests == 5
+
+
+def test_a_drained_worker_costs_the_rest_of_a_step_and_three_round_trips_and_seven_requests() -> None:
+    """It says so, the others are asked to stop, all three ask, the next round runs; then it goes."""
+    requests, seconds = undisturbed(transition("a drain"))
+    assert requests == 7
+    step_s, form_s = 0.05, Pace().form_s
+    assert seconds <= 3 * 2 * DELAY_S + 2 * step_s + form_s
+
+
+def test_a_group_of_which_all_leave_is_over_and_its_run_is_not() -> None:
+    world = prepare(transition("a drain of all"), traced=True)
+    transition("a drain of all").begin(world)
+    run_while(world, lambda: any(world.workers))
+    assert world.invariants.latest.state is RoundState.BROKEN
+    assert world.invariants.latest.number == 1
+    assert (world.invariants.broken, world.invariants.left) == (0, 3)
+    require_liveness(world)
+
+
+def test_newcomers_get_the_state_from_a_group_of_which_all_leave() -> None:
+    world = World(4, Settings(2, 2, last_call_s=0.5, ttl_s=2.0), hosts=4, pace=Pace(step_s=0.1))
+    for place in world.places[:2]:
+        world.boot(place)
+    run_while(world, lambda: not trained(world, 1))
+    for place in world.places[2:]:
+        world.boot(place)  # spares
+    world.engine.run_until(world.engine.now_s + 2.0)
+    step = world.invariants.highest_step
+    for place in world.places[:2]:
+        world.drain_worker(place, place.workers[0])
+    run_while(world, lambda: world.invariants.left < 2)
+    run_while(world, lambda: not trained(world, 2))
+    assert world.invariants.latest.step > step
+    assert {worker.member.host for worker in world.workers} == {"host2", "host3"}
+    assert (world.invariants.broken, world.invariants.repeated) == (0, 0)
 
 
 def test_a_crashed_host_costs_its_time_to_live_and_a_few_round_trips_also_where_it_led() -> None:
@@ -285,7 +333,7 @@ def test_a_member_puts_once_and_hears_of_two_changes_however_many_there_are(memb
     assert (again.requests, again.other_events) == (members + 3, 2)
     assert again.leader_events <= members + 4
     assert first.other_events <= 2
-    assert first.requests <= 12 * (members + 1), "once in the life of an agent"
+    assert first.requests <= 14 * (members + 1), "once in the life of an agent"
 
 
 def test_the_round_of_ten_thousand_hosts_with_the_longest_names_fits_into_one_value() -> None:

@@ -16,6 +16,7 @@ from torchelastic.rendezvous.worker_rules import (
     is_granted,
     is_over_for,
     is_replaced,
+    may_go,
 )
 
 FIVE = Round(5, RoundState.RUNNING, ("a", "b"), "h:1", step=40)
@@ -101,3 +102,22 @@ def test_a_worker_leaves_before_it_must_not_commit_and_both_before_it_can_be_rep
     contact = Contact.at(100.0, orphan_timeout_s=300.0)
     assert 100.0 < contact.leave_at_s < contact.commit_until_s < 400.0
     assert Contact.at(100.0, math.inf) == Contact()
+
+
+@pytest.mark.parametrize(
+    ("known", "may"),
+    [
+        (None, True),
+        (NO_ROUND, True),
+        (replace(FIVE, roster=("x",)), True),
+        (replace(FIVE, roster=("x",), state=RoundState.BROKEN), True),
+        (replace(FIVE, roster=("x",), state=RoundState.GATHERING), False),  # it may just be taken in
+        (FIVE, False),
+        (replace(FIVE, state=RoundState.GATHERING, leaving=("a",)), False),
+        (replace(FIVE, state=RoundState.BROKEN), False),
+        (replace(FIVE, state=RoundState.BROKEN, leaving=("b",)), False),
+        (replace(FIVE, state=RoundState.BROKEN, leaving=("a", "b")), True),
+    ],
+)
+def test_who_leaves_and_waits_for_a_round_goes_when_that_costs_the_others_none(known: Round | None, may: bool) -> None:
+    assert may_go(replace(asking(known), leaving=True), known) == may

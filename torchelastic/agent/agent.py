@@ -27,6 +27,9 @@ from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
+#: Between SIGTERM and SIGKILL to a worker that did not end by itself.
+KILL_GRACE_S = 5.0
+
 
 @dataclass(frozen=True)
 class AgentOptions:
@@ -37,14 +40,14 @@ class AgentOptions:
         socket_path: where its workers connect.
         owner_pid: of a private agent: the process that it serves and ends with.
         metrics_address: (host, port) to serve Prometheus metrics at; port 0 takes any free one; None: not served.
-        term_grace_s: how long workers may take to end on SIGTERM.
+        term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM to this agent.
     """
 
     url: RendezvousUrl
     socket_path: Path
     owner_pid: int | None = None
     metrics_address: tuple[str, int] | None = None
-    term_grace_s: float = 5.0
+    term_grace_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Agent:
         self._metrics = MetricsRegistry()
         self._stop_metrics: Callable[[], None] | None = None
         self._stop_signal: int | None = None
+        self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
         self.metrics_port: int | None = None
 
@@ -128,6 +132,7 @@ class Agent:
             withdraw=lambda member_id: self.membership.withdraw(member_id),
             until_written=lambda: self.membership.until_written(),
             on_join=self._on_join,
+            on_leave=self._on_leave,
             on_metrics=self._on_metrics,
         )
         self.membership = Membership(
@@ -138,6 +143,7 @@ class Agent:
             agent_id=f"{host}-{incarnation}",
             on_round=self._on_round,
             on_contact=self._on_contact,
+            on_drain=self.connections.leave,
             clock=boot_time_s,
         )
         self.supervisor = (
@@ -186,9 +192,15 @@ class Agent:
         except ValueError as error:
             log.warning("a metric was refused: %s", error)
 
+    def _on_leave(self, pid: int) -> None:
+        if self.supervisor is not None:
+            self.supervisor.let_leave(pid)
+
     def _on_signal(self, number: int) -> None:
+        """SIGTERM once: the workers leave in order. A second one, or SIGINT: they are ended."""
+        is_first_term = number == signal.SIGTERM and self._stop_signal is None
         self._stop_signal = number
-        self._interrupted.set()
+        (self._draining if is_first_term else self._interrupted).set()
 
     def _on_join(self, connection: Connection) -> None:
         """A worker waits for a group: look at it again when its time is over."""
@@ -220,18 +232,27 @@ class Agent:
         """Serve the one process that has started this agent, and end with it."""
         assert self._options.owner_pid is not None
         owner = self._options.owner_pid
-        await _first_of(process_end(owner), self._interrupted.wait(), self.connections.emptied.wait())
+        await _first_of(self._owner_is_over(owner), self._draining.wait(), self._interrupted.wait())
+        if self._draining.is_set():
+            self.connections.leave_all()
+            patience = asyncio.sleep(self._options.term_grace_s)
+            await _first_of(self._owner_is_over(owner), self._interrupted.wait(), patience)
         self.connections.process_gone(owner)
         await self._leave_in_order()
         return Outcome(0)
+
+    async def _owner_is_over(self, owner: int) -> None:
+        await _first_of(process_end(owner), self.connections.emptied.wait())
 
     async def _run_workers(self) -> Outcome:
         """Run this host's workers to the end of the run, or of their strength."""
         assert self.supervisor is not None
         self.supervisor.start()
-        await _first_of(self.supervisor.all_over.wait(), self._interrupted.wait())
+        await _first_of(self.supervisor.all_over.wait(), self._draining.wait(), self._interrupted.wait())
+        if self._draining.is_set():
+            await self._drain()
         if self._stop_signal is not None:
-            await self.supervisor.stop(self._options.term_grace_s)
+            await self.supervisor.stop(KILL_GRACE_S)
             await self._leave_in_order()
             return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
         await self._leave_in_order()
@@ -239,6 +260,16 @@ class Agent:
         if self.membership.round.is_over or everybody_fine:
             return Outcome(0)
         return Outcome(1, self.supervisor.failure_report())
+
+    async def _drain(self) -> None:
+        """All workers of this host leave the run; returns when they have ended, or `term_grace_s` later."""
+        assert self.supervisor is not None
+        self.connections.leave_all()
+        self.supervisor.stop_if_idle(self.connections.ever_joined)
+        patience = asyncio.sleep(self._options.term_grace_s)
+        await _first_of(self.supervisor.all_over.wait(), self._interrupted.wait(), patience)
+        if not self.supervisor.all_over.is_set() and not self._interrupted.is_set():
+            log.warning("the workers did not leave within %g s: they are ended", self._options.term_grace_s)
 
     async def _leave_in_order(self) -> None:
         """What this host has said must reach the store; if its workers finished, see the run closed."""

@@ -12,14 +12,14 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, round_to_dict
 from torchelastic.rendezvous.view import is_done
-from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, finishes
+from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, finishes, may_go
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Connection:
         pid: its process.
         local_rank: its place on this host; None without the launcher.
         waiting_since_s: since when it waits for a group; None while it does not.
-        is_evicted: it is being ended, so nothing that it still says counts.
+        is_evicted: it is being ended, or has left the run, so nothing that it still says counts.
     """
 
     member: Member
@@ -65,6 +65,7 @@ class Connections:
         withdraw: called with the id of a member that is gone.
         until_written: waits until the store has what was declared.
         on_join: called with a worker that has begun to wait for a group.
+        on_leave: called with the process of a worker that is to leave the run, however it then ends.
         on_metrics: called with (local rank, the message's items).
     """
 
@@ -80,6 +81,7 @@ class Connections:
         withdraw: Callable[[str], None],
         until_written: Callable[[], Any],
         on_join: Callable[[Connection], None],
+        on_leave: Callable[[int], None],
         on_metrics: Callable[[int | None, list[Any]], None],
     ) -> None:
         self.by_member: dict[str, Connection] = {}
@@ -89,7 +91,8 @@ class Connections:
         self.emptied = asyncio.Event()
         self._path, self._host, self._address, self._incarnation = socket_path, host, address, incarnation
         self._clock, self._declare, self._withdraw = clock, declare, withdraw
-        self._until_written, self._on_join, self._on_metrics = until_written, on_join, on_metrics
+        self._until_written, self._on_join, self._on_leave = until_written, on_join, on_leave
+        self._on_metrics = on_metrics
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
@@ -128,11 +131,13 @@ class Connections:
         """Every worker hears of every change of the round; what it means for it, it knows."""
         self.round = round_
         message = {"op": "round", "round": round_to_dict(round_)}
-        for connection in self.by_member.values():
+        for connection in tuple(self.by_member.values()):
             in_a_group = round_.state is RoundState.RUNNING and connection.member.member_id in round_.members
             if in_a_group or round_.is_over:
                 connection.waiting_since_s = None
             connection.tell(message)
+            if self._let_go(connection):
+                continue
             again = None if connection.waiting_since_s is None else asks_again(connection.member, round_)
             if again is not None:
                 connection.member = again
@@ -145,6 +150,26 @@ class Connections:
         self._contact = contact
         for connection in self.by_member.values():
             connection.tell(_contact_message(contact))
+
+    def leave(self, member_id: str) -> bool:
+        """A member of this host is to leave the run, at an agreed step if it is in a group. False: it is not here."""
+        connection = self.by_member.get(member_id)
+        if connection is None:
+            return False
+        if not connection.member.leaving:
+            log.warning("%s leaves the run, at the end of a step", member_id)
+            connection.member = replace(connection.member, leaving=True)
+            connection.tell({"op": "leave"})
+            self._on_leave(connection.pid)
+            if connection.waiting_since_s is not None or self._is_in_a_group(connection):  # else when it asks
+                self._declare(connection.member)
+            self._let_go(connection)
+        return True
+
+    def leave_all(self) -> None:
+        """All members of this host are to leave the run."""
+        for member_id in tuple(self.by_member):
+            self.leave(member_id)
 
     def process_gone(self, pid: int) -> None:
         """A worker's process has ended: whatever it was, it is no member any more, unless it had finished."""
@@ -218,6 +243,8 @@ class Connections:
         op = message["op"]
         if op == "join":
             self._join(connection, message)
+        elif op == "leave":
+            self.leave(connection.member.member_id)
         elif op == "done":
             connection.waiting_since_s = None
             connection.member = finishes(connection.member, self.round, int(message["step"]))
@@ -239,8 +266,24 @@ class Connections:
             failed=bool(message["failed"]),
             patience_s=float(message["patience_s"]),
         )
-        self._declare(connection.member)
-        self._on_join(connection)
+        if not self._let_go(connection):
+            self._declare(connection.member)
+            self._on_join(connection)
+
+    def _is_in_a_group(self, connection: Connection) -> bool:
+        round_ = self.round
+        runs = round_ is not None and round_.state in (RoundState.RUNNING, RoundState.GATHERING)
+        return runs and round_ is not None and connection.member.member_id in round_.members
+
+    def _let_go(self, connection: Connection) -> bool:
+        """Tell a worker that waits for a group, and is to leave, that it may go now, if that is so."""
+        member = connection.member
+        if connection.waiting_since_s is None or not member.leaving or not may_go(member, self.round):
+            return False
+        connection.waiting_since_s, connection.is_evicted = None, True
+        connection.tell({"op": "fatal", "kind": "drained", "message": f"{member.member_id} has left the run"})
+        self._drop(connection)
+        return True
 
     async def _serve_metrics(self, hello: wire.Message, reader: asyncio.StreamReader) -> None:
         local_rank = hello["local_rank"]

@@ -40,6 +40,8 @@ class Membership:
         agent_id: unique for each agent process.
         on_round: called on the event loop with every change of the round.
         on_contact: called on the event loop with the time of each sign of life that the store has answered.
+        on_drain: called on the event loop with a member of this host that somebody wants to leave the run; returns
+            whether it is this agent's.
         clock: seconds that never go backwards.
     """
 
@@ -53,6 +55,7 @@ class Membership:
         agent_id: str,
         on_round: Callable[[Round], None],
         on_contact: Callable[[float], None] = lambda _sent_s: None,
+        on_drain: Callable[[str], bool] = lambda _member_id: False,
         clock: Callable[[], float],
     ) -> None:
         self._store, self._clock = store, clock
@@ -70,6 +73,7 @@ class Membership:
             post=self._inbox.put_nowait,
             on_round=on_round,
             on_contact=on_contact,
+            on_drain=on_drain,
             on_progress=self._on_progress,
         )
         self._session = 0

@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -44,6 +44,7 @@ class Worker:
         process: the present one, None between two.
         exit_code: of the last one that ended, as subprocess has it (negative: a signal).
         gave_up: it has failed and will not be started again.
+        leaves: it was asked to leave the run: however it ends, it has not failed and will not be started again.
         tail: the last lines of its standard error.
     """
 
@@ -52,13 +53,14 @@ class Worker:
     process: subprocess.Popen[bytes] | None = None
     exit_code: int | None = None
     gave_up: bool = False
+    leaves: bool = False
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     log_path: Path | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing runs here and nothing will."""
-        return self.process is None and (self.gave_up or self.exit_code == 0)
+        return self.process is None and (self.gave_up or self.leaves or self.exit_code == 0)
 
 
 class Supervisor:
@@ -92,7 +94,7 @@ class Supervisor:
         self._max_restarts, self._log_dir = max_restarts, log_dir
         self._may_restart, self._on_exit = may_restart, on_exit
         self._first_failure: Worker | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -100,9 +102,21 @@ class Supervisor:
         for worker in self.workers:
             self._spawn(worker)
 
+    def let_leave(self, pid: int) -> None:
+        """The worker with this process leaves the run."""
+        for worker in self.workers:
+            worker.leaves = worker.leaves or (worker.process is not None and worker.process.pid == pid)
+
+    def stop_if_idle(self, joined: Collection[int]) -> None:
+        """Start none any more, and end those by SIGTERM whose processes have not asked for a group yet."""
+        self._stopping.set()
+        for worker in self.workers:
+            if worker.process is not None and worker.process.pid not in joined:
+                _signal_group(worker, signal.SIGTERM)
+
     async def stop(self, grace_s: float) -> None:
         """End all workers: SIGTERM, then after `grace_s` SIGKILL, to them and to what they have started."""
-        self._stopping = True
+        self._stopping.set()
         for worker in self.workers:
             _signal_group(worker, signal.SIGTERM)
         if not await self._ended_within(grace_s):
@@ -179,18 +193,17 @@ class Supervisor:
         await self._decide(worker, process.pid)
 
     async def _decide(self, worker: Worker, pid: int) -> None:
-        if worker.exit_code != 0 and not self._stopping:
+        if worker.exit_code != 0 and not self._stopping.is_set() and not worker.leaves:
             log.warning("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
             if worker.restarts < self._max_restarts and self._may_restart(pid):
                 worker.restarts += 1
                 self.total_restarts += 1
-                await asyncio.sleep(restart_delay_s(worker.restarts))
-                if not self._stopping:
+                if not await _is_set_within(self._stopping, restart_delay_s(worker.restarts)):
                     self._spawn(worker)
                     return
             worker.gave_up = True
             self._first_failure = self._first_failure or worker
-        worker.gave_up = worker.gave_up or self._stopping
+        worker.gave_up = worker.gave_up or self._stopping.is_set()
         if all(other.is_over for other in self.workers):
             self.all_over.set()
 
@@ -221,17 +234,21 @@ class Supervisor:
         transport.close()
 
     async def _ended_within(self, seconds: float) -> bool:
-        try:
-            await asyncio.wait_for(self.all_over.wait(), seconds)
-        except asyncio.TimeoutError:
-            return False
-        return True
+        return await _is_set_within(self.all_over, seconds)
 
     def _task(self, work: collections.abc.Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)  # the event loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except asyncio.TimeoutError:
+        return False
+    return True
 
 
 async def process_end(pid: int) -> None:

@@ -1,1 +1,1 @@
-"""The command line: `torchelastic run`, also as `python -m torchelastic.launch run`."""
+"""The command line: `torchelastic run` and `torchelastic drain`, also as `python -m torchelastic.launch`."""

@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchelastic.launch import run
+from torchelastic.launch import drain, run
+from torchelastic.launch.options import UsageError
 from torchelastic.version import __version__
 
 
@@ -16,10 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"torchelastic {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)
+    drain.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.execute(options))
-    except run.UsageError as error:
+    except UsageError as error:
         parser.exit(2, f"torchelastic {options.command}: {error}\n")
 
 

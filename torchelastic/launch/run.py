@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlencode
@@ -18,7 +18,8 @@ from urllib.parse import urlencode
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome, worker_environment
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.agent.supervisor import Supervisor, Worker
-from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials, CredentialsError, read_file, resolve
+from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
 
@@ -30,20 +31,6 @@ EXAMPLES = """examples:
 """
 
 
-# option: (the rendezvous URL's name for it, metavar, help)
-_ACCESS_OPTIONS = {
-    "etcd-cacert": ("cacert", "FILE", "TLS: the authority that signed etcd's certificate (PEM)"),
-    "etcd-cert": ("cert", "FILE", "TLS: this client's certificate (PEM), if etcd wants one"),
-    "etcd-key": ("key", "FILE", "TLS: its private key (PEM), for nobody else to read"),
-    "etcd-user": ("user", "NAME", "log in to etcd; see docs/security.md for the environment's variables"),
-    "etcd-password-file": ("password_file", "FILE", "with the password on its one line, for nobody else to read"),
-}
-
-
-class UsageError(Exception):
-    """The command's words do not make sense together; the message says what to change."""
-
-
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the command line. Dashes and underscores are the same, as for torchrun's users."""
     parser = commands.add_parser(
@@ -53,27 +40,28 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # else an option of the script that begins like two of ours is refused as ambiguous
     )
-    _add(parser, "standalone", action="store_true", help="this host alone, with an etcd of its own")
-    _add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", help="the etcd where the hosts of a run meet")
-    _add(parser, "rdzv-id", metavar="ID", help="names the run; the same on every host")
-    _add(parser, "nnodes", default="1:1", metavar="MIN[:MAX]", help="how many hosts (default 1)")
-    _add(parser, "nproc-per-node", type=int, default=1, metavar="N", help="workers on each host (default 1)")
-    _add(parser, "min-workers", type=int, metavar="M", help="default: 1 with --standalone, else MIN x N")
-    _add(parser, "max-workers", type=int, metavar="M", help="default: MAX x N")
-    _add(parser, "max-restarts", type=int, default=3, metavar="K", help="of each worker (default 3)")
-    _add(parser, "log-dir", type=Path, metavar="DIR", help="write each worker's output to a file in here too")
-    _add(parser, "rdzv-timeout", type=float, default=600.0, metavar="S", help="wait for a group (default 600 s)")
-    _add(parser, "last-call", type=float, default=30.0, metavar="S", help="first group: wait for more (default 30 s)")
-    _add(parser, "ttl", type=float, default=10.0, metavar="S", help="silence after which a host is lost (default 10 s)")
-    _add(parser, "connect-timeout", type=float, default=30.0, metavar="S", help="wait for etcd (default 30 s)")
+    add(parser, "standalone", action="store_true", help="this host alone, with an etcd of its own")
+    add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", help="the etcd where the hosts of a run meet")
+    add(parser, "rdzv-id", metavar="ID", help="names the run; the same on every host")
+    add(parser, "nnodes", default="1:1", metavar="MIN[:MAX]", help="how many hosts (default 1)")
+    add(parser, "nproc-per-node", type=int, default=1, metavar="N", help="workers on each host (default 1)")
+    add(parser, "min-workers", type=int, metavar="M", help="default: 1 with --standalone, else MIN x N")
+    add(parser, "max-workers", type=int, metavar="M", help="default: MAX x N")
+    add(parser, "max-restarts", type=int, default=3, metavar="K", help="of each worker (default 3)")
+    add(parser, "log-dir", type=Path, metavar="DIR", help="write each worker's output to a file in here too")
+    add(parser, "rdzv-timeout", type=float, default=600.0, metavar="S", help="wait for a group (default 600 s)")
+    add(parser, "last-call", type=float, default=30.0, metavar="S", help="first group: wait for more (default 30 s)")
+    add(parser, "ttl", type=float, default=10.0, metavar="S", help="silence after which a host is lost (default 10 s)")
+    add(parser, "connect-timeout", type=float, default=30.0, metavar="S", help="wait for etcd (default 30 s)")
+    grace_help = "on SIGTERM, let workers leave in order for so long (default 30 s)"
+    add(parser, "term-grace", type=float, default=30.0, metavar="S", help=grace_help)
     orphan_help = (
         "how long a group may train without contact to etcd; 'unlimited' (default 300 s; --standalone: unlimited)"
     )
-    _add(parser, "orphan-timeout", metavar="S", help=orphan_help)
-    for name, (_parameter, metavar, what) in _ACCESS_OPTIONS.items():
-        _add(parser, name, metavar=metavar, help=what)
-    _add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
-    _add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
+    add(parser, "orphan-timeout", metavar="S", help=orphan_help)
+    add_access(parser)
+    add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
+    add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
     parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
     parser.add_argument("-v", "--verbose", action="store_true", help="say more about membership")
     parser.add_argument("script", help="the training script")
@@ -90,11 +78,14 @@ def execute(options: argparse.Namespace) -> int:
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
         url = _url(options, stack)
-        credentials = _credentials(options, url, environment)
+        # what the environment says is about another etcd than that of --standalone
+        credentials = Credentials() if options.standalone else find_credentials(url, environment)
         socket_dir = Path(tempfile.mkdtemp(prefix="te-"))  # short: a Unix socket's path has 107 bytes
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         metrics = None if options.metrics_port is None else (options.metrics_host, options.metrics_port)
-        agent_options = AgentOptions(url, socket_dir / "agent", metrics_address=metrics)
+        agent_options = AgentOptions(
+            url, socket_dir / "agent", metrics_address=metrics, term_grace_s=options.term_grace
+        )
 
         def make_supervisor(may_restart: Callable[[int], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
             return Supervisor(
@@ -121,11 +112,6 @@ async def _run_agent(
     return await Agent(options, connect(options.url, credentials), make_supervisor).run()
 
 
-def _add(parser: argparse.ArgumentParser, name: str, **settings: object) -> None:
-    spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
-    parser.add_argument(*sorted(spellings), dest=name.replace("-", "_"), **settings)  # type: ignore[arg-type]  # passed through
-
-
 def _worker_command(options: argparse.Namespace) -> list[str]:
     if options.module:
         return [sys.executable, "-m", options.script, *options.arguments]
@@ -144,43 +130,23 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
     if options.standalone:
         if options.rdzv_endpoint or max_nodes > 1:
             raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
-        if _access(options):
+        if access(options):
             raise UsageError("--standalone has an etcd of its own: leave out --etcd-..., which is about another one")
         endpoint = stack.enter_context(EtcdServer()).endpoint
         run_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     else:
         if not options.rdzv_endpoint or not options.rdzv_id:
             raise UsageError("give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --standalone for this host alone")
-        if ":" in options.rdzv_endpoint.rpartition("@")[0]:
-            raise UsageError(
-                "every user of this host may read a command line: give no password with --rdzv-endpoint, but "
-                f"--etcd-password-file FILE, or the environment's {PASSWORD_VARIABLE}"
-            )
-        endpoint, run_id = options.rdzv_endpoint, options.rdzv_id
+        endpoint, run_id = without_password(options.rdzv_endpoint), options.rdzv_id
     orphan_timeout = options.orphan_timeout or (UNLIMITED if options.standalone else "300")
     query = (
         f"min_workers={min_workers}&max_workers={max_workers}&timeout={options.rdzv_timeout}"
         f"&last_call_timeout={options.last_call}&ttl={options.ttl}&connect_timeout={options.connect_timeout}"
-        f"&orphan_timeout={orphan_timeout}&{urlencode(_access(options))}"
+        f"&orphan_timeout={orphan_timeout}&{urlencode(access(options))}"
     )
     try:
         return parse_url(f"etcd://{endpoint}/{run_id}?{query}")
     except RendezvousUrlError as error:
-        raise UsageError(str(error)) from error
-
-
-def _access(options: argparse.Namespace) -> dict[str, str]:
-    """What the options say about access to etcd, in the URL's words."""
-    given = {parameter: getattr(options, name.replace("-", "_")) for name, (parameter, *_) in _ACCESS_OPTIONS.items()}
-    return {parameter: value for parameter, value in given.items() if value}
-
-
-def _credentials(options: argparse.Namespace, url: RendezvousUrl, environment: Mapping[str, str]) -> Credentials:
-    if options.standalone:
-        return Credentials()  # what the environment says is about another etcd
-    try:
-        return resolve(url.access, environment, read_file)
-    except CredentialsError as error:
         raise UsageError(str(error)) from error
 
 

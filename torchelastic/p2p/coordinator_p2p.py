@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from torchelastic.coordinator import Coordinator, NonRetryableException, StopException
 from torchelastic.metrics import profile, publish_metric
+from torchelastic.p2p import stands
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
-from torchelastic.p2p.recovery_time import PHASES, Recovery, RecoveryTimer
-from torchelastic.rendezvous import handler as rendezvous_handler
-from torchelastic.rendezvous import wire
+from torchelastic.p2p.hangs import HangPolicy
+from torchelastic.p2p.options import (
+    checked_backend,
+    checked_init_method,
+    checked_max,
+    choose_interface,
+    dump_stacks_on_request,
+    open_rendezvous,
+    smallest_group,
+)
+from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
+from torchelastic.p2p.stragglers import StragglerPolicy, gather_rates
+from torchelastic.p2p.termination import leave_on_sigterm
+from torchelastic.p2p.watchdog import Watchdog
 from torchelastic.rendezvous.handler import (
     RendezvousClosedException,
+    RendezvousDrainedException,
     RendezvousHandler,
     RendezvousNonRetryableError,
     RendezvousTimeoutException,
 )
+from torchelastic.rendezvous.loss import LossWitness
 from torchelastic.rendezvous.records import Round, Standing
-from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
+from torchelastic.rendezvous.url import RendezvousUrlError
 from torchelastic.rendezvous.worker_rules import is_replaced
 from torchelastic.state import State
 from torchelastic.worker_stats import WorkerStats
 
 log = logging.getLogger(__name__)
 
-#: A worker whose progress rate is below this share of the best one's is reported as a straggler.
-STRAGGLER_THRESHOLD = 0.8
-#: Beyond the time-out of collectives: how much later a live worker may get ready before it is taken for hung.
+#: Beyond the bound for a step that hangs: how much later a live worker may get ready before it is taken for hung.
 PATIENCE_MARGIN_S = 5.0
 #: While rank 0 writes a checkpoint the others look this often whether they are still members.
 SAVE_WAIT_S = 10.0
-
-rendezvous_handler.register()
 
 
 class CoordinatorP2P(Coordinator):
@@ -60,7 +64,9 @@ class CoordinatorP2P(Coordinator):
             default: what `torchelastic run` has set.
         max_num_trainers: no group is larger; default: the URL's `max_workers`.
         process_group_timeout: of collectives, in milliseconds. A peer that dies is noticed within milliseconds all
-            the same; the time-out is for those that hang.
+            the same; the time-out is for those that hang before it is known how long steps take.
+        hang_policy: how long a step may take, by those before it; default: `HangPolicy()`.
+        straggler_policy: who is a straggler, and whether it has to go; default: `StragglerPolicy()`, which reports.
 
     Raises:
         ValueError: an unknown backend, no rendezvous URL, or one that cannot be used.
@@ -77,11 +83,13 @@ class CoordinatorP2P(Coordinator):
         init_method: str | None = None,
         max_num_trainers: int | None = None,
         process_group_timeout: int = 10000,
+        hang_policy: HangPolicy | None = None,
+        straggler_policy: StragglerPolicy | None = None,
     ) -> None:
-        self.c10d_backend = _checked_backend(c10d_backend)
-        self.init_method = _checked_init_method(init_method)
-        self.rendezvous: RendezvousHandler = _open_rendezvous(self.init_method)
-        self.max_num_trainers = _checked_max(max_num_trainers, self.init_method)
+        self.c10d_backend = checked_backend(c10d_backend)
+        self.init_method = checked_init_method(init_method)
+        self.rendezvous: RendezvousHandler = open_rendezvous(self.init_method)
+        self.max_num_trainers = checked_max(max_num_trainers, self.init_method)
         self.process_group_timeout = process_group_timeout
         self.rank = -1
         self.world_size = 0
@@ -99,11 +107,17 @@ class CoordinatorP2P(Coordinator):
         self._saves = 0
         self.last_recovery: Recovery | None = None
         self._timer = RecoveryTimer(time.monotonic)
+        self._witness = LossWitness()
+        self._watchdog = Watchdog(hang_policy or HangPolicy(), process_group_timeout / 1000, self._give_group_up)
+        self._straggler_policy = straggler_policy or StragglerPolicy()
+        self._times_straggler = 0
         # what the agent's thread looks at to decide whether a change of the round concerns this worker
         self._joined_round = 0
         self._is_broken = threading.Event()
+        self._leaves_last = False
         self.rendezvous.on_round(self._on_round)
-        _dump_stacks_on_request()
+        dump_stacks_on_request()
+        leave_on_sigterm(self.rendezvous)
 
     @property
     def coordinator_process_group(self) -> dist.ProcessGroup | None:
@@ -116,17 +130,21 @@ class CoordinatorP2P(Coordinator):
     def rendezvous_barrier(self) -> tuple[Store, int, int]:
         """Leave the present group and wait for the next one; see `Coordinator`."""
         self._joined_round = 0  # from here on no change of a round concerns a group of ours
+        self._watchdog.leave()
         self._groups.destroy()
         self._is_broken.clear()
-        timeout_s = self.process_group_timeout / 1000
+        before = self.rendezvous.joined
         self.rendezvous.report(
             step=self._committed_steps,
             standing=self._standing,
             failed=self._failed,
-            patience_s=timeout_s + PATIENCE_MARGIN_S,
+            patience_s=self._watchdog.patience_s + PATIENCE_MARGIN_S,
         )
         try:
             self.store, self.rank, self.world_size = self.rendezvous.next_rendezvous()
+        except RendezvousDrainedException as error:
+            self._go()
+            raise StopException(str(error)) from error
         except RendezvousClosedException as error:
             if self._committed_steps < self.rendezvous.round.step:
                 # the others have finished without this worker: who saves results where `rank == 0` must not save these
@@ -143,9 +161,13 @@ class CoordinatorP2P(Coordinator):
         except (RendezvousNonRetryableError, RendezvousUrlError) as error:
             raise NonRetryableException(str(error)) from error
         self._joined_round = self.rendezvous.joined.number
+        lost = self._witness.tells(before, self.rendezvous.joined)
+        self._witness.begins(self.rendezvous.joined)
+        self._watchdog.came_back(nobody_was_lost=not any(loss.member for loss in lost))
+        self._timer.because(lost)
         self._saves = 0
         self._timer.reached("agree")
-        self.is_worker_straggler = False
+        self.is_worker_straggler, self._times_straggler = False, 0
         self._failed = False
         log.info("round %d: rank %d of %d", self._joined_round, self.rank, self.world_size)
         return self.store, self.rank, self.world_size
@@ -156,8 +178,13 @@ class CoordinatorP2P(Coordinator):
         assert self.store is not None, "init_process_group() comes after rendezvous_barrier()"
         self.monitor_progress_step = 0
         self._raise_if_broken()
-        _choose_interface(self.rendezvous.address)
+        choose_interface(self.rendezvous.address)
+        if self._watchdog.stand is not None:
+            stands.tell(self.store, self.rank, self._watchdog.stand, self._watchdog.has_noticed_hang)
         self._groups.form(self.store, self.rank, self.world_size)
+        if self.rank == 0:
+            stands.log_odd_ones(stands.ask(self.store, self.world_size))
+        self._watchdog.new_round()
         self._agreement = StepAgreement(self._groups.control if self.world_size > 1 else None)
         self._timer.reached("re_form")
 
@@ -172,6 +199,7 @@ class CoordinatorP2P(Coordinator):
             self._committed_steps = max(self._committed_steps, self.rendezvous.joined.step)
             self._standing = Standing.WHOLE
             self._timer.reached("sync")
+            self._watchdog.begin(self.rank, self.world_size, self._committed_steps)
         elif self._standing is not Standing.FRESH:
             self._standing = state.standing
 
@@ -184,9 +212,11 @@ class CoordinatorP2P(Coordinator):
     def step_committed(self) -> None:
         """Count the step: the worker with the most is the source after a failure."""
         self._committed_steps += 1
+        self._watchdog.step_ended()
         recovery = self._timer.reached("step")
         if recovery is not None:
-            self._report_recovery(recovery)
+            self.last_recovery = recovery
+            report(recovery)
 
     @profile(group="torchelastic")
     def should_save_checkpoint(self) -> bool:
@@ -206,28 +236,30 @@ class CoordinatorP2P(Coordinator):
             return
         self._saves += 1
         key = f"saved/{self._saves}"
-        if rank == 0:
-            save()
-            assert self.store is not None
-            self.store.set(key, "1")
-        else:
-            self._wait_for_key(key)
+        with self._watchdog.resting():
+            if rank == 0:
+                save()
+                assert self.store is not None
+                self.store.set(key, "1")
+            else:
+                self._wait_for_key(key)
 
     @profile(group="torchelastic")
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - part of the contract
-        """Whether all members leave now, after a committed step: a newcomer waits, or a member is lost."""
+        """Whether all members leave now, after a committed step: a newcomer waits, a member leaves, or one is lost."""
         if self._is_broken.is_set():
             return True
         if self.rendezvous.should_pause():
             log.warning("no contact to etcd for too long: training pauses, its state intact, until etcd is back")
             return True
         wish = self.world_size < self.max_num_trainers and self.rendezvous.num_nodes_waiting() > 0
+        wish = wish or self.rendezvous.somebody_leaves()
         try:
             return self._agreement.leave(wish)
         except RuntimeError as error:
             # the step is committed: a peer that is lost now costs a new group, and nothing is undone
             log.info("a peer was lost after the step: %s", error)
-            self._timer.noticed()
+            self._failed_by(error)
             self._groups.abort()
             return True
 
@@ -257,13 +289,19 @@ class CoordinatorP2P(Coordinator):
         if self.monitor_progress_step % self.MONITOR_PROGRESS_FREQ:
             return
         rate = None if worker_stats is None else worker_stats.get_progress_rate()
-        rates = self._gather_rates(rate)
+        rates = gather_rates(rate, self.world_size, self._groups.control)
         if rate is None or not rates:
             return
-        self.last_relative_prog_rate = rate / max(rates) if max(rates) > 0 else 1.0
-        self.is_worker_straggler = self.last_relative_prog_rate < STRAGGLER_THRESHOLD
-        if self.is_worker_straggler:
-            log.warning("straggler: rank %d runs at %.0f %% of the best", self.rank, 100 * self.last_relative_prog_rate)
+        comparison = self._straggler_policy.compare(rate, rates, self._times_straggler)
+        self.last_relative_prog_rate = comparison.relative
+        self.is_worker_straggler = comparison.is_straggler
+        self._times_straggler = comparison.times
+        publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
+        if comparison.is_straggler:
+            log.warning("straggler: rank %d runs at %s", self.rank, comparison)
+        if comparison.has_to_go and self._may_spare(comparison.stragglers):
+            log.warning("straggler: rank %d leaves the run, as the policy says", self.rank)
+            self.rendezvous.leave()
 
     @profile(group="torchelastic")
     def report_progress(self, state: State) -> None:
@@ -273,14 +311,28 @@ class CoordinatorP2P(Coordinator):
     def on_error(self, e: BaseException) -> None:
         """Give the group up at once, so that every peer hears of the failure now and not after its time-out."""
         self._failed = True
-        self._timer.noticed()
+        self._failed_by(e)
         cut = self._groups.abort()
         log.debug("%s: %d connections cut", type(e).__name__, cut)
 
+    def leaves_last(self) -> bool:
+        """Whether this worker was asked to leave, those who stay are too few, and its state is the best there is."""
+        return self._leaves_last
+
     # --- inside -----------------------------------------------------------------------------------
+
+    def _go(self) -> None:
+        """This worker was asked to leave the run, and has left it: it is no rank of it any more."""
+        self._leaves_last = self._standing is Standing.WHOLE and self.rendezvous.leaves_last()
+        others = "those who stay are too few to go on" if self._leaves_last else "the others go on"
+        log.warning("drained after step %d; %s", self._committed_steps, others)
+        self.rank, self.world_size, self.stop_training = -1, 0, True
+        self._watchdog.end()
+        self.rendezvous.close()
 
     def _on_round(self, round_: Round) -> None:
         """On the agent's thread: if the group of this worker is no more, wake whoever waits in it."""
+        self._witness.sees(round_)
         if self._joined_round == 0:
             return
         if is_replaced(self.rendezvous.joined, round_):
@@ -289,12 +341,17 @@ class CoordinatorP2P(Coordinator):
             self._groups.abort()
             self.rendezvous.interrupt()
 
-    def _report_recovery(self, recovery: Recovery) -> None:
-        self.last_recovery = recovery
-        log.info("recovered: %s", recovery)
-        publish_metric("torchelastic", "recovery.duration.ms", recovery.total_ms)
-        for phase in PHASES:
-            publish_metric("torchelastic", f"recovery.{phase}.duration.ms", recovery.phases_ms[phase])
+    def _failed_by(self, error: BaseException) -> None:
+        """The step, or what followed it, has failed; what comes from our own cut tells nothing of a peer."""
+        self._timer.noticed()
+        self._watchdog.failed(error)
+        if not self._is_broken.is_set() and not self._watchdog.has_cut:
+            self._witness.sees_error(error)
+
+    def _give_group_up(self) -> None:
+        """On the watchdog's thread."""
+        self._timer.noticed()
+        self._groups.abort()
 
     def _raise_if_broken(self) -> None:
         round_ = self.rendezvous.round
@@ -307,23 +364,19 @@ class CoordinatorP2P(Coordinator):
         """Tell the others that this worker is done, free those who wait for it, and go when all are."""
         if self.stop_training:
             return
+        self._watchdog.leave()
         self.rendezvous.signal_done(self._committed_steps)
         self._groups.abort()
         self.stop_training = self.rendezvous.wait_closed()
         if self.stop_training:
             self._joined_round = 0
+            self._watchdog.end()
             self._groups.destroy()
             self.rendezvous.close()
 
-    def _gather_rates(self, rate: float | None) -> list[float]:
-        """The known progress rates of all workers."""
-        mine = torch.tensor([-1.0 if rate is None else rate], dtype=torch.float64)
-        if self.world_size == 1:
-            gathered = [mine]
-        else:
-            gathered = [torch.zeros_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(gathered, mine, group=self._groups.control)
-        return [float(value) for value in gathered if float(value) >= 0]
+    def _may_spare(self, workers: int) -> bool:
+        enough = self.world_size - workers >= smallest_group(self.init_method)
+        return enough and self.rendezvous.can_leave()
 
     def _wait_for_key(self, key: str) -> None:
         assert self.store is not None
@@ -337,60 +390,3 @@ class CoordinatorP2P(Coordinator):
                     raise  # no time-out: the connection is gone
             else:
                 return
-
-
-def _checked_backend(backend: str | None) -> str:
-    if backend is None:
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
-        return "nccl" if has_gpus and dist.is_nccl_available() else "gloo"
-    available = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
-    if backend not in available:
-        raise ValueError(f"c10d_backend={backend!r}: this torch has {', '.join(available)}")
-    return backend
-
-
-def _checked_init_method(init_method: str | None) -> str:
-    init_method = init_method or os.environ.get(wire.INIT_METHOD_VARIABLE)
-    if not init_method:
-        raise ValueError(
-            "no rendezvous: start the script with `torchelastic run`, or give "
-            "init_method='etcd://HOST:PORT/RUN_ID?min_workers=N&max_workers=M'"
-        )
-    return init_method
-
-
-def _open_rendezvous(init_method: str) -> RendezvousHandler:
-    opened = rendezvous(init_method)
-    if not isinstance(opened, RendezvousHandler):
-        raise ValueError(
-            f"{init_method!r} leads to a {type(opened).__name__}, which is no torchelastic RendezvousHandler"
-        )
-    return opened
-
-
-def _checked_max(max_num_trainers: int | None, init_method: str) -> int:
-    if max_num_trainers is None:
-        return parse_url(init_method).max_workers if init_method.startswith("etcd://") else sys.maxsize
-    if max_num_trainers < 1:
-        raise ValueError(f"max_num_trainers={max_num_trainers} must be at least 1")
-    return max_num_trainers
-
-
-def _choose_interface(address: str) -> None:
-    """Have gloo use the network on which the others reach this host, unless the user has chosen one.
-
-    Left alone it looks the host's own name up, which on many machines leads to another network or to none.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ or not address:
-        return
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
-
-
-def _dump_stacks_on_request() -> None:
-    """The agent asks a worker that hangs for its stacks before it ends it; see `torchelastic.agent.supervisor`."""
-    if threading.current_thread() is threading.main_thread():
-        faulthandler.register(signal.SIGRTMIN + 5, file=sys.__stderr__ or sys.stderr, all_threads=True)

@@ -6,12 +6,14 @@ All methods but `abort` are called on the training thread; `abort` from any.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
@@ -42,6 +44,8 @@ class ProcessGroups:
     def form(self, store: Store, rank: int, world_size: int) -> None:
         """Make the default group and the one for control collectives. Raises RuntimeError if a peer does not come."""
         self._sockets.clear()
+        # by default torch ends the process whose NCCL collective was aborted or timed out; 2: it only cleans up
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         excepthook = sys.excepthook
         try:
             dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
@@ -59,8 +63,8 @@ class ProcessGroups:
         Returns how many connections were cut. Idempotent.
         """
         cut = self._sockets.cut()
-        if self.backend == "nccl" and dist.is_initialized():
-            _abort_nccl()
+        if dist.is_initialized():
+            _abort_communicators()
         return cut
 
     def destroy(self) -> None:
@@ -74,7 +78,7 @@ class ProcessGroups:
         self.control = None
         try:
             dist.destroy_process_group()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, AssertionError) as error:
             log.debug("destroying an aborted group: %s", error)
         self._sockets.clear()
 
@@ -109,8 +113,34 @@ def _all_recording(recorders: list[SocketSet]) -> Iterator[None]:
         yield
 
 
-def _abort_nccl() -> None:
+def _abort_communicators() -> None:
+    """Abort every group that has more than sockets: those of NCCL, the user's own too.
+
+    Not by torch's `_abort_process_group`, which also forgets all groups: the training thread, in the middle of a step,
+    would be told that there has never been a group, which reads like a mistake of the user's.
+    """
+    groups = [group for group, (backend, _) in list(c10d._world.pg_map.items()) if backend != "gloo"]
+    # as torch does it: newest first, and NCCL's as one group, or their aborts may wait for each other
+    groups.sort(key=lambda group: c10d._world.pg_names.get(group, ""), reverse=True)
+    with _as_one(groups):
+        for group in groups:
+            try:
+                group.abort()
+            except Exception as error:  # noqa: BLE001 - the others must be aborted all the same
+                log.warning("aborting a communicator: %s", error)
+
+
+@contextmanager
+def _as_one(groups: list[dist.ProcessGroup]) -> Iterator[None]:
     try:
-        c10d._abort_process_group()
-    except (RuntimeError, ValueError) as error:
-        log.warning("aborting the NCCL communicator: %s", error)
+        backend = groups[-1]._get_backend(torch.device("cuda")) if groups else None
+    except RuntimeError:
+        backend = None
+    if not dist.is_nccl_available() or not isinstance(backend, dist.ProcessGroupNCCL):
+        yield
+        return
+    backend._group_start()
+    try:
+        yield
+    finally:
+        backend._group_end()

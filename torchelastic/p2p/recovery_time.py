@@ -1,9 +1,15 @@
-"""How long a worker was kept from training by a failure, phase by phase."""
+"""How long a worker was kept from training by a failure, phase by phase, and what is known of its cause."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from torchelastic.metrics import publish_metric
+from torchelastic.rendezvous.loss import Loss
+
+log = logging.getLogger(__name__)
 
 #: What happens between a failure and the next committed step, in order; each phase ends where the next begins.
 PHASES = ("agree", "re_form", "sync", "step")
@@ -16,11 +22,14 @@ class Recovery:
     Attributes:
         noticed_s: when this worker noticed the failure.
         phases_ms: agree (undo the step, until the next roster is known), re_form (until the process group stands), sync
-            (until the state is level), step (until a step has committed).
+            (until the state is level), step (until a step has committed). There is no "detect": when a process ended
+            is known to its own agent only.
+        cause: who was lost, as facts and guesses; empty: nobody was, as far as is known.
     """
 
     noticed_s: float
     phases_ms: dict[str, float]
+    cause: tuple[Loss, ...] = ()
 
     @property
     def total_ms(self) -> float:
@@ -29,7 +38,18 @@ class Recovery:
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {self.phases_ms[name]:.1f}" for name in PHASES)
-        return f"{self.total_ms:.1f} ms from the failure to the next committed step ({phases})"
+        because = "; ".join(map(str, self.cause)) or "nobody was lost"
+        return f"{self.total_ms:.1f} ms from the failure to the next committed step ({phases}): {because}"
+
+
+def report(recovery: Recovery) -> None:
+    """Log a recovery and publish its times and its cause as metrics."""
+    log.info("recovered: %s", recovery)
+    publish_metric("torchelastic", "recovery.duration.ms", recovery.total_ms)
+    for phase in PHASES:
+        publish_metric("torchelastic", f"recovery.{phase}.duration.ms", recovery.phases_ms[phase])
+    for loss in recovery.cause:
+        publish_metric("torchelastic", f"recovery.cause.{loss.kind}", 1.0)
 
 
 class RecoveryTimer:
@@ -42,11 +62,17 @@ class RecoveryTimer:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._marks: list[float] = []
+        self._cause: dict[Loss, None] = {}  # in order, each once
 
     def noticed(self) -> None:
         """A failure was seen; further ones before the recovery is over belong to it."""
         if not self._marks:
             self._marks = [self._clock()]
+
+    def because(self, losses: tuple[Loss, ...]) -> None:
+        """What is known about the failure that is being recovered from; of several in a row, all of it."""
+        if self._marks:
+            self._cause.update(dict.fromkeys(losses))
 
     def reached(self, phase: str) -> Recovery | None:
         """A phase has ended. After another failure in between, phases are taken anew. Returns the whole at the last."""
@@ -58,5 +84,6 @@ class RecoveryTimer:
         if phase != PHASES[-1]:
             return None
         marks, self._marks = self._marks, []
+        cause, self._cause = tuple(self._cause), {}
         ends = zip(PHASES, marks, marks[1:], strict=False)
-        return Recovery(marks[0], {name: 1000 * (end - begin) for name, begin, end in ends})
+        return Recovery(marks[0], {name: 1000 * (end - begin) for name, begin, end in ends}, cause)

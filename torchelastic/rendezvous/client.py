@@ -21,7 +21,7 @@ OnRound = Callable[[Round], None]
 
 
 class AgentError(Exception):
-    """The agent said no, or is gone. `kind` is "timeout", "closed", "unavailable" or "lost"."""
+    """The agent said no, or is gone. `kind` is "timeout", "closed", "unavailable", "drained" or "lost"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -47,6 +47,9 @@ class AgentClient:
         self._fatal: AgentError | None = None
         self._noted = 0
         self._welcomed = False
+        self._sending = threading.Lock()
+        #: whether this worker is to leave the run
+        self.is_leaving = False
         self.member_id = ""
         self.host = ""
         self.address = ""
@@ -75,7 +78,8 @@ class AgentClient:
         The wait has no bound here: the agent ends it by the run's time-out, which does not count for spares.
 
         Raises:
-            AgentError: the run is closed, nobody came in time, etcd is out of reach, or the agent is gone.
+            AgentError: the run is closed, nobody came in time, this worker was to leave and may go, etcd is out of
+                reach, or the agent is gone.
         """
         after = self._round.number if self.member_id in self._round.members else 0
         self._send(
@@ -93,6 +97,11 @@ class AgentClient:
         if self.is_over_for(step):
             raise AgentError("closed", self._round.because or "the run is closed")
         return self._round
+
+    def leave(self) -> None:
+        """Ask to leave the run; from any thread. `join` raises AgentError("drained") when this worker may go."""
+        self.is_leaving = True
+        self._send({"op": "leave"})
 
     def is_over_for(self, step: int) -> bool:
         """Whether the run is over for a member with this many committed steps.
@@ -138,7 +147,8 @@ class AgentClient:
 
     def _send(self, message: wire.Message) -> None:
         try:
-            self._socket.sendall(wire.encode(message))
+            with self._sending:
+                self._socket.sendall(wire.encode(message))
         except OSError as error:
             raise self._fatal or AgentError("lost", f"the agent of this host is gone: {error}") from error
 
@@ -169,6 +179,8 @@ class AgentClient:
             self._take_round(round_from_dict("the agent's message", message["round"]))
         elif op == "contact":
             self.contact = Contact(float(message["leave_at_s"]), float(message["commit_until_s"]))
+        elif op == "leave":
+            self.is_leaving = True
         elif op == "fatal":
             self._fail(AgentError(str(message["kind"]), str(message["message"])))
         elif op in ("welcome", "noted"):

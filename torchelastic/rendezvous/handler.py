@@ -38,6 +38,10 @@ class RendezvousClosedException(Exception):  # noqa: N818 - a name of the public
     """The run is closed: there will be no further group."""
 
 
+class RendezvousDrainedException(RendezvousClosedException):
+    """This worker was asked to leave the run and has left it; the others go on."""
+
+
 class RendezvousTimeoutException(Exception):  # noqa: N818 - a name of the public API
     """Too few workers came in time."""
 
@@ -55,6 +59,7 @@ class RendezvousHandler(ABC):
 
         Raises:
             RendezvousClosedException: the run is closed.
+            RendezvousDrainedException: this worker was asked to leave, and has left.
             RendezvousTimeoutException: too few workers came in time.
             RendezvousNonRetryableError: anything else that waiting does not mend.
         """
@@ -121,6 +126,21 @@ class RendezvousHandler(ABC):
 
     def should_pause(self) -> bool:
         """Whether the group is to be left with its state intact: nobody has heard of the store for too long."""
+        return False
+
+    def can_leave(self) -> bool:
+        """Whether `leave` can be called now. Called from a signal handler: it must neither block nor lock."""
+        return False
+
+    def leave(self) -> None:  # noqa: B027 - a hook that only some handlers have
+        """This worker wants to leave the run at an agreed step; from any thread."""
+
+    def somebody_leaves(self) -> bool:
+        """Whether a member of the present group leaves the run, so that all are to stop at an agreed step."""
+        return False
+
+    def leaves_last(self) -> bool:
+        """After RendezvousDrainedException: whether those who stay are too few to go on, and this state is the best."""
         return False
 
     def may_commit(self) -> bool:
@@ -230,6 +250,25 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Whether the time is not over for which this group may train without a sign of etcd; asks nobody."""
         return self._client is None or boot_time_s() < self._client.contact.commit_until_s
 
+    def can_leave(self) -> bool:
+        """Whether this worker has ever asked for a group, and its agent is there."""
+        return self._client is not None and not self._client.is_lost
+
+    def leave(self) -> None:
+        """Ask the agent to let this worker leave the run; from any thread."""
+        if self._client is not None:
+            self._client.leave()
+
+    def somebody_leaves(self) -> bool:
+        """Whether a member of the present group leaves the run."""
+        round_ = self.round
+        return round_.state is RoundState.GATHERING and bool(round_.leaving)
+
+    def leaves_last(self) -> bool:
+        """Whether the leader has let this worker go as the first of those without whom the run cannot go on."""
+        round_ = self.round
+        return round_.state is RoundState.BROKEN and round_.leaving[:1] == (self.member_id,)
+
     def num_nodes_waiting(self) -> int:
         """How many workers the present group is asked to stop for."""
         round_ = self.round
@@ -318,5 +357,9 @@ def _handler_for(url: str, **_unused: object) -> EtcdRendezvousHandler:
 
 
 def _as_rendezvous_error(error: AgentError) -> Exception:
-    kinds = {"closed": RendezvousClosedException, "timeout": RendezvousTimeoutException}
+    kinds = {
+        "closed": RendezvousClosedException,
+        "drained": RendezvousDrainedException,
+        "timeout": RendezvousTimeoutException,
+    }
     return kinds.get(error.kind, RendezvousNonRetryableError)(str(error))

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torchelastic.rendezvous.drain_requests import DrainRequests
 from torchelastic.rendezvous.office import Office, read_members
 from torchelastic.rendezvous.own_records import OwnRecords
 from torchelastic.rendezvous.records import Keys, Member, Round, encode_member
@@ -80,6 +81,7 @@ class Host:
         post: puts a message into the inbox that `Receive` empties.
         on_round: called with every change of the round.
         on_contact: called with the time at which a sign of life was sent that has kept this host's members registered.
+        on_drain: called with a member that somebody wants to leave the run; returns whether it is this agent's.
         on_progress: called whenever this host has written what it had to and is about to wait.
     """
 
@@ -97,11 +99,13 @@ class Host:
         on_round: Callable[[Round], None],
         about: bytes = b"{}",
         on_contact: Callable[[float], None] = lambda _sent_s: None,
+        on_drain: Callable[[str], bool] = lambda _member_id: False,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._records = OwnRecords(keys)
         self._document = RoundDocument(keys, self._on_change)
         self._office = Office(keys, settings, self._document, clock)
+        self._drain_requests = DrainRequests(keys.drain_of_host(name), on_drain)
         self._keys, self._settings, self._agent_id = keys, settings, agent_id
         self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
         self._clock, self._jitter, self._post = clock, jitter, post
@@ -110,14 +114,11 @@ class Host:
         self._incarnation = ""
         self._in_reach = True
         self._was_lost = False
-        self._told, self._wrote_s = 0, clock()
-        self._heard_s = clock()
-        self._session = 0
-        self._in_session = False
-        self._lease_id = 0
+        self._told, self._wrote_s, self._heard_s = 0, clock(), clock()
+        self._session, self._in_session = 0, False
+        self._lease_id, self._own_revision = 0, 0
         self._old_leases: list[int] = []
         self._lease_ttl_s = settings.ttl_s
-        self._own_revision = 0
 
     # --- what the workers of this host do -----------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Host:
     @property
     def is_written(self) -> bool:
         """Whether the store holds everything that was declared and withdrawn."""
-        return self._records.is_written
+        return self._records.is_written and not self._drain_requests.carried_out
 
     # --- the coroutines -----------------------------------------------------------------------------------------------
 
@@ -291,6 +292,7 @@ class Host:
         await OpenWatch(self._keys.round, revision + 1)
         leaders = await list_prefix(self._keys.leader)
         await OpenWatch(self._keys.leader, leaders.revision + 1)
+        await self._drain_requests.follow()
         for predecessor in self._predecessors:
             await self._bury_now(predecessor)
         self._predecessors.clear()
@@ -325,6 +327,8 @@ class Host:
                 self._document.take(kv)
         elif kv.key == self._keys.leader:
             await self._take_leader(kv, is_put)
+        elif kv.key.startswith(self._drain_requests.prefix):
+            self._drain_requests.take(kv, is_put=is_put)
         elif kv.key.startswith(self._keys.members):
             name = kv.key.removeprefix(self._keys.members)
             if is_put:
@@ -360,10 +364,13 @@ class Host:
 
     async def _flush(self) -> None:
         """Write what has changed on this host, in as few transactions as possible."""
-        while not self._records.is_written:
-            records = self._records.unwritten(MAX_WRITES)
-            await self._write([self._records.write_of(name, self.round, self._lease_id) for name in records])
+        while not self.is_written:
+            records = self._records.unwritten(MAX_WRITES // 2)
+            deletions = self._drain_requests.deletions(MAX_WRITES // 2)
+            writes = [self._records.write_of(name, self.round, self._lease_id) for name in records]
+            await self._write([*writes, *deletions])
             self._records.written(records)
+            self._drain_requests.deleted(deletions)
 
     async def _write(self, writes: Sequence[Put | Delete]) -> None:
         """Write in the name of this host: once, in order, or not at all."""

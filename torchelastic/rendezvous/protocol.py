@@ -11,6 +11,9 @@ The rules (DESIGN, section 4; docs/rendezvous.md says them with their reasons):
   ready within the patience of those who are is left out and named as evicted.
 * Rank 0 holds the best state there is. After that, survivors keep their relative order, then comes the order of
   arrival; ranks of one host stay adjacent.
+* A member that wants to leave the run leaves at an agreed step: the next round is formed without it, and when that is
+  done, or cannot be done because those who stay are too few, it goes. Only where no other has a state as good as its
+  own is it a member of one more round, which then stops for it again.
 * The first member that is done closes the run for all; who lost its last step to a failure at that moment is brought
   level by those who are done, in one more round, before the run is closed.
 * A group commits a step only with all of its members. So it is over for good as soon as one of them has asked for the
@@ -152,7 +155,7 @@ def _break_on_failure(view: View, _now_s: float) -> tuple[Action, ...]:
 
 def _admit(view: View, now_s: float) -> tuple[Action, ...]:
     """Newcomers wait and there is room: ask the roster to stop, once the newcomers of this moment are all here."""
-    room = view.settings.max_workers - len(view.round.roster)
+    room = _room(view)
     if room <= 0 or not view.waiting_since_s:
         return ()
     delay_s = view.settings.admission_delay_s
@@ -165,6 +168,17 @@ def _admit(view: View, now_s: float) -> tuple[Action, ...]:
     return (Publish(_amended(view, state=RoundState.GATHERING, waiting=waiting, because=because)),)
 
 
+def _let_leave(view: View, _now_s: float) -> tuple[Action, ...]:
+    """Members want to leave: ask the roster to stop. Whoever has stopped already does not have to be asked."""
+    if not view.leaving - view.ready - set(view.round.leaving):
+        return ()
+    leaving = tuple(name for name in view.round.roster if name in view.leaving)
+    waiting = min(_room(view) + len(leaving), len(view.waiting_since_s))
+    because = f"{_names(leaving)} asked to leave"
+    change = {"state": RoundState.GATHERING, "waiting": waiting, "leaving": leaving, "because": because}
+    return (Publish(_amended(view, **change)),)
+
+
 def _form(view: View, now_s: float) -> tuple[Action, ...]:
     """Put the next roster together as soon as nobody is left to wait for."""
     wait_until_s = _wait_until_s(view)
@@ -173,12 +187,39 @@ def _form(view: View, now_s: float) -> tuple[Action, ...]:
     if now_s < wait_until_s:
         return (Wake(wait_until_s),)
     live = _live(view)
-    ready = [member for member in live if _is_ready(view, member)]
     unready = [member for member in live if not _is_ready(view, member)]
-    chosen = (ready + _newcomers(view))[: view.settings.max_workers]
-    if len(chosen) < view.settings.min_workers:
+    staying, newcomers = _staying(view), _newcomers(view)
+    if len(staying) + len(newcomers) < view.settings.min_workers:
         return _evict(view, unready)
+    chosen = (_with_the_last_source(view, staying) + newcomers)[: view.settings.max_workers]
     return (_next_round(view, chosen, unready),)
+
+
+def _with_the_last_source(view: View, staying: list[Member]) -> list[Member]:
+    """Those who stay, and one that leaves if it alone has the best state: it hands it on in one more round."""
+    names = (view.leaving & view.ready) - _released(view.round)
+    if not names:
+        return staying
+    best = max((view.members[name] for name in view.round.roster if name in names), key=lambda member: member.worth)
+    if best.worth <= max([member.worth for member in staying], default=(Standing.FRESH, 0)):
+        return staying
+    kept = {best.member_id, *(member.member_id for member in staying)}
+    return [member for member in _live(view) if member.member_id in kept]
+
+
+def _release(view: View, _now_s: float) -> tuple[Action, ...]:
+    """Nobody is left to wait for, and those who stay are too few: whoever wants to leave is free to go."""
+    names = view.leaving & view.ready
+    if not names or len(view.absent) + len(view.ready) < len(view.roster):
+        return ()
+    if len(_staying(view)) + len(view.waiting_since_s) >= view.settings.min_workers:
+        return ()
+    going = [view.members[name] for name in view.round.roster if name in names]
+    if names <= _released(view.round):
+        return ()
+    ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.worth, reverse=True))
+    because = f"{_names(ordered)} left; fewer than min_workers={view.settings.min_workers} are here"
+    return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, leaving=ordered, because=because)),)
 
 
 def _evict(view: View, unready: Sequence[Member]) -> tuple[Action, ...]:
@@ -232,6 +273,7 @@ RULES: Mapping[RoundState, tuple[Rule, ...]] = {
         Rule("a member is lost", _break_on_loss, (RoundState.BROKEN,)),
         Rule("a member asks for the next round", _break_on_request, (RoundState.BROKEN,)),
         Rule("a member is silent that may come back: wait", _wait_for_the_silent),
+        Rule("a member wants to leave", _let_leave, (RoundState.GATHERING,)),
         Rule("newcomers wait, and there is room", _admit, (RoundState.GATHERING,)),
     ),
     RoundState.GATHERING: (
@@ -240,13 +282,16 @@ RULES: Mapping[RoundState, tuple[Rule, ...]] = {
         Rule("a member is lost", _break_on_loss, (RoundState.BROKEN,)),
         Rule("a member failed", _break_on_failure, (RoundState.BROKEN,)),
         Rule("a member is silent that may come back: wait", _wait_for_the_silent),
+        Rule("another member wants to leave", _let_leave, (RoundState.GATHERING,)),
         Rule("all that live are ready", _form, (RoundState.RUNNING, RoundState.BROKEN)),
+        Rule("without those who leave too few are here", _release, (RoundState.BROKEN,)),
     ),
     RoundState.BROKEN: (
         Rule("the store has lost data: wait", _wait_for_all_who_register_again),
         Rule("somebody is done", _finish, (RoundState.CLOSING,)),
         Rule("a member is silent that may come back: wait", _wait_for_the_silent),
         Rule("all that live are ready", _form, (RoundState.RUNNING, RoundState.BROKEN)),
+        Rule("without those who leave too few are here", _release, (RoundState.BROKEN,)),
     ),
     RoundState.CLOSING: (
         Rule("all that live are done", _close, (RoundState.CLOSED,)),
@@ -268,6 +313,20 @@ def _is_ready(view: View, member: Member) -> bool:
     return member.ready_for > view.round.number
 
 
+def _staying(view: View) -> list[Member]:
+    """The members of the roster that have asked for the next round and want to be on it."""
+    return [member for member in _live(view) if _is_ready(view, member) and not member.leaving]
+
+
+def _released(round_: Round) -> frozenset[str]:
+    """Who is told to go by this edition, and may have gone."""
+    return frozenset(round_.leaving) if round_.state is RoundState.BROKEN else frozenset()
+
+
+def _room(view: View) -> int:
+    return view.settings.max_workers - len(view.round.roster)
+
+
 def _newcomers(view: View) -> list[Member]:
     return sorted(
         (view.members[member_id] for member_id in view.waiting_since_s), key=lambda m: (m.arrival, m.member_id)
@@ -277,6 +336,7 @@ def _newcomers(view: View) -> list[Member]:
 def _amended(view: View, **changes: Any) -> Round:
     """The present round with changes, as its next edition."""
     departed = tuple(name for name in view.round.roster if name in view.departed)
+    changes = {"leaving": (), **changes}
     return replace(view.round, edition=view.round.edition + 1, departed=departed, restored=False, **changes)
 
 
@@ -321,6 +381,7 @@ def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member])
         evicted=tuple(member.member_id for member in evicted),
         because=f"{len(ranked)} members, source {source.member_id} at step {source.step}",
         edition=view.round.edition + 1,
+        lost=tuple(name for name in view.round.roster if name in view.departed)[:MAX_FORGOTTEN],
     )
     return Publish(round_, forgotten=_forgotten(view.tombstones))
 

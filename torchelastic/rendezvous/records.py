@@ -29,8 +29,8 @@ class RoundState(str, enum.Enum):
     """Where a round stands.
 
     RUNNING: the roster trains. GATHERING: it still trains, but is asked to stop at an agreed step because somebody
-    wants in. BROKEN: it cannot go on; whoever lives asks for the next round. CLOSING: somebody has finished; nobody
-    starts a step any more. CLOSED: the run is over, late-comers are turned away.
+    wants in, or out. BROKEN: it cannot go on; whoever lives asks for the next round. CLOSING: somebody has finished;
+    nobody starts a step any more. CLOSED: the run is over, late-comers are turned away.
     """
 
     RUNNING = "running"
@@ -69,6 +69,7 @@ class Member:
         done: the number of the round in which it finished (or closed) the run, 0 while it has not.
         patience_s: how long the others shall wait for a member that lives but does not get ready.
         departed: its process has ended: a fact, while a key that is merely gone may be that of a host cut off.
+        leaving: it was asked to leave the run: it is put on no further roster unless nobody else has its state.
         arrival: the key's create revision; the order of arrival. Not written, but read off the key.
     """
 
@@ -82,6 +83,7 @@ class Member:
     done: int = 0
     patience_s: float = 15.0
     departed: bool = False
+    leaving: bool = False
     arrival: int = 0
 
     @property
@@ -108,6 +110,9 @@ class Round:
         departed: those of the roster whose processes are known to have ended.
         edition: how often this document was written; of two with one number the one with the higher edition is newer.
         restored: put back by an agent after the store had lost it; nobody is lost yet who has not registered again.
+        leaving: of the roster; while gathering, who leaves at the agreed step; while broken, who is free to go because
+            no group can be formed without newcomers, the member with the best state first.
+        lost: of the round before, members whose processes are known to have ended; not all of very many.
     """
 
     number: int = 0
@@ -123,6 +128,8 @@ class Round:
     departed: tuple[str, ...] = ()
     edition: int = 0
     restored: bool = False
+    leaving: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
     @cached_property
     def members(self) -> frozenset[str]:
@@ -154,6 +161,7 @@ class Keys:
     incarnation: str = field(init=False)
     members: str = field(init=False)
     agents: str = field(init=False)
+    drain: str = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "round", f"{self.root}/round")
@@ -161,6 +169,7 @@ class Keys:
         object.__setattr__(self, "incarnation", f"{self.root}/incarnation")
         object.__setattr__(self, "members", f"{self.root}/members/")
         object.__setattr__(self, "agents", f"{self.root}/agents/")
+        object.__setattr__(self, "drain", f"{self.root}/drain/")
 
     def member(self, member_id: str) -> str:
         """The key of one member."""
@@ -169,6 +178,14 @@ class Keys:
     def agent(self, agent_id: str) -> str:
         """The key of one agent: every write of its members compares and renews it."""
         return self.agents + agent_id
+
+    def drain_of_host(self, host: str) -> str:
+        """The prefix under which a host's agent looks for requests to let one of its members leave."""
+        return f"{self.drain}{host}/"
+
+    def drain_of(self, member: Member) -> str:
+        """The request that a member leaves: written by whoever wants it, deleted by the member's own agent."""
+        return self.drain_of_host(member.host) + member.member_id
 
 
 def encode_member(member: Member) -> bytes:
@@ -183,6 +200,7 @@ def encode_member(member: Member) -> bytes:
         "done": member.done,
         "patience_s": member.patience_s,
         "departed": member.departed,
+        **({"leaving": True} if member.leaving else {}),
     }
     return json.dumps(document, separators=(",", ":")).encode()
 
@@ -201,6 +219,7 @@ def decode_member(key: str, value: bytes, arrival: int) -> Member:
         done=_count(key, document, "done"),
         patience_s=_seconds(key, document, "patience_s"),
         departed=_get(key, document, "departed", bool),
+        leaving="leaving" in document and _get(key, document, "leaving", bool),
         arrival=arrival,
     )
 
@@ -221,6 +240,8 @@ def round_to_dict(round_: Round) -> dict[str, Any]:
         "departed": list(round_.departed),
         "edition": round_.edition,
         "restored": round_.restored,
+        **({"leaving": list(round_.leaving)} if round_.leaving else {}),
+        **({"lost": list(round_.lost)} if round_.lost else {}),
     }
 
 
@@ -245,11 +266,15 @@ def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
         departed=_tuple_of(source, document, "departed", str),
         edition=_count(source, document, "edition"),
         restored=_get(source, document, "restored", bool),
+        leaving=_tuple_of(source, document, "leaving", str) if "leaving" in document else (),
+        lost=_tuple_of(source, document, "lost", str) if "lost" in document else (),
     )
     if len(set(round_.roster)) < len(round_.roster):
         raise RecordError(f"{source}: a member stands on the roster twice")
     if round_.stale and not all(0 <= rank < len(round_.roster) for rank in round_.stale):
         raise RecordError(f"{source}: field 'stale' names a rank that is not on the roster")
+    if not round_.members.issuperset(round_.leaving):
+        raise RecordError(f"{source}: field 'leaving' names somebody who is not on the roster")
     return round_
 
 

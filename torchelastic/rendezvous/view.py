@@ -52,6 +52,7 @@ class View:
         roster: the members of the round, as a set.
         absent: who is on the roster and not in the store.
         ready: who is on the roster and has asked for the next round.
+        leaving: who is on the roster and wants to leave the run.
         done: who has finished.
         ready_since_s: when the first member of the roster asked for the next round; None while none has.
         broken_since_s: when the leader first saw the round broken; None while it is not.
@@ -68,6 +69,7 @@ class View:
     roster: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     ready: frozenset[str] = frozenset()
+    leaving: frozenset[str] = frozenset()
     done: frozenset[str] = frozenset()
     ready_since_s: float | None = None
     broken_since_s: float | None = None
@@ -110,7 +112,7 @@ def is_waiting(member: Member, round_: Round) -> bool:
 
     What an evicted member asked for before it was evicted was granted then: only what it asks for afterwards counts.
     """
-    if is_done(member, round_) or member.ready_for == 0:
+    if is_done(member, round_) or member.ready_for == 0 or member.leaving:
         return False
     if member.member_id in round_.members:
         return member.ready_for > round_.number
@@ -145,7 +147,7 @@ def _since(since_s: float | None, is_so: bool, now_s: float) -> float | None:
 def _with_members(view: View, event: MembersChanged, now_s: float) -> View:
     """Take changed members in. Looks at those alone: at 10,000 members nothing may be counted anew for each."""
     members, waiting_since_s = dict(view.members), dict(view.waiting_since_s)
-    absent, ready, done = set[str](), set[str](), set[str]()
+    absent, ready, leaving, done = set[str](), set[str](), set[str](), set[str]()
     ended = {member.member_id for member in event.present if member.departed}
     members.update({member.member_id: member for member in event.present})
     for name in (*event.gone, *ended):
@@ -156,6 +158,7 @@ def _with_members(view: View, event: MembersChanged, now_s: float) -> View:
         on_roster = name in view.roster
         _set(absent, name, on_roster and now is None)
         _set(ready, name, on_roster and now is not None and now.ready_for > view.round.number)
+        _set(leaving, name, on_roster and now is not None and now.leaving)
         _set(done, name, now is not None and is_done(now, view.round))
         if now is not None and not on_roster and is_waiting(now, view.round):
             waiting_since_s.setdefault(name, now_s)
@@ -169,6 +172,7 @@ def _with_members(view: View, event: MembersChanged, now_s: float) -> View:
         departed=view.departed | (view.roster & ended),
         absent=_with(view.absent, changed, absent),
         ready=_with(view.ready, changed, ready),
+        leaving=_with(view.leaving, changed, leaving),
         done=_with(view.done, changed, done),
     )
 
@@ -194,6 +198,7 @@ def _with_round(view: View, round_: Round, now_s: float, *, is_trusted: bool) ->
         departed=((view.departed | view.tombstones) & roster) | frozenset(round_.departed),
         absent=roster - members.keys(),
         ready=frozenset(n for n in roster if n in members and members[n].ready_for > round_.number),
+        leaving=frozenset(n for n in roster if n in members and members[n].leaving),
         done=frozenset(n for n, member in members.items() if is_done(member, round_)),
         waiting_since_s={
             name: view.waiting_since_s.get(name, now_s)

@@ -4,10 +4,12 @@ Worker to agent:
     {"op": "hello", "pid": .., "local_rank": ..}   -> {"op": "welcome", "member": .., "host": .., ..}
     {"op": "join", ..}      wants the next round    -> {"op": "round", "round": {..}} at every change from then on
     {"op": "done", "step": ..}                      -> {"op": "noted"} once the store has it
+    {"op": "leave"}         wants to leave the run  -> {"op": "fatal", "kind": "drained", ..} when it may go
     {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "contact", "leave_at_s": .., "commit_until_s": ..}     how long it may go on without a sign of the store
-    {"op": "fatal", "kind": "timeout" | "closed" | "unavailable", "message": ..}
+    {"op": "leave"}         it is to leave the run: somebody else wants that
+    {"op": "fatal", "kind": "timeout" | "closed" | "unavailable" | "drained", "message": ..}
 
 Nothing is ever unpickled or evaluated.
 """

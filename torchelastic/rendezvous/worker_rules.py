@@ -73,6 +73,17 @@ def finishes(member: Member, known: Round | None, step: int) -> Member:
     return replace(member, done=max(1, 0 if known is None else known.number), step=step, standing=Standing.WHOLE)
 
 
+def may_go(member: Member, known: Round | None) -> bool:
+    """Whether a member that is to leave, and waits for a round, may go now without costing the others one.
+
+    Who is not on the roster may, unless a new one is just being put together. Who is on it is waited for: it goes when
+    the next one is there without it, or when there is none and the leader lets it go.
+    """
+    if known is None or member.member_id not in known.members:
+        return known is None or known.state is not RoundState.GATHERING
+    return known.state is RoundState.BROKEN and member.member_id in known.leaving
+
+
 def is_granted(round_: Round, member_id: str, after: int) -> bool:
     """Whether this is a group for a member whose last one was round `after` (0: it has had none)."""
     return round_.number > after and _runs(round_) and member_id in round_.members

@@ -53,6 +53,7 @@ class SimulatedAgent:
         clock_offset_s: what its clock shows at the beginning.
         on_round: called with each change of the round.
         on_contact: called with how long the workers may go on.
+        on_drain: called with a member that somebody wants to leave the run; returns whether it is this agent's.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class SimulatedAgent:
         clock_offset_s: float,
         on_round: Callable[[Round], None],
         on_contact: Callable[[Contact], None],
+        on_drain: Callable[[str], bool],
     ) -> None:
         self.agent_id, self.host_name = agent_id, host
         self.is_alive = True
@@ -94,6 +96,7 @@ class SimulatedAgent:
             post=self._post,
             on_round=on_round,
             on_contact=lambda sent_s: on_contact(Contact.at(sent_s, settings.orphan_timeout_s)),
+            on_drain=on_drain,
         )
 
     def start(self) -> None:

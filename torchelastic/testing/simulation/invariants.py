@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchelastic.rendezvous.protocol import RULES
-from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState, decode_member, decode_round
+from torchelastic.rendezvous.records import (
+    NO_ROUND,
+    Keys,
+    Member,
+    Round,
+    RoundState,
+    Standing,
+    decode_member,
+    decode_round,
+)
 from torchelastic.rendezvous.store import EventKind, StoreEvent
 from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
@@ -37,13 +46,22 @@ class Invariants:
         self.last_commit_s = 0.0
         self.highest_step = 0
         self.latest = NO_ROUND
+        #: how often a round broke that had committed a step, other than because others had left in order
+        self.broken = 0
+        #: how often a step was committed that an earlier round had committed
+        self.repeated = 0
+        #: how many members have left the run in order
+        self.left = 0
         #: who holds the leader's key in the store
         self.leader = ""
+        self._asked_to_stop = frozenset[str]()
         #: who is writing at this moment; set by whoever carries a request out
         self.writer = ""
         self._engine, self._keys, self._settings = engine, keys, settings
         #: by lineage: the number of the newest round that has committed a step
         self._committing: dict[int, int] = {}
+        #: by lineage: the highest step that was committed, and in which round
+        self._highest: dict[int, tuple[int, int]] = {}
         self._records: dict[str, Member] = {}
         self._buried: set[str] = set()
         self._ended: set[str] = set()
@@ -101,11 +119,14 @@ class Invariants:
             self.require(now.age > before.age, f"{now} was put back over {before}")
             return
         self.rounds += 1
+        has_committed = self._committing.get(self._lineage) == now.number
+        self.broken += has_committed and now.state is RoundState.BROKEN and not now.leaving
         self.require(self.writer == self.leader, f"{self.writer} decided while {self.leader or 'nobody'} led")
         self.require(len(set(now.roster)) == len(now.roster), f"a member has two ranks: {now.roster}")
         self.require(0 not in now.stale, "rank 0 must be a source")
         self.require(now.state in MAY_FOLLOW[before.state], f"{now.state} follows {before.state}")
         self.require(now.edition == before.edition + 1, f"edition {now.edition} follows {before.edition}")
+        self._asked_to_stop |= frozenset(now.leaving)
         if now.number == before.number:
             self.require(now.roster == before.roster, f"round {now.number} has changed its roster")
             self.require(now.state is not RoundState.RUNNING, f"round {now.number} runs a second time")
@@ -114,9 +135,18 @@ class Invariants:
             self.require(now.state is RoundState.RUNNING, f"round {now.number} begins {now.state}")
             size, settings = len(now.roster), self._settings
             self.require(settings.min_workers <= size <= settings.max_workers, f"a roster of {size}")
+            self._require_only_the_source_leaves(now)
+            if before.leaving and before.state is RoundState.BROKEN and now.standing is Standing.FRESH:
+                self._highest.pop(self._lineage, None)  # all who had the state have left: it begins anew
         self._lineage_of[now.number, now.roster] = self._lineage
         self._newest[self._lineage] = now.age
         self.require((now.state is RoundState.CLOSED) == bool(lease_id), "exactly a closed round is on a lease")
+
+    def _require_only_the_source_leaves(self, now: Round) -> None:
+        """Who wanted to leave, as the leader knew, is in no new round, but for rank 0: its state is needed."""
+        known = [name for name in now.roster[1:] if name in self._asked_to_stop]
+        self.require(not known, f"{known} have left and are in round {now.number}")
+        self._asked_to_stop = frozenset()
 
     def _member_written(self, event: StoreEvent) -> None:
         name = event.kv.key.removeprefix(self._keys.members)
@@ -167,3 +197,7 @@ class Invariants:
                 False, f"{worker.name} commits step {step} in round {round_.number} after round {newest} has committed"
             )
         self._committing[group.lineage] = round_.number
+        highest, in_round = self._highest.get(group.lineage, (0, 0))
+        self.repeated += step <= highest and in_round != round_.number
+        if step > highest:
+            self._highest[group.lineage] = (step, round_.number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from torchelastic.rendezvous.view import Settings
@@ -17,7 +17,7 @@ Verb = Callable[[World], object]
 
 @dataclass(frozen=True)
 class Report:
-    """What happened in one random run."""
+    """What happened in one random run; `broken`, `repeated` and `left` as in `Invariants`."""
 
     seed: int
     events: int
@@ -25,6 +25,9 @@ class Report:
     rounds: int
     commits: int
     simulated_s: float
+    broken: int
+    repeated: int
+    left: int
     verbs: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -99,6 +102,21 @@ def _hang_for_good(world: World, place: Place) -> None:
         world.hang_worker(world.engine.chance.choice(place.workers))
 
 
+def _drain(world: World, place: Place) -> None:
+    if place.workers:
+        world.drain_worker(place, world.engine.chance.choice(place.workers))
+
+
+def _drain_host(world: World, place: Place) -> None:
+    for worker in tuple(place.workers):
+        world.drain_worker(place, worker)
+
+
+def _request_drain(world: World, place: Place) -> None:
+    if place.workers:
+        world.request_drain(world.engine.chance.choice(place.workers))
+
+
 def _all_groups(world: World, name: str) -> None:
     for worker in world.workers:
         if worker.group is not None:
@@ -144,6 +162,9 @@ VERBS: dict[str, tuple[float, Verb]] = {
     "hang a worker for good": (0.5, _with_host(_hang_for_good)),
     "fail a step": (2.0, lambda world: _all_groups(world, "fails_next_step")),
     "tear a step": (1.0, lambda world: _all_groups(world, "tears_next_step")),
+    "drain a worker": (2.0, _with_host(_drain)),
+    "drain a host": (1.0, _with_host(_drain_host)),
+    "ask in the store for a drain": (1.0, _with_host(_request_drain)),
     "crash a host": (2.0, _with_host(_crash)),
     "stop a host in order": (1.0, _with_host(_stop)),
     "pause a host": (2.0, _for_a_while(World.pause, World.resume)),
@@ -239,14 +260,22 @@ def run_random(
     while world.engine.events < events and not world.is_over():
         world.engine.run_until(world.engine.now_s + 20.0, at_most=events - world.engine.events)
     require_liveness(world)
+    return _report(world, counts)
+
+
+def _report(world: World, verbs: Mapping[str, int]) -> Report:
+    invariants = world.invariants
     return Report(
-        seed,
+        world.engine.seed,
         world.engine.events,
         world.requests,
-        world.invariants.rounds,
-        world.invariants.commits,
+        invariants.rounds,
+        invariants.commits,
         world.engine.now_s,
-        dict(counts),
+        invariants.broken,
+        invariants.repeated,
+        invariants.left,
+        dict(verbs),
     )
 
 
@@ -299,13 +328,4 @@ def strike_with_everything(seed: int, *, hosts: int, nproc: int) -> Report:
         verb(world)
         world.engine.run_until(world.engine.now_s + 30.0)
         require_liveness(world)
-    invariants = world.invariants
-    return Report(
-        seed,
-        world.engine.events,
-        world.requests,
-        invariants.rounds,
-        invariants.commits,
-        world.engine.now_s,
-        dict.fromkeys(VERBS, 1),
-    )
+    return _report(world, dict.fromkeys(VERBS, 1))

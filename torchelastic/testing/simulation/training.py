@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, Standing
+from torchelastic.rendezvous.view import is_done
 from torchelastic.rendezvous.worker_rules import (
     Contact,
     asks,
@@ -15,6 +16,7 @@ from torchelastic.rendezvous.worker_rules import (
     is_granted,
     is_over_for,
     is_replaced,
+    may_go,
 )
 from torchelastic.testing.simulation.engine import Engine
 
@@ -65,6 +67,7 @@ class Worker:
         member: its first record.
         declare: tells its agent its record.
         clock: of its host.
+        on_gone: called when it has left the run and its process is about to end.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Worker:
         member: Member,
         declare: Callable[[Member], None],
         clock: Callable[[], float],
+        on_gone: Callable[[Worker], None] = lambda _worker: None,
     ) -> None:
         self.member, self.step, self.standing = member, 0, Standing.FRESH
         self.is_alive, self.is_over, self.is_asking = True, False, False
@@ -86,7 +90,7 @@ class Worker:
         self.group: Group | None = None
         self._joined = NO_ROUND
         self._engine, self._pace, self._witness, self._groups = engine, pace, witness, groups
-        self._declare, self._clock = declare, clock
+        self._declare, self._clock, self._on_gone = declare, clock, on_gone
 
     @property
     def name(self) -> str:
@@ -119,12 +123,35 @@ class Worker:
             patience_s=self._pace.collective_timeout_s + 5.0,
         )
         self._engine.note(self.name, "asks for round", self.member.ready_for, "at step", self.step)
-        self._declare(self.member)
+        if not self._goes():
+            self._declare(self.member)
+
+    def leave(self) -> None:
+        """Its agent hears that it is to leave the run."""
+        if self.is_over or not self.is_alive or self.member.leaving:
+            return
+        self._engine.note(self.name, "is to leave")
+        self.member = replace(self.member, leaving=True)
+        if self.is_asking or self.group is not None:
+            self._declare(self.member)
+        self._goes()
+
+    def _goes(self) -> bool:
+        """Go if it may: it has left the run, and its process ends."""
+        waits = self.is_asking and not is_done(self.member, self.known)
+        if not (self.member.leaving and waits and may_go(self.member, self.known)):
+            return False
+        self._engine.note(self.name, "has left")
+        self._on_gone(self)
+        return True
 
     def hear(self, round_: Round) -> None:
         """The agent tells of a change of the round."""
         self.known = round_
-        if not self.runs or self.is_over:
+        if self.is_over or self.is_stopped or not self.is_alive:
+            return
+        if self.is_hung:
+            self._goes()  # that is decided by its agent, which does not hang
             return
         if round_.state is RoundState.CLOSED:
             self.is_over, self.group = True, None
@@ -138,6 +165,8 @@ class Worker:
                 self._witness.joined(self, round_)
                 self.group = self._groups(round_)
                 self.group.enter(self)
+                return
+            if self._goes():
                 return
             again = asks_again(self.member, round_)
             if again is not None:

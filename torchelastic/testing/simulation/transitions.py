@@ -65,6 +65,24 @@ def _kill_a_worker(world: World) -> None:
     world.kill_worker(place, place.workers[0])
 
 
+def _request_drain_of_the_leader(world: World) -> None:
+    world.request_drain(_leader(world).workers[0])
+
+
+def _drain_all(world: World) -> None:
+    for place in _places_up(world):
+        world.drain_worker(place, place.workers[0])
+
+
+def _is_empty(world: World) -> bool:
+    return not any(world.workers)
+
+
+def _drain_a_worker(world: World) -> None:
+    place = _follower(world)
+    world.drain_worker(place, place.workers[0])
+
+
 def _is_running(size: int, number: int) -> Callable[[World], bool]:
     def is_done(world: World) -> bool:
         groups = [worker.group for worker in world.workers if worker.group is not None]
@@ -90,6 +108,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(
         "a re-form after a host has crashed", lambda w: w.crash(_follower(w), is_known=False), _is_running(2, 2)
     ),
+    Transition("a drain", _drain_a_worker, _is_running(2, 2)),
+    Transition("a drain that is asked for in the store", _request_drain_of_the_leader, _is_running(2, 2)),
+    Transition("a drain of all", _drain_all, _is_empty),
     Transition("a change of the leader", lambda w: w.crash(_leader(w), is_known=False), _is_running(2, 2)),
     Transition("an admission", lambda w: w.boot(w.places[2]), _is_running(3, 2), hosts_before=2),
     Transition("a return after lost data", World.lose_data, _all_registered),
@@ -172,7 +193,7 @@ def prepare(transition: Transition, seed: int = 0, *, traced: bool = False) -> W
         weather=Weather(delay_s=(DELAY_S, DELAY_S), timeout_s=1.0),
         traced=traced,
     )
-    world.restart_delay_s = 30.0  # whoever was killed stays away until the transition is over
+    world.restart_delay_s = world.rest_s = 30.0  # whoever has gone stays away until the transition is over
     for place in world.places[: transition.hosts_before]:
         world.boot(place)
     if transition.hosts_before:

@@ -19,6 +19,8 @@ from torchelastic.testing.simulation.store import SimulatedStore
 from torchelastic.testing.simulation.training import Group, Pace, Worker, fresh_member
 
 KEYS = Keys("/torchelastic/simulated")
+#: How long a request to leave stands in the store if no agent carries it out.
+DRAIN_TTL_S = 20.0
 
 
 @dataclass
@@ -75,6 +77,8 @@ class World:
         self.store = SimulatedStore(self.engine, self.invariants.changed)
         self.places = [Place(f"host{number}", nproc) for number in range(hosts)]
         self.restart_delay_s = 0.5
+        #: until a worker takes the place of one that has left
+        self.rest_s = 5.0
         self.restarts = True
         self.requests = 0
         #: called before each request with its number, so that a fault can be put between any two steps
@@ -102,6 +106,7 @@ class World:
             clock_offset_s=1000.0 * self.engine.chance.random(),
             on_round=lambda round_: self._on_round(place, agent, round_),
             on_contact=lambda contact: self._on_contact(place, agent, contact),
+            on_drain=lambda name: self._on_drain(place, agent, name),
         )
         self._observe(agent)
         place.agent, place.workers = agent, []
@@ -146,6 +151,7 @@ class World:
             fresh_member(f"{place.name}-w{next(self._count)}", place.name),
             agent.host.declare,
             agent.clock,
+            lambda worker: self._gone(place, agent, worker),
         )
         worker.known = agent.host.round
         place.workers.append(worker)
@@ -183,10 +189,39 @@ class World:
                 if contact.leave_at_s > worker.contact.leave_at_s or math.isinf(worker.contact.leave_at_s):
                     worker.contact = contact
 
+    def _on_drain(self, place: Place, agent: SimulatedAgent, name: str) -> bool:
+        found = [worker for worker in place.workers if place.agent is agent and worker.name == name]
+        for worker in found:
+            worker.leave()
+        return bool(found)
+
+    def _gone(self, place: Place, agent: SimulatedAgent, worker: Worker) -> None:
+        """A worker has left the run: its agent does not start it again, but after a while somebody else does."""
+        worker.die()
+        place.workers.remove(worker)
+        agent.host.withdraw(worker.name)
+        self.invariants.left += 1
+        if self.restarts:
+            self.engine.after(self.rest_s, agent.deliver, self._start_worker, place)
+
     @property
     def workers(self) -> Iterator[Worker]:
         """All living workers of all hosts that are up."""
         return (w for place in self.places if place.agent is not None for w in place.workers if w.is_alive)
+
+    # --- what people ask for ------------------------------------------------------------------------------------------
+
+    def drain_worker(self, place: Place, worker: Worker) -> None:
+        """Let a worker leave the run, as SIGTERM to it does."""
+        if place.agent is not None:
+            place.agent.deliver(worker.leave)
+
+    def request_drain(self, worker: Worker) -> None:
+        """Ask in the store that a worker leaves, as `torchelastic drain` does; nothing while it is down."""
+        if self.store.running:
+            self.engine.note("somebody asks", worker.name, "to leave")
+            lease = self.store.grant_lease(DRAIN_TTL_S)
+            self.store.put(KEYS.drain_of(worker.member), b"{}", lease.lease_id)
 
     # --- faults -------------------------------------------------------------------------------------------------------
 

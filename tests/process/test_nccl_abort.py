@@ -1,0 +1,133 @@
+"""Giving groups up that are not of gloo: the abort reaches every one, and what it raises reaches nobody.
+
+On any machine with a backend of Python's that stands for NCCL; the last test needs a GPU, and NCCL itself:
+`python -m pytest tests/process/test_nccl_abort.py -rs`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from torchelastic.p2p.groups import ProcessGroups
+
+TIMEOUT = timedelta(seconds=60)
+NAME = "standin"
+
+
+class StandIn(dist.ProcessGroup):
+    """A backend for CPU tensors that is no gloo: notes that it was aborted, or fails at it."""
+
+    made: list[StandIn] = []  # noqa: RUF012 - of the class
+    failing = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub knows one of two
+        self.aborted = 0
+        StandIn.made.append(self)
+
+    def abort(self) -> None:
+        self.aborted += 1
+        if StandIn.failing:
+            raise RuntimeError("a communicator that cannot be aborted")
+
+    def shutdown(self) -> None:
+        pass
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return NAME
+
+    @property
+    def pg_name(self) -> str:
+        return NAME
+
+
+def make(store: Any, rank: int, size: int, _timeout: timedelta) -> StandIn:
+    return StandIn(rank, size)
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroups]:
+    if not dist.is_backend_available(NAME):
+        dist.Backend.register_backend(NAME, make, devices=["cuda"])
+    monkeypatch.setattr(StandIn, "made", [])
+    monkeypatch.setattr(StandIn, "failing", False)
+    made = ProcessGroups(NAME, TIMEOUT)
+    made.form(HashStore(), 0, 1)
+    yield made
+    monkeypatch.setattr(StandIn, "failing", False)
+    made.destroy()
+    assert not dist.is_initialized()
+
+
+def test_the_abort_reaches_the_default_group_and_those_that_the_user_made(groups: ProcessGroups) -> None:
+    dist.new_group(backend=NAME)
+    assert len(StandIn.made) == 2
+    assert groups.control is not None, "there is a gloo group beside them"
+    groups.abort()
+    assert [one.aborted for one in StandIn.made] == [1, 1]
+    assert dist.is_initialized(), "a step that is under way must not be told that there never was a group"
+
+
+def test_aborting_twice_is_no_error(groups: ProcessGroups) -> None:
+    groups.abort()
+    groups.abort()
+    groups.destroy()
+    groups.abort()
+    assert not dist.is_initialized()
+
+
+def test_what_an_abort_raises_is_logged_and_goes_no_further(
+    groups: ProcessGroups, caplog: pytest.LogCaptureFixture
+) -> None:
+    dist.new_group(backend=NAME)
+    StandIn.failing = True
+    groups.abort()
+    assert "cannot be aborted" in caplog.text
+    assert [one.aborted for one in StandIn.made] == [1, 1], "one that cannot be aborted keeps no other from it"
+
+
+def test_after_an_abort_a_new_generation_can_be_formed(groups: ProcessGroups) -> None:
+    groups.abort()
+    groups.destroy()
+    groups.form(HashStore(), 0, 1)
+    assert dist.is_initialized()
+    assert len(StandIn.made) == 2
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and dist.is_nccl_available()),
+    reason="no GPU with NCCL; on one: python -m pytest tests/process/test_nccl_abort.py -k nccl_collective",
+)
+def test_an_nccl_collective_that_waits_for_ever_is_woken_and_the_next_group_works() -> None:
+    torch.cuda.set_device(0)
+    groups = ProcessGroups("nccl", TIMEOUT)
+    groups.form(HashStore(), 0, 1)
+    value = torch.ones(1000, device="cuda")
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
+    aborting = threading.Timer(0.5, groups.abort)
+    aborting.start()
+    began_s = time.monotonic()
+    try:
+        for _ in range(1000):
+            dist.all_reduce(value)
+        torch.cuda.synchronize()
+    except RuntimeError:
+        pass
+    aborting.join()
+    assert time.monotonic() - began_s < TIMEOUT.total_seconds() / 2
+    groups.destroy()
+    groups.form(HashStore(), 0, 1)
+    value = torch.ones(1000, device="cuda")
+    dist.all_reduce(value)
+    assert value.sum().item() == 1000
+    groups.destroy()

@@ -1,0 +1,140 @@
+"""SIGTERM to a worker: the first asks to leave, the second ends it; nobody else's handler and no child is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+
+from torchelastic.p2p.termination import leave_on_sigterm
+from torchelastic.rendezvous.handler import RendezvousHandler
+
+PATIENCE_S = 20.0
+ENDED_BY_SIGTERM = -signal.SIGTERM
+
+
+class Rendezvous(RendezvousHandler):
+    """Only remembers that somebody wanted to leave."""
+
+    def __init__(self, *, can_leave: bool) -> None:
+        self.left = threading.Event()
+        self._can_leave = can_leave
+
+    def next_rendezvous(self):  # type: ignore[no-untyped-def]  # not called
+        raise NotImplementedError
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        raise NotImplementedError
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def can_leave(self) -> bool:
+        return self._can_leave
+
+    def leave(self) -> None:
+        self.left.set()
+
+
+def exit_code_of(process: Callable[[], None]) -> int:
+    """What a forked process ends with that does this, and then nothing for long."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            process()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def term(pid: int = 0) -> None:
+    os.kill(pid or os.getpid(), signal.SIGTERM)
+
+
+def test_the_first_sigterm_asks_to_leave_and_the_second_ends_the_process() -> None:
+    def once() -> None:
+        rendezvous = Rendezvous(can_leave=True)
+        leave_on_sigterm(rendezvous)
+        term()
+        assert rendezvous.left.wait(PATIENCE_S)
+
+    def twice() -> None:
+        once()
+        term()
+        time.sleep(PATIENCE_S)
+
+    assert exit_code_of(once) == 0
+    assert exit_code_of(twice) == ENDED_BY_SIGTERM
+
+
+def test_before_there_is_anybody_to_ask_sigterm_ends_the_process() -> None:
+    def process() -> None:
+        leave_on_sigterm(Rendezvous(can_leave=False))
+        term()
+        time.sleep(PATIENCE_S)
+
+    assert exit_code_of(process) == ENDED_BY_SIGTERM
+
+
+def test_a_second_run_in_one_process_leaves_its_own_rendezvous() -> None:
+    def process() -> None:
+        first, second = Rendezvous(can_leave=True), Rendezvous(can_leave=True)
+        leave_on_sigterm(first)
+        leave_on_sigterm(second)
+        term()
+        assert second.left.wait(PATIENCE_S)
+        assert not first.left.is_set()
+
+    assert exit_code_of(process) == 0
+
+
+@pytest.mark.parametrize("present", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "a handler"])
+def test_what_the_user_does_on_sigterm_stays(present: Callable[..., None]) -> None:
+    def process() -> None:
+        signal.signal(signal.SIGTERM, present)
+        rendezvous = Rendezvous(can_leave=True)
+        leave_on_sigterm(rendezvous)
+        assert signal.getsignal(signal.SIGTERM) is present
+        term()
+        assert not rendezvous.left.is_set()
+
+    assert exit_code_of(process) == 0
+
+
+def test_on_another_thread_nothing_is_installed() -> None:
+    def process() -> None:
+        thread = threading.Thread(target=leave_on_sigterm, args=(Rendezvous(can_leave=True),))
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    assert exit_code_of(process) == 0
+
+
+def test_a_forked_child_such_as_a_data_loader_ends_on_sigterm_as_ever() -> None:
+    def process() -> None:
+        rendezvous = Rendezvous(can_leave=True)
+        leave_on_sigterm(rendezvous)
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(into, b"x")
+            time.sleep(PATIENCE_S)
+            os._exit(0)
+        os.read(out, 1)  # what is sent in the middle of a fork, Python itself drops
+        term(child)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ENDED_BY_SIGTERM
+        assert not rendezvous.left.is_set()
+
+    assert exit_code_of(process) == 0

@@ -1,0 +1,158 @@
+"""When a step that does not end is taken for a hang: the decisions, without a clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from torchelastic.p2p.hangs import WARM_UP_STEPS, Act, HangPolicy, Look, Place, Suspicion, has_stood_since_s
+from torchelastic.p2p.step_clock import StepClock
+from torchelastic.testing.clock import FakeClock
+
+POLICY = HangPolicy(factor=10.0, floor_s=3.0)
+
+
+# --- the bound --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slowest_s", "timeout_s", "bound_s"),
+    [
+        (None, 60.0, 60.0),  # nothing is known yet
+        (0.01, 60.0, 3.0),  # the floor
+        (0.5, 60.0, 5.0),  # the measured steps
+        (30.0, 60.0, 60.0),  # an evaluation that was seen once; never beyond the time-out
+        (0.01, 1.0, 1.0),  # a time-out below the floor
+    ],
+)
+def test_the_bound_adapts_to_the_slowest_step_between_floor_and_time_out(
+    slowest_s: float | None, timeout_s: float, bound_s: float
+) -> None:
+    assert POLICY.bound_s(slowest_s, timeout_s) == bound_s
+
+
+@pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"floor_s": 0.0}, {"end_after_s": 0.0}, {"factor": float("nan")}])
+def test_a_policy_that_makes_no_sense_says_which_argument(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        HangPolicy(**wrong)
+
+
+# --- the act ----------------------------------------------------------------------------------------------------------
+
+WAITS = Suspicion(step_s=5.0, stood_s=3.0, place=Place.COLLECTIVE, bound_s=5.0, timeout_s=60.0, is_warm=True)
+RUNS = replace(WAITS, place=Place.USER_CODE)
+
+
+def test_who_waits_in_a_collective_beyond_the_bound_gives_the_group_up() -> None:
+    assert WAITS.act(POLICY) is Act.CUT
+    assert replace(WAITS, step_s=4.9).act(POLICY) is Act.NOTHING
+
+
+def test_who_goes_from_collective_to_collective_does_not_hang() -> None:
+    assert replace(WAITS, step_s=50.0, stood_s=2.4).act(POLICY) is Act.NOTHING
+
+
+def test_a_collective_is_left_to_its_own_time_out_where_the_bound_is_no_shorter() -> None:
+    assert replace(WAITS, bound_s=60.0, step_s=100.0, stood_s=50.0).act(POLICY) is Act.NOTHING
+
+
+def test_the_first_steps_of_a_round_trip_nothing() -> None:
+    assert replace(WAITS, is_warm=False, step_s=50.0, stood_s=50.0).act(POLICY) is Act.NOTHING
+    assert replace(RUNS, is_warm=False, step_s=599.0).act(POLICY) is Act.NOTHING
+    assert replace(RUNS, is_warm=False, step_s=600.0).act(POLICY) is Act.REPORT, "but for ever is too long"
+
+
+def test_who_is_in_user_code_is_reported_and_cuts_nobody_and_ends_only_if_the_policy_says_so() -> None:
+    assert RUNS.act(POLICY) is Act.REPORT
+    assert replace(RUNS, step_s=1e6).act(POLICY) is Act.REPORT
+    ending = replace(POLICY, end_after_s=100.0)
+    assert replace(RUNS, step_s=99.0).act(ending) is Act.REPORT
+    assert replace(RUNS, step_s=100.0).act(ending) is Act.END
+    assert replace(WAITS, step_s=100.0).act(ending) is Act.CUT, "who waits for others is not the one that hangs"
+
+
+# --- standing still ---------------------------------------------------------------------------------------------------
+
+
+def test_one_that_is_seen_at_the_same_point_without_computing_has_stood_since_the_first_look() -> None:
+    looks = [Look(at_s, Place.COLLECTIVE, ("code", 7), cpu_s=1.0 + 0.01 * at_s) for at_s in (10.0, 11.0, 12.0)]
+    since_s = has_stood_since_s(None, None, looks[0])
+    for earlier, later in pairwise(looks):
+        since_s = has_stood_since_s(since_s, earlier, later)
+    assert since_s == 10.0
+
+
+@pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}])
+def test_one_that_has_moved_or_computed_meanwhile_has_not(change: dict[str, Any]) -> None:
+    earlier = Look(10.0, Place.COLLECTIVE, ("code", 7), cpu_s=1.0)
+    later = replace(earlier, at_s=11.0, **change)
+    assert has_stood_since_s(10.0, earlier, later) == 11.0
+
+
+# --- the clock of steps -----------------------------------------------------------------------------------------------
+
+
+def warm(clock: FakeClock, step_s: float = 0.1) -> StepClock:
+    steps = StepClock(clock)
+    steps.new_round()
+    steps.begin()
+    for _ in range(WARM_UP_STEPS):
+        clock.advance(40.0)  # they compile
+        steps.ended()
+    clock.advance(step_s)
+    steps.ended()
+    return steps
+
+
+def test_the_first_steps_of_a_round_are_not_measured_and_long_ones_later_are() -> None:
+    clock = FakeClock()
+    steps = warm(clock)
+    assert steps.slowest_s == pytest.approx(0.1)
+    clock.advance(7.0)  # an evaluation
+    steps.ended()
+    assert steps.slowest_s == pytest.approx(7.0)
+
+
+def test_a_new_round_warms_up_again_and_keeps_what_was_measured() -> None:
+    clock = FakeClock()
+    steps = warm(clock)
+    assert steps.is_warm
+    steps.new_round()
+    assert not steps.is_warm
+    assert steps.slowest_s == pytest.approx(0.1)
+    steps.begin()
+    for _ in range(WARM_UP_STEPS):
+        assert not steps.is_warm
+        clock.advance(9.0)
+        steps.ended()
+    assert steps.is_warm
+    assert steps.slowest_s == pytest.approx(0.1)
+
+
+def test_a_rest_is_no_part_of_a_step() -> None:
+    clock = FakeClock()
+    steps = warm(clock)
+    steps.rest()
+    clock.advance(500.0)
+    steps.begin()
+    clock.advance(0.05)
+    steps.ended()
+    assert steps.slowest_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("nobody_was_lost", "slowest_s"), [(True, 4.0), (False, 0.1)])
+def test_a_false_alarm_is_measured_as_a_long_step_and_a_right_one_is_not(
+    nobody_was_lost: bool, slowest_s: float
+) -> None:
+    clock = FakeClock()
+    steps = warm(clock)
+    clock.advance(4.0)
+    steps.failed()
+    assert steps.began_s is None
+    steps.counts_failure(nobody_was_lost)
+    assert steps.slowest_s == pytest.approx(slowest_s)
+    steps.counts_failure(nobody_was_lost=True)
+    assert steps.slowest_s == pytest.approx(slowest_s), "it counts once"

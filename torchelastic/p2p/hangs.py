@@ -1,0 +1,142 @@
+"""When a step that does not end is taken for a hang, and what is done then: pure decisions.
+
+A guess, never a fact: the bound adapts to what steps have taken so far, and an alarm that proves false widens it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+#: The first steps of a round are not measured and have the whole time-out: they compile, and warm up.
+WARM_UP_STEPS = 2
+#: Share of the bound for which a worker must have stood at one point of a collective: one that makes slow progress from
+#: collective to collective (an evaluation) does not hang.
+STALL_SHARE = 0.5
+#: Looks at a worker are this share of the bound apart.
+LOOK_SHARE = 0.25
+#: Who uses more than this share of a processor computes and does not wait.
+MAX_WAITING_CPU = 0.2
+
+
+@dataclass(frozen=True)
+class HangPolicy:
+    """How long a step may take before its worker is suspected to hang.
+
+    Args:
+        factor: so many times the slowest step of the run so far.
+        floor_s: at least so many seconds.
+        end_after_s: end this worker's process, so that its agent starts it again, if it has been in user code for so
+            many seconds of one step (and longer than the bound); None: never, it is only reported.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    >>> policy = HangPolicy(factor=10.0, floor_s=3.0)
+    >>> policy.bound_s(0.1, timeout_s=60.0), policy.bound_s(2.0, timeout_s=60.0), policy.bound_s(2.0, timeout_s=10.0)
+    (3.0, 20.0, 10.0)
+    >>> policy.bound_s(None, timeout_s=60.0)
+    60.0
+    """
+
+    factor: float = 10.0
+    floor_s: float = 3.0
+    end_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1.0:
+            raise ValueError(f"factor={self.factor}: a step may take at least as long as the slowest one so far (1.0)")
+        if not self.floor_s > 0.0:
+            raise ValueError(f"floor_s={self.floor_s} must be above 0")
+        if self.end_after_s is not None and not self.end_after_s > 0.0:
+            raise ValueError(f"end_after_s={self.end_after_s} must be above 0, or None")
+
+    def bound_s(self, slowest_step_s: float | None, timeout_s: float) -> float:
+        """The bound after the slowest step so far took `slowest_step_s` (None: none is known); at most the time-out."""
+        if slowest_step_s is None:
+            return timeout_s
+        return min(timeout_s, max(self.floor_s, self.factor * slowest_step_s))
+
+
+class Place(enum.Enum):
+    """Where the training thread stands: in a collective (or a backward pass, which waits for one), or not."""
+
+    COLLECTIVE = "collective"
+    USER_CODE = "user code"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look at a worker's training thread showed.
+
+    Attributes:
+        at_s: when, on a monotonic clock.
+        place: see `Place`.
+        point: the exact instruction of each of its frames.
+        cpu_s: processor time that the thread has used so far.
+    """
+
+    at_s: float
+    place: Place
+    point: tuple[object, ...]
+    cpu_s: float
+
+
+def has_stood_since_s(earlier_s: float | None, earlier: Look | None, later: Look) -> float:
+    """Since when the thread has waited at the point where `later` saw it.
+
+    Args:
+        earlier_s: what this said for the look before.
+        earlier: the look before; None: there was none in this step.
+        later: the newest look.
+    """
+    if earlier is None or earlier_s is None or earlier.point != later.point:
+        return later.at_s
+    computed_s = later.cpu_s - earlier.cpu_s
+    return earlier_s if computed_s <= MAX_WAITING_CPU * (later.at_s - earlier.at_s) else later.at_s
+
+
+class Act(enum.Enum):
+    """What a watchdog does: nothing, write the stacks to the log, cut the group's connections, end the process."""
+
+    NOTHING = 0
+    REPORT = 1
+    CUT = 2
+    END = 3
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """What a watchdog knows of a step that has not ended.
+
+    Attributes:
+        step_s: for how long this worker has been in it.
+        stood_s: for how long it has waited at one point.
+        place: where.
+        bound_s: by `HangPolicy.bound_s`.
+        timeout_s: of collectives.
+        is_warm: the round's first steps are over, and there is a measurement.
+    """
+
+    step_s: float
+    stood_s: float
+    place: Place
+    bound_s: float
+    timeout_s: float
+    is_warm: bool
+
+    def act(self, policy: HangPolicy) -> Act:
+        """What to do.
+
+        A worker that waits in a collective cuts its group. It leaves that to the collective's own time-out where the
+        bound is no shorter: that one begins with the collective, not with the step. One in user code cuts nothing:
+        those who wait for it decide, and if nobody waits, nobody is harmed.
+        """
+        if self.place is Place.COLLECTIVE:
+            is_adaptive = self.is_warm and self.bound_s < self.timeout_s
+            has_hung = self.step_s >= self.bound_s and self.stood_s >= STALL_SHARE * self.bound_s
+            return Act.CUT if is_adaptive and has_hung else Act.NOTHING
+        report_after_s = self.bound_s if self.is_warm else policy.factor * self.timeout_s
+        if self.step_s < report_after_s:
+            return Act.NOTHING
+        return Act.END if policy.end_after_s is not None and self.step_s >= policy.end_after_s else Act.REPORT

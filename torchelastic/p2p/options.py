@@ -1,0 +1,87 @@
+"""What a coordinator is given, checked; and the settings of the process that a group needs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from torchelastic.rendezvous import handler as rendezvous_handler
+from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.handler import RendezvousHandler
+from torchelastic.rendezvous.url import parse_url
+
+rendezvous_handler.register()
+
+
+def checked_backend(backend: str | None) -> str:
+    """The backend that was asked for, or the one that suits this host. Raises ValueError."""
+    if backend is None:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+        return "nccl" if has_gpus and dist.is_nccl_available() else "gloo"
+    available = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
+    if backend not in available:
+        raise ValueError(f"c10d_backend={backend!r}: this torch has {', '.join(available)}")
+    return backend
+
+
+def checked_init_method(init_method: str | None) -> str:
+    """The rendezvous URL that was given, or the launcher's. Raises ValueError."""
+    init_method = init_method or os.environ.get(wire.INIT_METHOD_VARIABLE)
+    if not init_method:
+        raise ValueError(
+            "no rendezvous: start the script with `torchelastic run`, or give "
+            "init_method='etcd://HOST:PORT/RUN_ID?min_workers=N&max_workers=M'"
+        )
+    return init_method
+
+
+def open_rendezvous(init_method: str) -> RendezvousHandler:
+    """The handler that is registered for the URL's scheme. Raises ValueError."""
+    opened = rendezvous(init_method)
+    if not isinstance(opened, RendezvousHandler):
+        raise ValueError(
+            f"{init_method!r} leads to a {type(opened).__name__}, which is no torchelastic RendezvousHandler"
+        )
+    return opened
+
+
+def checked_max(max_num_trainers: int | None, init_method: str) -> int:
+    """The largest group: as given, or as the URL has it. Raises ValueError."""
+    if max_num_trainers is None:
+        return parse_url(init_method).max_workers if init_method.startswith("etcd://") else sys.maxsize
+    if max_num_trainers < 1:
+        raise ValueError(f"max_num_trainers={max_num_trainers} must be at least 1")
+    return max_num_trainers
+
+
+def smallest_group(init_method: str) -> int:
+    """How many workers a group needs, as the URL has it; 1 where it does not say."""
+    return parse_url(init_method).min_workers if init_method.startswith("etcd://") else 1
+
+
+def choose_interface(address: str) -> None:
+    """Have gloo use the network on which the others reach this host, unless the user has chosen one.
+
+    Left alone it looks the host's own name up, which on many machines leads to another network or to none.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or not address:
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return
+
+
+def dump_stacks_on_request() -> None:
+    """The agent asks a worker that hangs for its stacks before it ends it; see `torchelastic.agent.supervisor`."""
+    if threading.current_thread() is threading.main_thread():
+        faulthandler.register(signal.SIGRTMIN + 5, file=sys.__stderr__ or sys.stderr, all_threads=True)

@@ -1,0 +1,106 @@
+"""Where a thread stands, by its Python frames: in a collective or in user code, and in which line of the user's."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import torch
+
+import torchelastic
+from torchelastic.p2p.hangs import Look, Place
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_OURS = str(Path(torchelastic.__file__).parent) + "/"
+_STANDARD_LIBRARY = str(Path(traceback.__file__).parent) + "/"
+#: In there a thread waits for its peers; a backward pass does at its end, in C++, where no frame tells more.
+_WAITING = (
+    f"{_TORCH}distributed/",
+    f"{_TORCH}autograd/",
+    f"{_TORCH}nn/parallel/",
+    f"{_OURS}p2p/",
+    f"{_OURS}distributed/",
+)
+#: Of a line of a program, for people.
+MAX_WHERE = 200
+
+
+class Line(NamedTuple):
+    """One frame of a stack."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.number} {self.function}"
+
+
+def lines_of_frame(frame: FrameType | None) -> list[Line]:
+    """A living stack, innermost first."""
+    lines = []
+    while frame is not None:
+        lines.append(Line(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return lines
+
+
+def lines_of_error(trace: TracebackType | None) -> list[Line]:
+    """The stack on which an exception was raised, innermost first."""
+    walked = [Line(f.f_code.co_filename, number, f.f_code.co_name) for f, number in traceback.walk_tb(trace)]
+    return walked[::-1]
+
+
+def place_of(lines: Iterable[Line]) -> Place:
+    """Whether the innermost frames, up to the first of the user's, are those of a collective or of a backward pass."""
+    for line in lines:
+        if line.file.startswith(_WAITING):
+            return Place.COLLECTIVE
+        if _is_users(line):
+            return Place.USER_CODE
+    return Place.USER_CODE
+
+
+def where(lines: Sequence[Line]) -> str:
+    """The innermost line of the user's program, and torchelastic's below it if it stands there.
+
+    Empty if there is no such line. At most `MAX_WHERE` characters.
+    """
+    for depth, line in enumerate(lines):
+        if _is_users(line):
+            ours = next((inner for inner in lines[:depth] if inner.file.startswith(_OURS)), None)
+            return (f"{line}" if ours is None else f"{line} > {ours}")[:MAX_WHERE]
+    return ""
+
+
+def look_at(thread_id: int) -> tuple[Look, str]:
+    """Look at a thread of this process; returns also `where` it is.
+
+    Keeps no frame, which would keep its tensors alive.
+    """
+    frame = sys._current_frames().get(thread_id)
+    lines = lines_of_frame(frame)
+    point: list[object] = []
+    while frame is not None:
+        point += (frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    return Look(time.monotonic(), place_of(lines), tuple(point), _cpu_s(thread_id)), where(lines)
+
+
+def _is_users(line: Line) -> bool:
+    if line.file.startswith((_TORCH, _OURS)) or line.file.startswith("<frozen "):
+        return False
+    return "site-packages" in line.file or not line.file.startswith(_STANDARD_LIBRARY)
+
+
+def _cpu_s(thread_id: int) -> float:
+    """Processor time of a thread so far; 0 where the system does not tell."""
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread_id))
+    except (AttributeError, OSError):
+        return 0.0
