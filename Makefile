@@ -10,7 +10,7 @@ help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
 	@echo "make test      lint, types and the tests that fit in ten minutes"
 	@echo "make test-all  the slow ring too"
-	@echo "make soak      twenty minutes of simulated faults with new seeds, and a group of 10,000"
+	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers"
 	@echo "make bench     every benchmark, one JSON line each"
 
 $(READY): pyproject.toml constraints.txt
@@ -38,10 +38,13 @@ test-all: lint types
 soak: $(READY)
 	$(BIN)/python -m torchelastic.testing.simulation --events 1000000000 --seconds 600 --hosts 8
 	$(BIN)/python -m torchelastic.testing.simulation --members 10000 --nproc 8
+	$(BIN)/python -m benchmarks.storm --faults 200
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.step_overhead
+	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.recovery --model 25M
+	$(BIN)/python -m benchmarks.join
 	$(BIN)/python -m benchmarks.agent_footprint
 	$(BIN)/python -m benchmarks.rendezvous --members 2,32,128 --runs 3 --peers c10d --limit-s 20
 

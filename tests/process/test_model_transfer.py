@@ -17,13 +17,13 @@ SOURCE, WORLD_SIZE = 1, 3
 
 def tree(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    large = torch.randn(300, 500, generator=generator)
+    large = torch.randn(600, 500, generator=generator)
     return {
         "large": large,
         "small": [torch.randn(3, generator=generator), torch.tensor(seed), torch.empty(0)],
         "other type": {"large": large.double(), "small": torch.ones(2, dtype=torch.float64) * seed},
-        "turned": torch.randn(400, 300, generator=generator).t(),
-        "pixels": torch.randn(8, 4, 64, 64, generator=generator).to(memory_format=torch.channels_last),
+        "turned": torch.randn(700, 600, generator=generator).t(),
+        "pixels": torch.randn(8, 8, 64, 64, generator=generator).to(memory_format=torch.channels_last),
         "small again": torch.randn(5, generator=generator),
         "plain": (seed, "words", None, 2.5),
     }
