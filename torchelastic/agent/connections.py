@@ -11,11 +11,14 @@ import math
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, round_to_dict
 from torchelastic.rendezvous.view import is_done
@@ -224,6 +227,8 @@ class Connections:
         member = Member(f"{self._host[:MAX_HOST_IN_ID]}-{place}-{self._incarnation}{self._count}", self._host)
         connection = Connection(member, int(message["pid"]), local_rank, writer)
         self.by_member[member.member_id] = connection
+        if message.get("notice"):
+            self._watch_for_death(connection.pid)
         connection.tell(
             {
                 "op": "welcome",
@@ -238,6 +243,20 @@ class Connections:
         if self.round is not None:
             connection.tell({"op": "round", "round": round_to_dict(self.round)})
         return connection
+
+    def _watch_for_death(self, pid: int) -> None:
+        """Have a thread wait for the worker's death, long before the kernel tells of its end."""
+        mutex = take_notice(notice_path(self._path, pid))
+        if mutex is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            if wait_for_death(mutex):
+                with suppress(RuntimeError):  # the loop is closed: this agent has ended
+                    loop.call_soon_threadsafe(self.process_gone, pid)
+
+        threading.Thread(target=wait, name=f"death-of-{pid}", daemon=True).start()
 
     async def _take(self, connection: Connection, message: wire.Message) -> None:
         op = message["op"]

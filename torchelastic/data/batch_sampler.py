@@ -302,10 +302,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
             return self._second_deal.compute
         return units_of_rank(self.units, self._rank, self._world_size)
 
-    def _places(self, samples: int, rank: int, world_size: int) -> list[int]:
+    def _places(self, samples: int, rank: int, world_size: int) -> Sequence[int]:
         """Where in a global batch this rank's samples stand."""
         if self._logical_shards is None:
-            return list(range(*share_bounds(samples, rank, world_size)))
+            return range(*share_bounds(samples, rank, world_size))
         return places_of_units(samples, units_of_rank(self.units, rank, world_size), self._logical_shards)
 
     def _to_load(self, batch: tuple[int, ...], rank: int, world_size: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from torchelastic.processes.death_notice import leave_notice, notice_path
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing, round_from_dict
 from torchelastic.rendezvous.worker_rules import Contact, is_granted, is_over_for
@@ -59,7 +60,8 @@ class AgentClient:
         self._socket = _connect(socket_path, connect_timeout_s)
         threading.Thread(target=self._read, name="torchelastic-agent", daemon=True).start()
         local_rank = os.environ.get("LOCAL_RANK")
-        self._send({"op": "hello", "pid": os.getpid(), "local_rank": int(local_rank) if local_rank else None})
+        hello = {"op": "hello", "pid": os.getpid(), "local_rank": int(local_rank) if local_rank else None}
+        self._send(hello | {"notice": leave_notice(notice_path(socket_path, os.getpid()))})
         self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
 
     @property

@@ -1,7 +1,8 @@
 """How a worker and the agent of its host talk: JSON lines over a Unix socket that only their user may open.
 
 Worker to agent:
-    {"op": "hello", "pid": .., "local_rank": ..}   -> {"op": "welcome", "member": .., "host": .., ..}
+    {"op": "hello", "pid": .., "local_rank": .., "notice": ..}  -> {"op": "welcome", "member": .., "host": .., ..}
+        notice: whether the worker has left one of its death, see `torchelastic.processes.death_notice`
     {"op": "join", ..}      wants the next round    -> {"op": "round", "round": {..}} at every change from then on
     {"op": "done", "step": ..}                      -> {"op": "noted"} once the store has it
     {"op": "leave"}         wants to leave the run  -> {"op": "fatal", "kind": "drained", ..} when it may go
