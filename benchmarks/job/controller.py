@@ -62,6 +62,8 @@ class Job:
             elif value is not None and value is not False:
                 command.append(f"--{name.replace('_', '-')}={value}")
         environment = {k: v for k, v in os.environ.items() if k != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+        # torch's TCPStore asks DNS for the name of every address that it connects to: a lost answer would cost 5 s
+        environment.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         with (folder / "agent.txt").open("wb") as file:
             self.agent = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 

@@ -124,6 +124,8 @@ class Job:
 
     def _popen(self, command: list[str], log: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         variables = {key: value for key, value in os.environ.items() if key != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+        # torch's TCPStore asks DNS for the name of every address that it connects to, and waits
+        variables.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         with (self.folder / log).open("wb") as file:
             return subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env={**variables, **environment}, cwd=ROOT

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, encode_member, encode_round
@@ -109,6 +109,7 @@ steps = st.lists(st.tuples(st.sampled_from(sorted(VERBS)), st.floats(0.0, 20.0),
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 50), st.integers(1, 3), st.integers(1, 2), steps)
+@example(4, 1, 2, [("hang a worker for good", 0.0, 0), ("ask in the store for a drain", 1.0, 0)])
 def test_any_short_history_breaks_no_promise(
     seed: int, hosts: int, nproc: int, history: list[tuple[str, float, int]]
 ) -> None:

@@ -21,6 +21,8 @@ from torchelastic.model.tree_sum import Node
 
 #: Elements of each node that travel in one message: bounds the memory that the exchange takes.
 CHUNK_ELEMENTS = 1 << 20
+#: torch 2.13 has renamed it.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: What is summed, one flat tensor for each type.
 Flat = dict[torch.dtype, torch.Tensor]
 Nodes = dict[Node, Flat]
@@ -202,7 +204,7 @@ def sum_over_ranks(
             gathered = part
             if world_size > 1:
                 gathered = torch.empty(world_size * rows, stop - start, dtype=dtype, device=device)
-                dist.all_gather_into_tensor(gathered, part)
+                _ALL_GATHER(gathered, part)
             values = gathered.view(world_size, rows, stop - start)
             known: list[tuple[Node, Any]] = [((0, leaf), None) for leaf in empty]
             known += [

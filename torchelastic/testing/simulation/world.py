@@ -374,8 +374,10 @@ class World:
             self.resume(place)
             self.boot(place)
         living = list(self.workers)
-        if not any(worker.runs for worker in living if worker.group is not None):
-            for worker in living:  # where all hang at once, nobody is left who could notice
+        all_hang = not any(worker.runs for worker in living if worker.group is not None)
+        for worker in living:
+            # where all hang at once, nobody is left who could notice; and nobody waits for one that has never asked
+            if all_hang or (worker.is_hung and worker.member.ready_for == 0):
                 self.wake_worker(worker)
 
     def is_over(self) -> bool:
