@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -317,5 +319,44 @@ def test_a_member_of_another_agent_cannot_be_told_to_leave(tmp_path: Path) -> No
     async def scenario(host: Host) -> None:
         assert not host.connections.leave("h-0-other1")
         assert host.declared == []
+
+    with_host(tmp_path, scenario)
+
+
+LEAVES_A_NOTICE = """
+import os, sys, time
+from torchelastic.processes.death_notice import leave_notice, notice_path
+assert leave_notice(notice_path(sys.argv[1], os.getpid()))
+print("left", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_that_has_left_a_notice_is_withdrawn_at_its_death_though_its_connection_is_open(
+    tmp_path: Path,
+) -> None:
+    async def scenario(host: Host) -> None:
+        command = [sys.executable, "-c", LEAVES_A_NOTICE, str(host.path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "left\n"
+        worker = await host.open()
+        worker.say(op="hello", pid=process.pid, local_rank=0, notice=True)
+        await worker.hear_of("welcome")
+        join(worker)
+        await until(lambda: host.declared)
+        assert not host.withdrawn
+        process.kill()
+        await until(lambda: host.withdrawn)
+        process.wait()
+
+    with_host(tmp_path, scenario)
+
+
+def test_a_worker_whose_notice_cannot_be_had_is_welcome_all_the_same(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        worker.say(op="hello", pid=os.getpid(), local_rank=0, notice=True)
+        await worker.hear_of("welcome")
 
     with_host(tmp_path, scenario)
