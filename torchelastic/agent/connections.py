@@ -215,6 +215,8 @@ class Connections:
                     await self._take(connection, message)
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("a worker's connection ends: %s", error)
+        except asyncio.CancelledError:
+            pass  # the agent ends; Python before 3.12 would print a cancelled connection as an error
         finally:
             writer.close()
             if connection is not None:
