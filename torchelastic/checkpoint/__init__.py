@@ -17,23 +17,55 @@ if TYPE_CHECKING:
     )
     from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
     from torchelastic.checkpoint.file_system import FileSystemCheckpointManager
+    from torchelastic.checkpoint.policy.keeping import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy
+    from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
+    from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
+    from torchelastic.checkpoint.policy.young_daly import YoungDaly
 
 __all__ = [
+    "AtSteps",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
     "CorruptCheckpointError",
+    "EverySeconds",
+    "EverySteps",
     "FileSystemCheckpointManager",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepPolicy",
+    "Never",
+    "OnSignal",
+    "SaveDecision",
+    "SaveMoment",
+    "SavePolicy",
+    "YoungDaly",
     "get_checkpoint_manager",
     "set_checkpoint_manager",
 ]
 
 _HOME_OF_NAME = {
+    "AtSteps": "torchelastic.checkpoint.policy",
     "Checkpoint": "torchelastic.checkpoint.api",
     "CheckpointError": "torchelastic.checkpoint.errors",
     "CheckpointManager": "torchelastic.checkpoint.api",
     "CorruptCheckpointError": "torchelastic.checkpoint.errors",
+    "EverySeconds": "torchelastic.checkpoint.policy",
+    "EverySteps": "torchelastic.checkpoint.policy",
     "FileSystemCheckpointManager": "torchelastic.checkpoint.file_system",
+    "KeepAll": "torchelastic.checkpoint.policy",
+    "KeepBest": "torchelastic.checkpoint.policy",
+    "KeepEvery": "torchelastic.checkpoint.policy",
+    "KeepLast": "torchelastic.checkpoint.policy",
+    "KeepPolicy": "torchelastic.checkpoint.policy",
+    "Never": "torchelastic.checkpoint.policy",
+    "OnSignal": "torchelastic.checkpoint.policy",
+    "SaveDecision": "torchelastic.checkpoint.policy",
+    "SaveMoment": "torchelastic.checkpoint.policy",
+    "SavePolicy": "torchelastic.checkpoint.policy",
+    "YoungDaly": "torchelastic.checkpoint.policy",
     "get_checkpoint_manager": "torchelastic.checkpoint.api",
     "set_checkpoint_manager": "torchelastic.checkpoint.api",
 }

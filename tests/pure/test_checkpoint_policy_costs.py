@@ -1,0 +1,285 @@
+"""What is measured while the run goes on, and what Young/Daly makes of it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.checkpoint.policy import (
+    FailurePrior,
+    FailureRate,
+    SaveCosts,
+    SaveMoment,
+    YoungDaly,
+    daly_period_s,
+    exact_cost,
+)
+
+MOMENT = SaveMoment(step=101, now_s=60.0, last_saved_step=100, last_saved_s=50.0, began_s=0.0)
+
+
+def with_cost(stall_s: float, durable_s: float | None = None, slowed_s: float = 0.0) -> SaveCosts:
+    durable_s = stall_s if durable_s is None else durable_s
+    return SaveCosts().observed("durable", stall_s=stall_s, durable_s=durable_s, slowed_s=slowed_s)
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_saves_are_averaged_and_later_ones_weighted() -> None:
+    costs = SaveCosts(weight=0.5)
+    for stall_s, mean_s in ((4.0, 4.0), (2.0, 3.0), (1.0, 2.0), (0.0, 1.0)):
+        costs = costs.observed("durable", stall_s=stall_s, durable_s=10.0 * stall_s, slowed_s=2.0 * stall_s)
+        tier = costs.of("durable")
+        assert tier is not None
+        assert (tier.stall_s, tier.durable_s, tier.slowed_s) == (mean_s, 10.0 * mean_s, 2.0 * mean_s)
+        assert tier.cost_s == 3.0 * mean_s
+    assert tier is not None
+    assert tier.saves == 4
+
+
+def test_a_slow_first_save_is_soon_outvoted() -> None:
+    costs = with_cost(60.0)
+    for _ in range(30):
+        costs = costs.observed("durable", stall_s=1.0, durable_s=1.0)
+    tier = costs.of("durable")
+    assert tier is not None
+    assert 1.0 < tier.stall_s < 1.1
+
+
+def test_tiers_are_measured_apart_and_the_old_value_stays_what_it_was() -> None:
+    before = with_cost(1.0)
+    after = before.observed("memory", stall_s=0.1, durable_s=0.2)
+    assert before.of("memory") is None
+    assert after.of("durable") == before.of("durable")
+    assert pickle.loads(pickle.dumps(after)) == after != before
+    assert len({after, before}) == 2
+
+
+@pytest.mark.parametrize(
+    ("confidence", "saves", "rank"),
+    [(0.99, 99, 99), (0.95, 19, 19), (0.9, 9, 9), (0.9, 20, 19), (0.5, 4, 3), (0.9, 99, 90)],
+)
+def test_the_bound_is_the_conformal_rank_of_the_saves(confidence: float, saves: int, rank: int) -> None:
+    costs = SaveCosts()
+    for durable_s in random.Random(0).sample(range(1, saves + 1), saves):
+        costs = costs.observed("durable", stall_s=0.0, durable_s=float(durable_s))
+    bound = costs.durable_bound("durable", confidence=confidence)
+    assert bound is not None
+    assert (bound.seconds, bound.is_assured, bound.saves) == (rank, True, saves)
+
+
+@pytest.mark.parametrize(("confidence", "needed"), [(0.99, 99), (0.95, 19), (0.9, 9), (0.5, 1)])
+def test_with_too_few_saves_the_bound_is_the_longest_with_a_margin_and_says_so(confidence: float, needed: int) -> None:
+    costs = SaveCosts()
+    for save in range(needed):
+        bound = costs.durable_bound("durable", confidence=confidence, margin=2.0)
+        if save:
+            assert bound is not None
+            assert (bound.seconds, bound.is_assured) == (2.0 * save, False)
+            assert f"only {save} saves" in bound.because
+            assert f"takes {needed} " in bound.because
+        else:
+            assert bound is None
+        costs = costs.observed("durable", stall_s=0.0, durable_s=save + 1.0)
+    enough = costs.durable_bound("durable", confidence=confidence)
+    assert enough is not None
+    assert enough.is_assured
+
+
+def test_the_bound_forgets_what_has_left_the_window() -> None:
+    costs = SaveCosts(window=9).observed("durable", stall_s=0.0, durable_s=1000.0)
+    for _ in range(9):
+        costs = costs.observed("durable", stall_s=0.0, durable_s=1.0)
+    bound = costs.durable_bound("durable", confidence=0.9)
+    assert bound is not None
+    assert bound.seconds == 1.0
+
+
+def test_a_save_keeps_the_bound_as_often_as_was_promised() -> None:
+    dice = random.Random(7)
+    kept = 0
+    for _ in range(2000):
+        costs = SaveCosts()
+        for _ in range(19):
+            costs = costs.observed("durable", stall_s=0.0, durable_s=dice.lognormvariate(0.0, 1.5))
+        bound = costs.durable_bound("durable", confidence=0.9)
+        assert bound is not None
+        kept += dice.lognormvariate(0.0, 1.5) <= bound.seconds
+    assert 0.88 <= kept / 2000 <= 0.92
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SaveCosts(weight=0.0), "weight is 0.0"),
+        (lambda: SaveCosts(weight=math.nan), "weight is nan"),
+        (lambda: SaveCosts(window=0), "window is 0"),
+        (lambda: with_cost(-1.0), "stall_s is -1.0: give seconds, 0 or more"),
+        (lambda: with_cost(0.0, math.nan), "durable_s is nan"),
+        (lambda: with_cost(0.0, slowed_s=math.inf), "slowed_s is inf"),
+        (lambda: SaveCosts().observed("", stall_s=0.0, durable_s=0.0), "tier is empty"),
+        (lambda: with_cost(1.0).durable_bound("durable", confidence=1.0), "confidence is 1.0"),
+        (lambda: with_cost(1.0).durable_bound("durable", margin=0.5), "margin is 0.5"),
+        (lambda: FailurePrior(0.0, 1.0), "failures is 0.0: .*above 0"),
+        (lambda: FailurePrior(1.0, math.nan), "seconds is nan"),
+        (lambda: FailureRate(seconds=-1.0), "seconds is -1.0"),
+        (lambda: FailureRate(failures={"job": -1}), "failures\\['job'\\] is -1"),
+        (lambda: FailureRate().observed(-1.0), "seconds is -1.0"),
+        (lambda: FailureRate().failed(""), "failure_class is empty"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_is_the_posterior_mean() -> None:
+    rate = FailureRate(FailurePrior(1.0, 100.0))
+    assert rate.per_second() == 1 / 100
+    rate = rate.observed(50.0).failed("process").observed(150.0).failed("process").failed("host")
+    assert rate.per_second() == (1 + 3) / (100 + 200)
+    assert rate.per_second({"host"}) == (1 + 1) / (100 + 200)
+    assert rate.per_second({"host", "process"}) == rate.per_second()
+    assert rate.per_second({"job"}) == 1 / 300
+    assert rate.mtbf_s({"process"}) == pytest.approx(100.0)
+    assert rate.per_second(prior=FailurePrior(3.0, 400.0)) == (3 + 3) / (400 + 200)
+
+
+def test_without_failures_it_gets_rarer_and_with_each_one_more_frequent() -> None:
+    calm = FailureRate()
+    assert calm.mtbf_s() == 4 * 3600.0
+    assert calm.observed(3600.0).mtbf_s() == 8 * 3600.0
+    assert calm.failed("host").mtbf_s() < calm.mtbf_s() / 4
+
+
+def test_the_prior_is_forgotten_in_the_end() -> None:
+    dice = random.Random(3)
+    rate = FailureRate(FailurePrior(1.0, 86_400.0))
+    for _ in range(20_000):
+        rate = rate.observed(dice.expovariate(1 / 60.0)).failed("process")
+    assert rate.mtbf_s() == pytest.approx(60.0, rel=0.1)
+
+
+def test_a_rate_can_be_rebuilt_from_plain_values() -> None:
+    rate = FailureRate().observed(7200.0).failed("job")
+    assert FailureRate(seconds=rate.seconds, failures=dict(rate.failures)) == rate
+
+
+# --- Young/Daly -------------------------------------------------------------------------------------------------------
+
+
+def test_the_period_is_dalys_of_the_measured_cost_and_rate() -> None:
+    failures = FailureRate(FailurePrior(1.0, 3600.0)).observed(82_800.0)  # one a day
+    moment = replace(MOMENT, costs=with_cost(250.0, 250.0, slowed_s=50.0), failures=failures, step_s=2.0)
+    numbers = YoungDaly(max_s=1e5).decide(moment).numbers
+    assert numbers["cost_s"] == 300.0
+    assert numbers["mtbf_s"] == 86_400.0
+    assert numbers["period_s"] == daly_period_s(300.0, 86_400.0) == pytest.approx(116.69 * 60.0, abs=1.0)
+    assert numbers["due_in_s"] == numbers["period_s"] + 250.0 - 10.0, "the stall of the save comes on top"
+    assert numbers["waste_saving"] == 300.0 / numbers["period_s"]
+    assert numbers["waste_repeating"] == numbers["period_s"] / (2 * 86_400.0)
+    assert numbers["waste"] == 1 - 1 / exact_cost(numbers["period_s"], 300.0, 86_400.0)
+    assert numbers["waste"] == pytest.approx(numbers["waste_saving"] + numbers["waste_repeating"], rel=0.05)
+    assert numbers["period_steps"] == numbers["period_s"] / 2.0
+
+
+def test_it_is_due_when_the_period_and_the_stall_have_passed() -> None:
+    failures = FailureRate(FailurePrior(1.0, 50.0))
+    policy = YoungDaly(min_s=0.0)
+    period_s = daly_period_s(1.0, 50.0)  # 9.7 s
+    begun = replace(MOMENT, costs=with_cost(1.0), failures=failures)
+    assert not policy.decide(replace(begun, now_s=50.0 + period_s + 0.99))
+    assert policy.decide(replace(begun, now_s=50.0 + period_s + 1.01))
+    never_saved = replace(begun, last_saved_step=None, last_saved_s=None, began_s=50.0)
+    assert policy.decide(replace(never_saved, now_s=50.0 + period_s + 0.01))
+
+
+def test_the_reason_names_cost_rate_and_waste() -> None:
+    moment = replace(MOMENT, now_s=1000.0, costs=with_cost(2.0), failures=FailureRate(FailurePrior(1.0, 10_000.0)))
+    assert str(YoungDaly().decide(moment)) == (
+        "save: due after 950 s: the period is 199 s, since a save to 'durable' costs 2 s and something fails every "
+        "10000 s; 2 % wasted"
+    )
+    guessed = YoungDaly(tier="memory").decide(moment)
+    assert "a save to 'memory' costs 1 s (a guess, none was measured)" in guessed.because
+
+
+@pytest.mark.parametrize(
+    ("policy", "costs", "period_s", "word"),
+    [
+        (YoungDaly(min_s=500.0), with_cost(2.0), 500.0, "(min_s)"),
+        (YoungDaly(max_s=60.0), with_cost(2.0), 60.0, "(max_s)"),
+        (YoungDaly(), with_cost(2.0, durable_s=302.0), 300.0, "(until the save before is durable)"),
+        (YoungDaly(max_s=200.0), with_cost(2.0, durable_s=302.0), 200.0, "(max_s)"),
+    ],
+)
+def test_the_period_is_held_by_its_bounds_and_by_the_time_a_save_takes(
+    policy: YoungDaly, costs: SaveCosts, period_s: float, word: str
+) -> None:
+    moment = replace(MOMENT, costs=costs, failures=FailureRate(FailurePrior(1.0, 10_000.0)))
+    decision = policy.decide(moment)
+    assert decision.numbers["period_s"] == period_s
+    assert word in decision.because
+
+
+def test_only_the_failures_that_the_tier_repairs_count_and_its_own_prior() -> None:
+    failures = FailureRate(FailurePrior(1.0, 1000.0)).observed(9000.0)
+    for _ in range(9):
+        failures = failures.failed("process")
+    moment = replace(MOMENT, costs=with_cost(1.0), failures=failures)
+    assert YoungDaly().decide(moment).numbers["mtbf_s"] == 1000.0
+    assert YoungDaly(failure_classes=["job"]).decide(moment).numbers["mtbf_s"] == 10_000.0
+    assert YoungDaly(prior=FailurePrior(1.0, 31_000.0)).decide(moment).numbers["mtbf_s"] == 4000.0
+
+
+def test_free_saves_are_taken_after_every_step() -> None:
+    free = replace(MOMENT, costs=with_cost(0.0))
+    decision = YoungDaly(min_s=0.0).decide(replace(free, now_s=50.0))
+    assert decision.save
+    assert decision.numbers["waste"] == 0.0
+
+
+PERIOD_CASES = st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e5), st.floats(0.0, 1e6), st.floats(1e-3, 1e7))
+
+
+@given(PERIOD_CASES, st.floats(0.0, 1e4))
+def test_a_dearer_save_never_gives_a_shorter_period(case: tuple[float, float, float, float], more_s: float) -> None:
+    stall_s, slowed_s, durable_s, mtbf_s = case
+    policy = YoungDaly(prior=FailurePrior(1.0, mtbf_s))
+
+    def period_s(stall_s: float, slowed_s: float) -> float:
+        costs = with_cost(stall_s, stall_s + durable_s, slowed_s)
+        return policy.decide(replace(MOMENT, costs=costs)).numbers["period_s"]
+
+    cheap = period_s(stall_s, slowed_s)
+    assert period_s(stall_s, slowed_s + more_s) >= cheap * (1 - 1e-9)
+    assert period_s(stall_s + more_s, slowed_s) >= cheap * (1 - 1e-9)
+    assert policy.min_s <= cheap <= policy.max_s
+
+
+@given(st.floats(0.0, 100.0), st.floats(1.0, 1e6), st.integers(1, 50))
+def test_more_failures_never_give_a_longer_period_while_a_save_is_cheap(
+    cost_s: float, mtbf_s: float, more: int
+) -> None:
+    rate = FailureRate(FailurePrior(1.0, mtbf_s))
+    worse = rate
+    for _ in range(more):
+        worse = worse.failed("host")
+    if cost_s >= 2 * worse.mtbf_s():
+        return  # beyond Daly's formula; see daly_period_s
+    policy = YoungDaly(min_s=0.0, max_s=1e9)
+    moment = replace(MOMENT, costs=with_cost(cost_s))
+    often = policy.decide(replace(moment, failures=worse)).numbers
+    seldom = policy.decide(replace(moment, failures=rate)).numbers
+    assert often["period_s"] <= seldom["period_s"] * (1 + 1e-9)

@@ -1,0 +1,116 @@
+"""When to save and what to keep, as small values that `|` and `&` combine; see docs/checkpoint-policies.md.
+
+Nothing in here has a clock, a file, a socket or a memory. Names are loaded on first use (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.policy.costs import DurableBound, SaveCosts, TierCost
+    from torchelastic.checkpoint.policy.failures import FailurePrior, FailureRate
+    from torchelastic.checkpoint.policy.formulas import (
+        availability_optimal_period_s,
+        copy_share,
+        daly_period_s,
+        exact_cost,
+        least_interval_steps,
+        periods_per_tier,
+        young_period_s,
+    )
+    from torchelastic.checkpoint.policy.keeping import (
+        KeepAll,
+        KeepBest,
+        KeepDecision,
+        KeepEvery,
+        KeepEverySeconds,
+        KeepIfAll,
+        KeepIfAny,
+        KeepLast,
+        KeepPolicy,
+        KeptCheckpoint,
+        prunable,
+    )
+    from torchelastic.checkpoint.policy.saving import SaveDecision, SaveIfAll, SaveIfAny, SaveMoment, SavePolicy
+    from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
+    from torchelastic.checkpoint.policy.young_daly import YoungDaly
+
+__all__ = [
+    "AtSteps",
+    "DurableBound",
+    "EverySeconds",
+    "EverySteps",
+    "FailurePrior",
+    "FailureRate",
+    "KeepAll",
+    "KeepBest",
+    "KeepDecision",
+    "KeepEvery",
+    "KeepEverySeconds",
+    "KeepIfAll",
+    "KeepIfAny",
+    "KeepLast",
+    "KeepPolicy",
+    "KeptCheckpoint",
+    "Never",
+    "OnSignal",
+    "SaveCosts",
+    "SaveDecision",
+    "SaveIfAll",
+    "SaveIfAny",
+    "SaveMoment",
+    "SavePolicy",
+    "TierCost",
+    "YoungDaly",
+    "availability_optimal_period_s",
+    "copy_share",
+    "daly_period_s",
+    "exact_cost",
+    "least_interval_steps",
+    "periods_per_tier",
+    "prunable",
+    "young_period_s",
+]
+
+_NAMES_OF_HOME = {
+    "costs": ("DurableBound", "SaveCosts", "TierCost"),
+    "failures": ("FailurePrior", "FailureRate"),
+    "formulas": (
+        "availability_optimal_period_s",
+        "copy_share",
+        "daly_period_s",
+        "exact_cost",
+        "least_interval_steps",
+        "periods_per_tier",
+        "young_period_s",
+    ),
+    "keeping": (
+        "KeepAll",
+        "KeepBest",
+        "KeepDecision",
+        "KeepEvery",
+        "KeepEverySeconds",
+        "KeepIfAll",
+        "KeepIfAny",
+        "KeepLast",
+        "KeepPolicy",
+        "KeptCheckpoint",
+        "prunable",
+    ),
+    "saving": ("SaveDecision", "SaveIfAll", "SaveIfAny", "SaveMoment", "SavePolicy"),
+    "schedules": ("AtSteps", "EverySeconds", "EverySteps", "Never", "OnSignal"),
+    "young_daly": ("YoungDaly",),
+}
+_HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF_NAME})

@@ -1,0 +1,79 @@
+"""The engine under every tier: one shard format, written once and checked whenever it is read.
+
+A shard is a file of aligned raw tensor bytes behind a small header (`header.py`). A state becomes plain values and
+named tensors (`tree.py`, `tensors.py`); a tensor may be split over ranks (`boxes.py`) and is put together again by
+whatever number of ranks reads it (`loading.py`). Names are loaded on first use (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated
+    from torchelastic.checkpoint.shards.disk import Disk
+    from torchelastic.checkpoint.shards.header import Entry, Header
+    from torchelastic.checkpoint.shards.loading import read_into, read_tensors, read_tree
+    from torchelastic.checkpoint.shards.pool import SlotPool
+    from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
+    from torchelastic.checkpoint.shards.recurring import RecurringLayout
+    from torchelastic.checkpoint.shards.slot import Slot
+    from torchelastic.checkpoint.shards.stage import Stage
+    from torchelastic.checkpoint.shards.tensors import ShardOf
+    from torchelastic.checkpoint.shards.tree import flatten, unflatten
+    from torchelastic.checkpoint.shards.writing import save_tree
+
+__all__ = [
+    "Box",
+    "Disk",
+    "Entry",
+    "Extent",
+    "Header",
+    "RecurringLayout",
+    "ShardOf",
+    "ShardReader",
+    "Slot",
+    "SlotPool",
+    "Stage",
+    "flatten",
+    "load_tree",
+    "read_into",
+    "read_tensors",
+    "read_tree",
+    "save_tree",
+    "split_replicated",
+    "unflatten",
+]
+
+_MODULE_OF_NAME = {
+    "Box": "boxes",
+    "Disk": "disk",
+    "Entry": "header",
+    "Extent": "boxes",
+    "Header": "header",
+    "RecurringLayout": "recurring",
+    "ShardOf": "tensors",
+    "ShardReader": "reading",
+    "Slot": "slot",
+    "SlotPool": "pool",
+    "Stage": "stage",
+    "flatten": "tree",
+    "load_tree": "reading",
+    "read_into": "loading",
+    "read_tensors": "loading",
+    "read_tree": "loading",
+    "save_tree": "writing",
+    "split_replicated": "boxes",
+    "unflatten": "tree",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF_NAME})

@@ -1,0 +1,108 @@
+"""Everything that the engine does to a disk, one method per thing that can fail.
+
+Tests subclass it to kill the process, to write short or to fill the disk at the n-th call; nothing else in this package
+creates, writes, renames or removes a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchelastic.checkpoint.errors import explained
+
+
+class Disk:
+    """The real one. Every method that fails raises a `CheckpointError`, which names the place and the remedy."""
+
+    def create(self, path: Path) -> int:
+        """Creates a file that must not exist yet, locks it (flock), and returns a descriptor to read and write it.
+
+        The lock tells others on this host that its writer lives: see `pool.remove_left_overs`.
+        """
+        with explained("create a file of the checkpoint", path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        """Reserves room, so that writing through a memory map cannot run out of it."""
+        with explained("reserve room for the checkpoint", path):
+            os.posix_fallocate(descriptor, 0, size_bytes)
+
+    def store(self, memory: memoryview, begin: int, data: bytes) -> None:
+        """Writes into a memory map."""
+        memory[begin : begin + len(data)] = data
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], path: Path) -> None:
+        """Writes all of the buffers at the position of the descriptor, also where the system writes only a part."""
+        with explained("write the checkpoint", path):
+            for buffer in buffers:
+                left = buffer
+                while left.nbytes:
+                    written = self.write_some(descriptor, left)
+                    if written <= 0:
+                        raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    left = left[written:]
+
+    def write_some(self, descriptor: int, buffer: memoryview) -> int:
+        """One system call; returns how many bytes were taken."""
+        return os.write(descriptor, buffer)
+
+    def write_at(self, descriptor: int, data: bytes, begin: int, path: Path) -> None:
+        """Writes at a place; the position stays."""
+        with explained("write the checkpoint", path):
+            while data:
+                written = os.pwrite(descriptor, data, begin)
+                data, begin = data[written:], begin + written
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Returns when the file is on the disk."""
+        with explained("write the checkpoint", path):
+            os.fsync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Returns when the names in a folder are on the disk."""
+        with explained("publish the checkpoint", path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Gives a file or folder another name in one step; a file of that name is replaced."""
+        with explained("publish the checkpoint", target):
+            source.rename(target)
+
+    def publish(self, source: Path, target: Path) -> None:
+        """Gives a file a name that must not be taken yet, in one step."""
+        with explained("publish the checkpoint", target):
+            os.link(source, target)
+            source.unlink()
+
+    def remove(self, path: Path) -> None:
+        """Removes a file; it may be gone already."""
+        with explained("remove a file of a checkpoint", path):
+            path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Removes a folder and all that is in it; it may be gone already."""
+        with explained("remove a checkpoint", path):
+            try:
+                shutil.rmtree(path)
+            except FileNotFoundError:
+                pass
+
+    def make_folder(self, path: Path) -> None:
+        """Creates a folder and its parents; it may exist."""
+        with explained("create a folder for checkpoints", path):
+            path.mkdir(parents=True, exist_ok=True)
+
+
+#: What is used where the caller gives none.
+REAL_DISK = Disk()

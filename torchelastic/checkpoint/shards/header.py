@@ -1,0 +1,217 @@
+"""Pure: the format of a shard file.
+
+    0     64 bytes   preamble: magic, length and digest of the header, where the data begins and how long it is
+    64    ...        header: JSON; the structure of the state, and name, dtype, shape, place and checksum of each tensor
+    ...   zeros      up to a multiple of the page size
+    data             the tensors' raw bytes, row-major, little-endian, each at a multiple of 64 bytes
+
+The preamble is written last, so a file that was torn at any moment has none that fits. Every byte that a reader relies
+on is covered: the preamble by its own digest, the header by the preamble's, each tensor by the header's. (The zeros
+between are read by nobody.) Digests are xxh3 (xxhash.com): they find damage, not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import xxhash
+
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
+from torchelastic.checkpoint.shards.tree import Flat, NamedTensor
+
+PAGE_BYTES = 4096
+ALIGNMENT_BYTES = 64  # a cache line, and more than any dtype or vector instruction asks for
+VERSION = 1
+NO_CHECKSUM = "0" * 16
+
+_MAGIC = b"TESHARD\0"
+_PREAMBLE = struct.Struct("<8sIIQ16sQQ")  # magic, version, 0, header bytes, header digest, data offset, data bytes
+_DIGEST = struct.Struct("<Q")
+PREAMBLE_BYTES = 64
+
+
+class NotAShardError(CorruptCheckpointError):
+    """The file does not begin as a shard does: never finished, cut, or something else."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a shard.
+
+    Attributes:
+        name: its path in the state.
+        dtype: as torch spells it, without `torch.`.
+        shape: of the whole tensor.
+        box: the part that is stored here.
+        offset_bytes: where it begins, counted from the beginning of the data.
+        size_bytes: how long it is.
+        checksum: xxh3_64 of its bytes, as 16 hexadecimal digits.
+        is_shard: whether the state marked it as a part, so that other ranks hold other parts.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    offset_bytes: int
+    size_bytes: int
+    checksum: str = NO_CHECKSUM
+    is_shard: bool = False
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a shard says about itself.
+
+    Attributes:
+        structure: the state without its tensors; see `tree.unflatten`. None in a shard that holds only tensors.
+        entries: the tensors, in the order of their bytes.
+        meta: what the writer adds: iteration, rank, world size, fencing token; JSON can hold it.
+    """
+
+    structure: Any
+    entries: tuple[Entry, ...]
+    meta: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def data_bytes(self) -> int:
+        """How many bytes of data follow, with the gaps between the tensors."""
+        return max((entry.offset_bytes + entry.size_bytes for entry in self.entries), default=0)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """How many bytes the tensors have, without the gaps."""
+        return sum(entry.size_bytes for entry in self.entries)
+
+    def with_checksums(self, checksums: Sequence[str]) -> Header:
+        """The same header with the checksums that were computed, in the order of the entries."""
+        pairs = zip(self.entries, checksums, strict=True)
+        return replace(self, entries=tuple(replace(entry, checksum=checksum) for entry, checksum in pairs))
+
+
+@dataclass(frozen=True)
+class Preamble:
+    """The first 64 bytes of a shard."""
+
+    header_bytes: int
+    header_digest: bytes
+    data_offset_bytes: int
+    data_bytes: int
+
+
+def lay_out(flat: Flat, meta: Mapping[str, Any]) -> Header:
+    """Gives each tensor its place; the checksums are still to come."""
+    return Header(flat.structure, place(flat.tensors), MappingProxyType(dict(meta)))
+
+
+def place(tensors: Iterable[NamedTensor]) -> tuple[Entry, ...]:
+    """Puts tensors one behind the other, each aligned."""
+    entries, offset = [], 0
+    for named in tensors:
+        size = named.tensor.numel() * named.tensor.element_size()
+        dtype = dtype_name(named.tensor.dtype)
+        entries.append(Entry(named.name, dtype, named.shape, named.box, offset, size, is_shard=named.is_shard))
+        offset = align(offset + size, ALIGNMENT_BYTES)
+    return tuple(entries)
+
+
+def align(number: int, to: int) -> int:
+    """The next multiple.
+
+    >>> align(65, 64)
+    128
+    """
+    return -(-number // to) * to
+
+
+def data_offset_bytes(header_bytes: int) -> int:
+    """Where the data begins behind a header of this length."""
+    return align(PREAMBLE_BYTES + header_bytes, PAGE_BYTES)
+
+
+def encode_header(header: Header) -> bytes:
+    """The header as bytes; its length does not depend on the checksums."""
+    document = {
+        "structure": header.structure,
+        "meta": dict(header.meta),
+        "tensors": [
+            [e.name, e.dtype, e.shape, e.box.offsets, e.box.sizes, e.offset_bytes, e.size_bytes, e.checksum, e.is_shard]
+            for e in header.entries
+        ],
+    }
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode_preamble(encoded_header: bytes, data_offset: int, data_bytes: int) -> bytes:
+    """The first 64 bytes of a shard with this header."""
+    digest = xxhash.xxh3_128_digest(encoded_header)
+    fields = _PREAMBLE.pack(_MAGIC, VERSION, 0, len(encoded_header), digest, data_offset, data_bytes)
+    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def decode_preamble(data: bytes) -> Preamble:
+    """Reads the first 64 bytes.
+
+    Raises:
+        NotAShardError: they are not those of a finished shard.
+        CorruptCheckpointError: a newer version wrote it.
+    """
+    if len(data) != PREAMBLE_BYTES or data[: len(_MAGIC)] != _MAGIC:
+        raise NotAShardError("it does not begin like a finished shard")
+    fields, digest = data[: _PREAMBLE.size], data[_PREAMBLE.size :]
+    if _DIGEST.pack(xxhash.xxh3_64_intdigest(fields)) != digest:
+        raise NotAShardError("its first 64 bytes are damaged")
+    _, version, _, header_bytes, header_digest, data_offset, data_bytes = _PREAMBLE.unpack(fields)
+    if version != VERSION:
+        raise CorruptCheckpointError(f"its format is version {version}; this release reads version {VERSION}")
+    return Preamble(header_bytes, header_digest, data_offset, data_bytes)
+
+
+def decode_header(data: bytes, preamble: Preamble) -> Header:
+    """Reads and checks a header.
+
+    Raises:
+        CorruptCheckpointError: it is not what was written.
+    """
+    if len(data) != preamble.header_bytes or xxhash.xxh3_128_digest(data) != preamble.header_digest:
+        raise CorruptCheckpointError("its header is damaged")
+    try:
+        document = json.loads(data)
+        entries = tuple(_entry(*fields) for fields in document["tensors"])
+        header = Header(document["structure"], entries, MappingProxyType(document["meta"]))
+        _check(header, preamble)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptCheckpointError(f"its header makes no sense: {error!r}") from error
+    return header
+
+
+def _entry(
+    name: str,
+    dtype: str,
+    shape: list[int],
+    offsets: list[int],
+    sizes: list[int],
+    offset_bytes: int,
+    size_bytes: int,
+    checksum: str,
+    is_shard: bool,
+) -> Entry:
+    box = Box(tuple(offsets), tuple(sizes))
+    return Entry(name, dtype, tuple(shape), box, offset_bytes, size_bytes, checksum, is_shard)
+
+
+def _check(header: Header, preamble: Preamble) -> None:
+    for entry in header.entries:
+        expected = math.prod(entry.box.sizes) * dtype_named(entry.dtype).itemsize
+        if entry.size_bytes != expected or not entry.box.fits_into(entry.shape):
+            raise ValueError(f"{entry.name!r} has {entry.size_bytes} bytes, and {entry.box} of {entry.shape}")
+        if entry.offset_bytes < 0 or entry.offset_bytes + entry.size_bytes > preamble.data_bytes:
+            raise ValueError(f"{entry.name!r} lies outside of the data")

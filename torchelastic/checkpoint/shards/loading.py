@@ -1,0 +1,197 @@
+"""Putting a state together from the shards of all ranks, whatever number of ranks wrote them and whatever number reads.
+
+Each piece says which box of which tensor it holds, so a reader takes from each shard what overlaps with what it wants.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.shards.boxes import Box, uncovered
+from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
+from torchelastic.checkpoint.shards.tree import NamedTensor, flatten, tensor_names, unflatten
+
+#: How many names an error lists before it only counts.
+MAX_NAMED = 5
+
+_Pieces = Mapping[str, Sequence[tuple[ShardReader, Entry]]]
+
+
+def read_tree(shards: Sequence[ShardReader], *, allow_pickles: bool = False) -> Any:
+    """Reads the whole state: every tensor is put together from its pieces.
+
+    Args:
+        shards: all shards of one checkpoint, open. The first whose header has a structure gives the plain values.
+        allow_pickles: see `unflatten`.
+
+    Raises:
+        CorruptCheckpointError: a shard is damaged.
+        CheckpointError: pieces are missing; names the tensors.
+    """
+    structure = next((shard.header.structure for shard in shards if shard.header.structure is not None), None)
+    if structure is None:
+        raise CheckpointError(f"none of {_places(shards)} says how the state was built: the shard of rank 0 is missing")
+    pieces = _pieces_by_name(shards)
+    missing = sorted(name for name in tensor_names(structure) if name not in pieces)
+    if missing:
+        raise CheckpointError(f"{_places(shards)} lack {_listed(missing)}: the shards of other ranks are missing")
+    return unflatten(structure, read_tensors(shards), allow_pickles=allow_pickles)
+
+
+def read_tensors(shards: Sequence[ShardReader]) -> dict[str, torch.Tensor]:
+    """Reads every tensor that the shards hold, whole; arguments and errors as `read_tree`."""
+    pieces = _pieces_by_name(shards)
+    for name, found in pieces.items():
+        _require_covered(name, Box.whole(found[0][1].shape), found)
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        for name, part in shard.read(_targets(shard, tensors)).items():
+            entry = next(entry for reader, entry in pieces[name] if reader is shard)
+            if entry.box.sizes == entry.shape:
+                tensors.setdefault(name, part)
+            else:
+                _place(_whole(entry, tensors), entry, part)
+    return tensors
+
+
+def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = True, allow_pickles: bool = False) -> Any:
+    """Copies the saved tensors into those of a state that exists already; a DTensor or `ShardOf` gets its own part.
+
+    Everything is checked before the first byte is copied: names, shapes, dtypes, coverage, then all checksums. So the
+    state is either untouched or complete.
+
+    Args:
+        shards: all shards of one checkpoint, open.
+        template: a state of the same structure; its tensors are overwritten in place, on whatever device they are.
+        strict: names that are in only one of the two are an error; else they are passed over.
+        allow_pickles: see `flatten`.
+
+    Returns:
+        The saved state, with the tensors of `template` where it has them.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ; names them. Or pieces are missing.
+        CorruptCheckpointError: a shard is damaged.
+    """
+    wanted = flatten(template, allow_pickles=allow_pickles).tensors
+    pieces = _pieces_by_name(shards)
+    _require_same(wanted, pieces, strict)
+    present = [named for named in wanted if named.name in pieces]
+    for named in present:
+        _require_covered(named.name, named.box, pieces[named.name])
+    for shard in shards:
+        shard.verify()
+    with torch.no_grad():
+        for named in present:
+            _fill(named, pieces[named.name])
+    structure = next((shard.header.structure for shard in shards if shard.header.structure is not None), None)
+    if structure is None:
+        return template
+    filled = {named.name: named.tensor for named in wanted}
+    absent = tensor_names(structure) - filled.keys()
+    if absent:
+        filled |= {name: tensor for name, tensor in read_tensors(shards).items() if name in absent}
+    return unflatten(structure, filled, allow_pickles=allow_pickles)
+
+
+def _pieces_by_name(shards: Sequence[ShardReader]) -> dict[str, list[tuple[ShardReader, Entry]]]:
+    pieces: dict[str, list[tuple[ShardReader, Entry]]] = defaultdict(list)
+    for shard in shards:
+        for entry in shard.header.entries:
+            first = pieces[entry.name][0][1] if pieces[entry.name] else entry
+            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+                raise CorruptCheckpointError(
+                    f"{shard.path} says that {entry.name!r} is a {entry.dtype} of shape {entry.shape}, and another "
+                    f"shard that it is a {first.dtype} of shape {first.shape}: they do not belong together"
+                )
+            pieces[entry.name].append((shard, entry))
+    return dict(pieces)
+
+
+def _targets(shard: ShardReader, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The places in whole tensors that this shard's pieces can be read into without a copy between."""
+    targets = {}
+    for entry in shard.header.entries:
+        if entry.box.sizes != entry.shape:
+            part = _whole(entry, tensors)[entry.box.within(Box.whole(entry.shape))]
+            if part.is_contiguous():
+                targets[entry.name] = part
+        elif entry.name in tensors:
+            targets[entry.name] = tensors[entry.name]  # two ranks saved all of it
+    return targets
+
+
+def _whole(entry: Entry, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    if entry.name not in tensors:
+        tensors[entry.name] = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+    return tensors[entry.name]
+
+
+def _place(whole: torch.Tensor, entry: Entry, part: torch.Tensor) -> None:
+    place = whole[entry.box.within(Box.whole(entry.shape))]
+    if place.data_ptr() != part.data_ptr():
+        place.copy_(part)
+
+
+def _fill(named: NamedTensor, pieces: Sequence[tuple[ShardReader, Entry]]) -> None:
+    """Copies all that overlaps with the wanted box; what two shards hold is equal, so the order does not matter."""
+    done: list[Box] = []
+    for shard, entry in pieces:
+        common = entry.box.intersection(named.box)
+        if common is None and named.box.numel:
+            continue
+        if common is None or not uncovered(common, done):
+            continue
+        part = shard.read_one(entry.name)
+        named.tensor[common.within(named.box)].copy_(part[common.within(entry.box)])
+        done.append(common)
+
+
+def _require_covered(name: str, wanted: Box, pieces: Sequence[tuple[ShardReader, Entry]]) -> None:
+    missing = uncovered(wanted, [entry.box for _, entry in pieces])
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} part(s) of the tensor {name!r} are in none of {_places([shard for shard, _ in pieces])} "
+            f"(the first: {missing[0]}): the shards of other ranks are missing"
+        )
+
+
+def _require_same(wanted: Sequence[NamedTensor], pieces: _Pieces, strict: bool) -> None:
+    faults = []
+    missing = [named.name for named in wanted if named.name not in pieces]
+    unexpected = sorted(pieces.keys() - {named.name for named in wanted})
+    if strict and missing:
+        faults.append(f"the checkpoint lacks {_listed(missing)}")
+    if strict and unexpected:
+        faults.append(f"the state lacks {_listed(unexpected)}")
+    for named in wanted:
+        if named.name in pieces:
+            entry = pieces[named.name][0][1]
+            dtype = dtype_name(named.tensor.dtype)
+            if (entry.shape, entry.dtype) != (named.shape, dtype):
+                faults.append(
+                    f"{named.name!r} is a {entry.dtype} of shape {entry.shape} in the checkpoint, and a {dtype} of "
+                    f"shape {named.shape} in the state"
+                )
+    if faults:
+        shown = faults[:MAX_NAMED] + ([f"and {len(faults) - MAX_NAMED} more"] if len(faults) > MAX_NAMED else [])
+        raise CheckpointError(
+            f"the checkpoint does not fit this state: {'; '.join(shown)}. Nothing was loaded; build the state as it "
+            "was when it was saved" + ("" if not (missing or unexpected) else ", or pass strict=False")
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(map(repr, names[:MAX_NAMED])) + more
+
+
+def _places(shards: Sequence[ShardReader]) -> str:
+    return ", ".join(str(shard.path) for shard in shards) or "no shard at all"

@@ -1,0 +1,176 @@
+"""The slots of one folder: taken for a save, published as a checkpoint, and free again when that is removed.
+
+A folder that keeps n checkpoints comes to n + 1 slots, or n + 2 where a save may begin while the one before is still
+being finished; after that nothing is allocated any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.checkpoint.shards.stage import Stage, capacity_for
+from torchelastic.checkpoint.shards.writing import HIDDEN, hidden_path
+
+log = logging.getLogger(__name__)
+
+
+class SlotPool:
+    """Slots on one folder, or in anonymous memory; may be used by several threads.
+
+    Args:
+        folder: where the files are, on tmpfs to be fast; None: memory without files, which cannot be published.
+        pinned: see `Slot`.
+        disk: what touches files.
+    """
+
+    def __init__(self, folder: Path | None, *, pinned: bool = False, disk: Disk = REAL_DISK) -> None:
+        self.folder = folder
+        self._pinned = pinned
+        self._disk = disk
+        self._lock = threading.Lock()
+        self._free: list[Stage] = []
+        self._published: dict[Path, Stage] = {}
+        self._taken: set[int] = set()
+
+    def take(self, header: Header) -> Stage:
+        """Returns a stage for tensors of this layout, hidden and not in use; a warm one where there is one.
+
+        Raises:
+            CheckpointError: a new slot is needed, and there is no room for it.
+        """
+        with self._lock:
+            stage = self._warm(header)
+            if stage is None:
+                path = hidden_path(self.folder) if self.folder else None
+                stage = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
+            self._taken.add(id(stage))
+            return stage
+
+    def _warm(self, header: Header) -> Stage | None:
+        for stage in self._free:
+            if stage.fits(header):
+                self._free.remove(stage)
+                return stage
+        roomy = [stage for stage in self._free if stage.slot.capacity_bytes >= capacity_for(header)]
+        if roomy:
+            chosen = min(roomy, key=lambda stage: stage.slot.capacity_bytes)
+            self._free.remove(chosen)
+            return Stage.prepare(chosen.slot, header)
+        for stage in self._free:  # too small for what is saved now: its memory is better given back
+            self._drop(stage)
+        self._free.clear()
+        return None
+
+    def seal(self, stage: Stage, header: Header) -> Stage:
+        """Seals a stage that was taken; for the background, on any thread.
+
+        Args:
+            stage: with all tensors copied.
+            header: the layout of the stage with checksums and meta.
+
+        Returns:
+            The stage that was sealed: this one, or a larger one where the header has outgrown its slot.
+
+        Raises:
+            CheckpointError: a larger slot is needed, and there is no room for it; the stage is still held.
+        """
+        if stage.has_room_for(header):
+            stage.seal(header)
+            return stage
+        path = hidden_path(self.folder) if self.folder else None
+        larger = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
+        larger.copy(stage.places)
+        larger.seal(header)
+        with self._lock:
+            self._taken.discard(id(stage))
+            self._taken.add(id(larger))
+            self._drop(stage)
+        return larger
+
+    def publish(self, stage: Stage, target: Path) -> None:
+        """Gives a sealed stage its name. Raises: CheckpointError if the name is taken; the stage is then still held."""
+        stage.slot.publish(target)
+        with self._lock:
+            self._taken.discard(id(stage))
+            self._published[target] = stage
+
+    def give_back(self, stage: Stage) -> None:
+        """A stage that was taken is free again, its content of no worth."""
+        with self._lock:
+            self._taken.discard(id(stage))
+            self._free.append(stage)
+
+    def retire(self, path: Path) -> None:
+        """Removes a published shard, whoever made it; its slot is free again if it is ours and nobody reads it."""
+        with self._lock:
+            stage = self._published.pop(path, None)
+            if stage is None or self.folder is None:
+                self._disk.remove(path)
+                return
+            try:
+                is_free = stage.slot.withdraw(hidden_path(self.folder))
+            except CheckpointError:
+                log.warning("the checkpoint %s was removed by somebody else", path)
+                stage.slot.close()
+                return
+            if is_free:
+                self._free.append(stage)
+            else:
+                self._drop(stage)
+
+    def close(self) -> None:
+        """Gives all memory back; published files stay, hidden ones go."""
+        with self._lock:
+            for stage in self._free:
+                self._drop(stage)
+            for stage in self._published.values():
+                stage.slot.close()
+            self._free.clear()
+            self._published.clear()
+
+    def _drop(self, stage: Stage) -> None:
+        path = stage.slot.path
+        stage.slot.close()
+        if path is not None:
+            self._disk.remove(path)
+
+
+def remove_left_overs(folder: Path, disk: Disk = REAL_DISK) -> int:
+    """Removes hidden files whose writer is dead (it would hold their lock), and returns how many.
+
+    Safe while others write into the same folder on this host; on a file system that several hosts share it is, if that
+    passes locks on (NFS version 4, Lustre with -o flock).
+    """
+    removed = 0
+    for path in _hidden_files(folder):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # removed meanwhile, or not ours
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            disk.remove(path)
+            removed += 1
+        except (BlockingIOError, CheckpointError):
+            pass  # its writer lives, or the folder is read-only
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+def _hidden_files(folder: Path) -> Iterator[Path]:
+    try:
+        yield from (
+            Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(HIDDEN) and entry.is_file()
+        )
+    except FileNotFoundError:
+        return

@@ -1,0 +1,132 @@
+"""A slot: memory that holds one shard, allocated once, touched once, and used again for the next save.
+
+Fresh memory costs a page fault per 4 KiB, which is two to four times the copy itself; so does a new file on tmpfs. A
+slot on tmpfs is the file: what was copied into it only needs its header and a name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.header import PAGE_BYTES, align
+
+
+class Slot:
+    """A writable memory map: of a file, or of anonymous memory where `path` is None. Used by one thread at a time.
+
+    Args:
+        capacity_bytes: how long it is; rounded up to pages. On a file the space is reserved at once, so a full disk is
+            an error here and never a signal (SIGBUS) in the middle of a copy.
+        path: a file to create; it must not exist.
+        pinned: register the memory with CUDA, so that copies from a GPU run beside everything else.
+        disk: what touches files.
+
+    Attributes:
+        path: where the file is now; `None` for anonymous memory.
+        capacity_bytes: its length.
+        memory: all of it as a uint8 tensor; writing to it writes to the file.
+
+    Raises:
+        CheckpointError: the file cannot be created or has no room.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, path: Path | None = None, *, pinned: bool = False, disk: Disk = REAL_DISK
+    ) -> None:
+        self.capacity_bytes = max(align(capacity_bytes, PAGE_BYTES), PAGE_BYTES)
+        self.path = path
+        self.disk = disk
+        self._pinned = False
+        self._descriptor = -1
+        self._map = mmap.mmap(-1, self.capacity_bytes) if path is None else self._create(path)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory.zero_()  # touched once, so that no save pays for a page fault
+        if pinned:
+            self._pin()
+
+    def _create(self, path: Path) -> mmap.mmap:
+        self._descriptor = self.disk.create(path)
+        try:
+            self.disk.allocate(self._descriptor, self.capacity_bytes, path)
+            return mmap.mmap(self._descriptor, self.capacity_bytes)
+        except BaseException:
+            os.close(self._descriptor)
+            self.disk.remove(path)
+            raise
+
+    def view(self) -> memoryview:
+        """All of it as bytes, without a copy."""
+        return memoryview(self._map)
+
+    def store(self, begin: int, data: bytes) -> None:
+        """Writes a few bytes: a header."""
+        self.disk.store(self.view(), begin, data)
+
+    def flush(self) -> None:
+        """Has what was written reach the disk (for tmpfs: nothing to do). Raises: CheckpointError if that fails."""
+        if self.path is not None:
+            self.disk.sync(self._descriptor, self.path)
+
+    def publish(self, target: Path) -> None:
+        """Gives the file the name under which it is read, in one step. Raises: CheckpointError if the name is taken."""
+        if self.path is None:
+            raise ValueError("anonymous memory has no name")
+        share_lock(self._descriptor)  # as long as the slot lives: it keeps others from taking the file for a left-over
+        self.disk.publish(self.path, target)
+        self.path = target
+
+    def withdraw(self, hidden: Path) -> bool:
+        """Hides a published file, so that it can be written again; false if somebody is still reading it.
+
+        Raises:
+            CheckpointError: the file is gone, or cannot be renamed.
+        """
+        if self.path is None:
+            raise ValueError("anonymous memory has no name")
+        self.disk.rename(self.path, hidden)
+        self.path = hidden
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Gives the memory back as soon as nobody uses a view of it; the file stays."""
+        if self._pinned:
+            _cudart().cudaHostUnregister(self.memory.data_ptr())
+            self._pinned = False
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view is still alive: the memory goes with the last of them
+
+    def _pin(self) -> None:
+        outcome = _cudart().cudaHostRegister(self.memory.data_ptr(), self.capacity_bytes, 0)
+        if int(outcome) != 0:
+            raise RuntimeError(f"CUDA could not pin {self.capacity_bytes} bytes for checkpoints (error {int(outcome)})")
+        self._pinned = True
+
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

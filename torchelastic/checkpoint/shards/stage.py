@@ -1,0 +1,155 @@
+"""One pass of memcpy from a state into a slot: what stops training when a checkpoint is taken.
+
+Stages of a save, in order: flatten (cached by the caller), lay out, `Stage.copy` (the only one that needs the training
+thread), checksums, header, preamble, publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, DEFAULT_THREADS, over_batches
+from torchelastic.checkpoint.shards.header import (
+    PREAMBLE_BYTES,
+    Entry,
+    Header,
+    data_offset_bytes,
+    encode_header,
+    encode_preamble,
+)
+from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.checkpoint.shards.tensors import as_bytes, dtype_named
+
+#: Room that is left behind the header, so that the next save, with more plain values in it, fits into the same slot.
+SPARE_HEADER_BYTES = 32 * 1024
+
+
+def capacity_for(header: Header) -> int:
+    """How many bytes a slot needs for a shard with this header."""
+    return _reserved_bytes(header) + header.data_bytes
+
+
+def _reserved_bytes(header: Header) -> int:
+    return data_offset_bytes(len(encode_header(header)) + SPARE_HEADER_BYTES)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A slot, with a place for each tensor of a header; made once, used for every save of the same tensors.
+
+    Attributes:
+        slot: where the shard is built.
+        header: the layout; its checksums and meta are replaced by `seal`.
+        data_offset: where the data begins in the slot.
+        places: a tensor per entry, which writes into the slot.
+    """
+
+    slot: Slot
+    header: Header
+    data_offset: int
+    places: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def prepare(cls, slot: Slot, header: Header) -> Stage:
+        """Cuts the slot into places. Raises: ValueError if the slot is too small."""
+        offset = _reserved_bytes(header)
+        if slot.capacity_bytes < offset + header.data_bytes:
+            raise ValueError(f"a slot of {slot.capacity_bytes} bytes is too small for {capacity_for(header)}")
+        places = tuple(_place(slot.memory, offset, entry) for entry in header.entries)
+        return cls(slot, header, offset, places)
+
+    def invalidate(self) -> None:
+        """What the slot held before is no shard any more; call it before the first byte is copied."""
+        self.slot.store(0, bytes(PREAMBLE_BYTES))
+
+    def copy(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copies the tensors into the slot, in one pass; when it returns, the sources may change.
+
+        Args:
+            sources: as many as the header has entries, with their dtypes and shapes; on the CPU or on a GPU (then use
+                `torchelastic.checkpoint.shards.cuda.copy_beside`, which does not wait).
+        """
+        self.invalidate()
+        copy_all(self.places, sources)
+
+    def copy_and_hash(self, sources: Sequence[torch.Tensor], threads: int = DEFAULT_THREADS) -> list[str]:
+        """The same, and the checksums on the way: each piece is hashed while it is in the processor's cache."""
+        self.invalidate()
+
+        def work(batch: range) -> list[str]:
+            if len(batch) == 1:
+                return [self._copy_and_hash_long(batch[0], sources[batch[0]])]
+            copy_all(self.places[batch.start : batch.stop], sources[batch.start : batch.stop])
+            return [self._hash(index) for index in batch]
+
+        return over_batches(self.header.entries, work, threads)
+
+    def checksums(self, threads: int = DEFAULT_THREADS) -> list[str]:
+        """The checksums of what is in the slot; for the background, since it lets the interpreter lock go."""
+        return over_batches(self.header.entries, lambda batch: [self._hash(index) for index in batch], threads)
+
+    def seal(self, header: Header) -> int:
+        """Makes a shard of what was copied: writes the header, then the preamble; returns the length of the shard.
+
+        Args:
+            header: the layout of this stage with checksums and meta.
+
+        Raises:
+            ValueError: the header has grown out of its reserve; `SlotPool.seal` moves to a larger slot then.
+        """
+        encoded = encode_header(header)
+        if PREAMBLE_BYTES + len(encoded) > self.data_offset:
+            raise ValueError(
+                f"a header of {len(encoded)} bytes does not fit in front of the data at {self.data_offset}"
+            )
+        self.slot.store(PREAMBLE_BYTES, encoded)
+        self.slot.store(0, encode_preamble(encoded, self.data_offset, header.data_bytes))
+        return self.data_offset + header.data_bytes
+
+    def _hash(self, index: int) -> str:
+        return f"{xxhash.xxh3_64_intdigest(self._bytes_of(index)):016x}"
+
+    def _bytes_of(self, index: int) -> memoryview:
+        entry = self.header.entries[index]
+        begin = self.data_offset + entry.offset_bytes
+        return self.slot.view()[begin : begin + entry.size_bytes]
+
+    def _copy_and_hash_long(self, index: int, source: torch.Tensor) -> str:
+        """One tensor in chunks; one that is not in a row on the CPU is copied as a whole."""
+        if not source.is_contiguous() or source.is_conj() or source.is_neg() or source.device.type != "cpu":
+            copy_all([self.places[index]], [source])
+            return self._hash(index)
+        target, data, written = as_bytes(self.places[index]), as_bytes(source.detach()), self._bytes_of(index)
+        digest = xxhash.xxh3_64()
+        for begin in range(0, data.numel(), CHUNK_BYTES):
+            end = begin + CHUNK_BYTES
+            target[begin:end].copy_(data[begin:end])
+            digest.update(written[begin:end])
+        return f"{digest.intdigest():016x}"
+
+    def has_room_for(self, header: Header) -> bool:
+        """Whether the header still fits in front of the data: its plain values may have grown since the first save."""
+        return PREAMBLE_BYTES + len(encode_header(header)) <= self.data_offset
+
+    def fits(self, header: Header) -> bool:
+        """Whether tensors of this layout can go into this stage as it is."""
+        return self.header.entries is header.entries or self.header.entries == header.entries
+
+
+def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its place; many small tensors cost half of what a loop of copies would."""
+    with torch.no_grad():
+        try:
+            torch._foreach_copy_(list(places), list(sources))
+        except (RuntimeError, NotImplementedError):  # dtypes without a kernel, such as int4
+            for place, source in zip(places, sources, strict=True):
+                as_bytes(place).copy_(as_bytes(source.contiguous()))
+
+
+def _place(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:
+    begin = data_offset + entry.offset_bytes
+    return memory[begin : begin + entry.size_bytes].view(dtype_named(entry.dtype)).view(entry.box.sizes)

@@ -1,0 +1,274 @@
+"""A state as plain values plus named tensors, and back; nothing that is read here is ever executed.
+
+What `weights_only` of torch.load accepts is accepted: containers, numbers, strings, bytes, dtypes, tensors. Tensors are
+taken out and named by their path as in a JSON pointer (RFC 6901): `model/layer~1norm/weight`. Everything else is
+refused by a `TypeError` that names it, unless the caller asks for pickles on both sides.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.tensors import Leaf, decode_leaf, dtype_name, dtype_named, encode_leaf
+
+#: What JSON can hold.
+Plain = Any
+
+#: Bytes longer than this are stored as a tensor, not as text in the header.
+MAX_INLINE_BYTES = 4096
+MAX_DEPTH = 200
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor that was taken out of a tree: what this rank holds of it, and which part of the whole that is.
+
+    Attributes:
+        name: unique in its tree.
+        tensor: the local data, of the shape `box.sizes`; not copied, it shares memory with the tree.
+        shape: of the whole tensor.
+        box: the part that `tensor` is.
+        is_shard: whether the tree marked it as a part (DTensor, `ShardOf`), so that other ranks hold others.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+    is_shard: bool = False
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A tree, taken apart: `structure` is what JSON can hold, with the tensors' names where they were."""
+
+    structure: Plain
+    tensors: tuple[NamedTensor, ...]
+
+
+def flatten(tree: Any, *, allow_pickles: bool = False) -> Flat:
+    """Takes a tree apart; copies no tensor and changes nothing in the tree.
+
+    Args:
+        tree: dicts, lists, tuples, sets, plain values, tensors of any dtype and layout, DTensors, `ShardOf`, numpy
+            arrays.
+        allow_pickles: store what is none of these as a pickle, which is read back only by who allows it too.
+
+    Raises:
+        TypeError: something in the tree is of another type; names where and what.
+        ValueError: the tree contains itself, or is nested too deeply.
+    """
+    walk = _Flattening(allow_pickles)
+    structure = walk.encode(tree, ())
+    return Flat(structure, tuple(walk.tensors))
+
+
+def unflatten(structure: Plain, tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = False) -> Any:
+    """Puts a tree together again; the inverse of `flatten`.
+
+    Args:
+        structure: what `flatten` made.
+        tensors: by name; used as they are, so tensors that were one object are one again.
+        allow_pickles: run the pickles that are in it. Only for checkpoints that you wrote yourself.
+
+    Raises:
+        CheckpointError: it holds pickles, and they are not allowed; or a tensor is missing.
+        CorruptCheckpointError: the structure is none that `flatten` makes.
+    """
+    try:
+        return _Unflattening(tensors, allow_pickles).decode(structure)
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
+
+
+def tensor_names(structure: Plain) -> set[str]:
+    """The names of all tensors that a structure refers to."""
+    names: set[str] = set()
+    _collect_names(structure, names)
+    return names
+
+
+def _collect_names(node: Plain, names: set[str]) -> None:
+    if isinstance(node, list):
+        for item in node:
+            _collect_names(item, names)
+    elif isinstance(node, dict):
+        (kind, value), *_ = node.items()
+        if kind == "leaf":
+            names.update(value["names"].values())
+        elif kind in ("numpy", "long_bytes"):
+            _collect_names(value, names)
+        elif kind in ("dict", "ordered"):
+            _collect_names([pair[1] for pair in value], names)
+        elif kind in ("tuple", "set", "frozenset", "list"):
+            _collect_names(value, names)
+
+
+@dataclass
+class _Flattening:
+    allow_pickles: bool
+    tensors: list[NamedTensor] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+    _leaves: dict[object, Plain] = field(default_factory=dict)
+    _inside: set[int] = field(default_factory=set)
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Plain:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, Leaf.TYPES):
+            return self._leaf(value, path)
+        plain = self._scalar(value, path)
+        return plain if plain is not None else self._container(value, path)
+
+    def _leaf(self, value: Any, path: tuple[str, ...]) -> Plain:
+        leaf = encode_leaf(value, "/".join(path))
+        if leaf.identity in self._leaves:
+            return self._leaves[leaf.identity]  # one tensor in two places stays one
+        renamed = {}
+        for part in leaf.parts:
+            name = self._unused(part.name or "tensor")
+            renamed[part.role] = name
+            self.tensors.append(NamedTensor(name, part.tensor, part.shape, part.box, part.is_shard))
+        node: Plain = {"leaf": {"names": renamed, **leaf.recipe}}
+        self._leaves[leaf.identity] = node
+        return node
+
+    def _unused(self, name: str) -> str:
+        candidate, number = name, 2
+        while candidate in self._names:
+            candidate, number = f"{name}~{number}", number + 1
+        self._names.add(candidate)
+        return candidate
+
+    def _scalar(self, value: Any, path: tuple[str, ...]) -> Plain:
+        kind = type(value)
+        if kind in (bytes, bytearray):
+            name = kind.__name__
+            if len(value) <= MAX_INLINE_BYTES:
+                return {name: base64.b64encode(value).decode()}
+            array = np.frombuffer(bytes(value), dtype=np.uint8).copy()
+            return {"long_bytes": self._leaf(torch.from_numpy(array), path), "type": name}
+        if kind is complex:
+            return {"complex": [repr(value.real), repr(value.imag)]}
+        if kind is torch.Size:
+            return {"size": list(value)}
+        if kind is torch.dtype:
+            return {"dtype": dtype_name(value)}
+        if kind is torch.device:
+            return {"device": str(value)}
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+            array = np.array(value, order="C")  # a copy: torch wants it writable and in native byte order
+            native = array.astype(array.dtype.newbyteorder("="), copy=False)
+            return {"numpy": self._leaf(torch.from_numpy(native), path), "scalar": isinstance(value, np.generic)}
+        return None
+
+    def _container(self, value: Any, path: tuple[str, ...]) -> Plain:
+        if id(value) in self._inside or len(path) > MAX_DEPTH:
+            raise ValueError(f"{_place(path)} contains itself, or is nested more than {MAX_DEPTH} deep: not saved")
+        self._inside.add(id(value))
+        try:
+            return self._encode_container(value, path)
+        finally:
+            self._inside.discard(id(value))
+
+    def _encode_container(self, value: Any, path: tuple[str, ...]) -> Plain:
+        kind = type(value)
+        if kind in (dict, OrderedDict):
+            pairs = [
+                [self.encode(key, (*path, "~key")), self.encode(item, (*path, _token(key)))]
+                for key, item in value.items()
+            ]
+            return {"ordered" if kind is OrderedDict else "dict": pairs}
+        if kind in (list, tuple):
+            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+            return items if kind is list else {"tuple": items}
+        if kind in (set, frozenset):
+            ordered = sorted(value, key=repr)  # so that equal states give equal bytes
+            return {kind.__name__: [self.encode(item, (*path, str(index))) for index, item in enumerate(ordered)]}
+        if self.allow_pickles:
+            return {"pickle": base64.b64encode(pickle.dumps(value)).decode()}
+        raise TypeError(
+            f"{_place(path)} is a {kind.__module__}.{kind.__qualname__}: save plain values and tensors, such as "
+            "a state_dict(), or pass allow_pickles=True when saving and when loading"
+        )
+
+
+@dataclass(frozen=True)
+class _Unflattening:
+    tensors: Mapping[str, torch.Tensor]
+    allow_pickles: bool
+
+    def decode(self, node: Plain) -> Any:
+        if isinstance(node, list):
+            return [self.decode(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        (kind, value), *rest = node.items()
+        if kind == "leaf":
+            return self._leaf(value)
+        if kind in _SCALARS:
+            return _SCALARS[kind](value)
+        if kind in ("dict", "ordered"):
+            pairs = [(self.decode(key), self.decode(item)) for key, item in value]
+            return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+        if kind in _COLLECTIONS:
+            return _COLLECTIONS[kind](self.decode(item) for item in value)
+        if kind == "long_bytes":
+            data = self.decode(value).numpy().tobytes()
+            return bytearray(data) if rest[0][1] == "bytearray" else data
+        if kind == "numpy":
+            array = self.decode(value).numpy()
+            return array[()] if rest[0][1] else array
+        if kind == "pickle":
+            return self._pickled(value)
+        raise ValueError(f"unknown kind {kind!r}")
+
+    def _leaf(self, recipe: Mapping[str, Any]) -> Any:
+        parts = {}
+        for role, name in recipe["names"].items():
+            if name not in self.tensors:
+                raise CheckpointError(f"the tensor {name!r} of the saved state is missing")
+            parts[role] = self.tensors[name]
+        return decode_leaf(recipe, parts)
+
+    def _pickled(self, text: str) -> Any:
+        if not self.allow_pickles:
+            raise CheckpointError(
+                "the saved state holds pickled objects, which can run any code when read: pass allow_pickles=True if "
+                "you trust whoever wrote it"
+            )
+        return pickle.loads(base64.b64decode(text))  # noqa: S301 - the caller said that it trusts the writer
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "size": torch.Size,
+    "dtype": dtype_named,
+    "device": torch.device,
+}
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def _token(key: object) -> str:
+    """A key as a part of a name; `~` and `/` are escaped as in RFC 6901."""
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def _place(path: tuple[str, ...]) -> str:
+    return f"the value at {'/'.join(path)!r}" if path else "the state"
