@@ -1,0 +1,279 @@
+"""The queue on one rank, with a thread: what is finalised when, and what happens to a call that fails."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.process.async_work import PATIENCE_S
+from torchelastic import metrics
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest, abort_checkpoints
+
+
+@pytest.fixture
+def queue() -> Iterator[AsyncCallsQueue]:
+    with AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S) as one:
+        yield one
+
+
+class Work:
+    """Work that ends when the test says so."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.has_begun, self.may_end, self.error = threading.Event(), threading.Event(), error
+        self.finalized = 0
+        self.thread = threading.current_thread()
+
+    def __call__(self) -> None:
+        self.thread = threading.current_thread()
+        self.has_begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+
+    def finalize(self) -> None:
+        self.finalized += 1
+
+    @property
+    def request(self) -> AsyncRequest:
+        return AsyncRequest(self, (), [self.finalize])
+
+
+def done_work(error: BaseException | None = None) -> Work:
+    work = Work(error)
+    work.may_end.set()
+    return work
+
+
+def test_a_call_is_finalised_on_the_trainer_and_only_when_it_is_done(queue: AsyncCallsQueue) -> None:
+    work, threads = Work(), []
+    request = work.request
+    request.add_finalize_fn(lambda: threads.append(threading.current_thread()))
+    assert queue.schedule_async_request(request) == 1
+    assert queue.maybe_finalize_async_calls() == []
+    assert (queue.get_num_unfinalized_calls(), work.finalized) == (1, 0)
+    work.may_end.set()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert (queue.get_num_unfinalized_calls(), work.finalized) == (0, 1)
+    assert threads == [threading.main_thread()]
+
+
+def test_the_oldest_is_finalised_first(queue: AsyncCallsQueue) -> None:
+    order: list[int] = []
+    work = Work()
+    for number in (1, 2, 3):
+        queue.schedule_async_request(AsyncRequest(work, (), [partial(order.append, number)]))
+    work.may_end.set()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1, 2, 3]
+    assert order == [1, 2, 3]
+
+
+def test_a_rank_without_work_has_calls_too(queue: AsyncCallsQueue) -> None:
+    done: list[int] = []
+    queue.schedule_async_request(AsyncRequest(None, (), [lambda: done.append(1)]))
+    assert queue.maybe_finalize_async_calls() == [1]
+    assert done == [1]
+
+
+def test_a_failure_is_told_once_and_is_not_finalised(queue: AsyncCallsQueue) -> None:
+    good, bad = done_work(), done_work(ValueError("disk on fire"))
+    for work in (good, bad, good):
+        queue.schedule_async_request(work.request)
+    with pytest.raises(AsyncCheckpointError, match="call 2 failed on rank 0: ValueError: disk on fire") as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert caught.value.__cause__ is bad.error
+    assert caught.value.finalized_calls == (1,)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [3]
+    assert (good.finalized, bad.finalized) == (2, 0)
+
+
+def test_a_failure_is_told_by_schedule_which_then_has_scheduled_nothing(queue: AsyncCallsQueue) -> None:
+    bad, after = done_work(ValueError("disk on fire")), done_work()
+    queue.schedule_async_request(bad.request)
+    queue.schedule_async_request(after.request)
+    assert after.has_begun.wait(PATIENCE_S)
+    with pytest.raises(AsyncCheckpointError, match="call 1 failed"):
+        queue.schedule_async_request(after.request)
+    assert queue.schedule_async_request(after.request) == 3
+    assert queue.maybe_finalize_async_calls(blocking=True) == [2, 3]
+
+
+def test_a_failure_is_told_by_close(queue: AsyncCallsQueue) -> None:
+    bad, after = done_work(ValueError("disk on fire")), done_work()
+    queue.schedule_async_request(bad.request)
+    queue.schedule_async_request(after.request)
+    with pytest.raises(AsyncCheckpointError, match="call 1 failed"):
+        queue.close()
+    assert (bad.finalized, after.finalized, queue.get_num_unfinalized_calls()) == (0, 1, 0)
+
+
+def test_a_thread_that_wants_to_leave_has_failed(queue: AsyncCallsQueue) -> None:
+    queue.schedule_async_request(done_work(SystemExit(3)).request)
+    with pytest.raises(AsyncCheckpointError, match="SystemExit: 3"):
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
+def test_a_failing_finalize_function_is_the_callers_own_error(queue: AsyncCallsQueue) -> None:
+    def fail() -> None:
+        raise LookupError("mine")
+
+    queue.schedule_async_request(AsyncRequest(None, (), [fail]))
+    with pytest.raises(LookupError, match="mine"):
+        queue.maybe_finalize_async_calls()
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_a_thread_stages_on_the_calling_thread(queue: AsyncCallsQueue) -> None:
+    seen: list[object] = []
+    request = AsyncRequest(lambda *args: seen.append(args), (1, None), [], preload_fn=threading.current_thread)
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert seen == [(1, threading.main_thread())]
+
+
+def test_a_preload_that_fails_fails_in_schedule_and_leaves_nothing_behind(queue: AsyncCallsQueue) -> None:
+    work = done_work()
+    with pytest.raises(ZeroDivisionError):
+        queue.schedule_async_request(work.request._replace(async_fn_args=(1, 2), preload_fn=lambda: 1 // 0))
+    assert queue.get_num_unfinalized_calls() == 0
+    with pytest.raises(ValueError, match="takes the place"):
+        queue.schedule_async_request(work.request._replace(preload_fn=lambda: 1))
+    assert queue.maybe_finalize_async_calls(blocking=True) == []
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_work_that_takes_too_long_has_failed_and_the_queue_goes_on() -> None:
+    hung, behind, after = Work(), done_work(), done_work()
+    queue = AsyncCallsQueue(worker="thread", timeout_s=0.2)
+    queue.schedule_async_request(hung.request)
+    queue.schedule_async_request(behind.request)
+    with pytest.raises(AsyncCheckpointError, match=r"call 1 .* not done within 0.2 s"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    with pytest.raises(AsyncCheckpointError, match=r"call 2 .* given up"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    index = queue.schedule_async_request(after.request)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [index]
+    hung.may_end.set()
+    assert (hung.finalized, behind.finalized, after.finalized) == (0, 0, 1)
+
+
+def test_abort_drops_everything_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    work = Work()
+    queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
+    queue.schedule_async_request(work.request)
+    assert work.has_begun.wait(PATIENCE_S)
+    queue.close(abort=True)
+    assert "still at work" in caplog.text
+    assert queue.get_num_unfinalized_calls() == 0
+    work.may_end.set()
+    assert queue.maybe_finalize_async_calls(blocking=True) == []
+    assert work.finalized == 0
+
+
+def test_abort_from_another_thread_ends_a_wait() -> None:
+    work = Work()
+    queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
+    queue.schedule_async_request(work.request)
+
+    def abort() -> None:
+        assert work.has_begun.wait(PATIENCE_S)
+        abort_checkpoints()
+
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    try:
+        assert queue.maybe_finalize_async_calls(blocking=True) == []  # it was aborted before the wait began
+    except AsyncCheckpointError as error:
+        assert "given up" in str(error) or "closed" in str(error)  # noqa: PT017 - which of the two is up to the threads
+    aborting.join()
+    work.may_end.set()
+    assert (work.finalized, queue.get_num_unfinalized_calls()) == (0, 0)
+
+
+def test_a_block_that_raises_drops_what_is_not_finalised() -> None:
+    work = Work()
+    queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
+
+    def block() -> None:
+        with queue:
+            queue.schedule_async_request(work.request)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        block()
+    assert queue.get_num_unfinalized_calls() == 0
+    work.may_end.set()
+    assert work.finalized == 0
+
+
+def test_a_closed_queue_starts_anew() -> None:
+    work = done_work()
+    queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
+    queue.schedule_async_request(work.request)
+    queue.close()
+    queue.close()
+    queue.schedule_async_request(work.request)
+    queue.close()
+    assert work.finalized == 2
+
+
+def test_a_forgotten_queue_is_reported_and_its_thread_ends(caplog: pytest.LogCaptureFixture) -> None:
+    work = Work()
+    queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
+    queue.schedule_async_request(work.request)
+    assert work.has_begun.wait(PATIENCE_S)
+    with caplog.at_level(logging.WARNING):
+        del queue
+        gc.collect()
+    assert "1 unfinalised checkpoint calls was forgotten" in caplog.text
+    work.may_end.set()
+    work.thread.join(PATIENCE_S)
+    assert not work.thread.is_alive()
+    assert work.finalized == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="nice values per thread are Linux's")
+def test_the_thread_gives_way_and_the_trainer_does_not() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    seen: list[int] = []
+    with AsyncCallsQueue(worker="thread", cpu_priority=before + 2, timeout_s=PATIENCE_S) as queue:
+        queue.schedule_async_request(AsyncRequest(lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)), (), []))
+    assert seen == [before + 2]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_stages_are_published(queue: AsyncCallsQueue) -> None:
+    seen: list[str] = []
+
+    class Collect(metrics.MetricHandler):
+        def emit(self, metric_data: metrics.MetricData) -> None:
+            seen.append(metric_data.name)
+
+    metrics.configure(Collect(), group="torchelastic")
+    try:
+        queue.schedule_async_request(done_work().request)
+        queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        metrics.configure(metrics.NullMetricHandler(), group="torchelastic")
+    assert seen == [f"checkpoint.async.{stage}.duration.ms" for stage in ("schedule", "write", "finalize")]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"cpu_priority": 30}, {"io_priority": 9}, {"sigterm_timeout": -1}, {"timeout_s": 0}, {"worker": "fork"}]
+)
+def test_arguments_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AsyncCallsQueue(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"io_priority": 3}, {"cpu_shm_mode": True}])
+def test_a_thread_has_no_options_of_processes(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="worker processes"):
+        AsyncCallsQueue(worker="thread", **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,253 @@
+"""Worker processes that work, fail, die, hang, and lose their trainer: each with the real thing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.process import async_work
+from tests.process.async_work import PATIENCE_S, wait_for
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest, abort_checkpoints
+from torchelastic.checkpoint.async_ckpt.errors import WorkerTraceback
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def persistent() -> Iterator[AsyncCallsQueue]:
+    with AsyncCallsQueue(cpu_shm_mode=True, io_priority=3, sigterm_timeout=10.0, timeout_s=PATIENCE_S) as queue:
+        yield queue
+
+
+def never() -> None:
+    raise AssertionError("finalised although the work had failed")
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.01)
+
+
+def run(queue: AsyncCallsQueue, function: Callable[..., object], *args: Any) -> None:
+    """Have the work done and finalised."""
+    finalized: list[int] = []
+    index = queue.schedule_async_request(AsyncRequest(function, args, [lambda: finalized.append(1)]))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [index]
+    assert finalized == [1]
+
+
+def failure(queue: AsyncCallsQueue, function: Callable[..., object], *args: Any) -> AsyncCheckpointError:
+    """The error of a call, which must not be finalised, and after which the queue must be empty."""
+    queue.schedule_async_request(AsyncRequest(function, args, [never]))
+    with pytest.raises(AsyncCheckpointError) as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.get_num_unfinalized_calls() == 0
+    return caught.value
+
+
+def test_one_process_does_all_calls_gives_way_and_leaves_ctrl_c_to_the_trainer(
+    persistent: AsyncCallsQueue, tmp_path: Path
+) -> None:
+    nice = max(10, os.getpriority(os.PRIO_PROCESS, 0))
+    for name in ("first", "second"):
+        run(persistent, async_work.note_whereabouts, tmp_path / name)
+    pid, *rest = wait_for(tmp_path / "first").split()
+    assert rest == [str(nice), "SIG_IGN"]
+    assert int(pid) != os.getpid()
+    assert psutil.Process(int(pid)).ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+    assert wait_for(tmp_path / "second").split()[0] == pid
+
+
+def test_the_tensors_are_those_of_the_moment_of_scheduling(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
+    live = torch.zeros(1000)
+    for number in (1, 2):  # both are scheduled before either has run; the second must not get the memory of the first
+        live += 1
+        args = (live, tmp_path / f"{number}", tmp_path / "go")
+        persistent.schedule_async_request(AsyncRequest(async_work.note_sum, args, []))
+    live += 1
+    assert persistent.maybe_finalize_async_calls() == []
+    async_work.write(tmp_path / "go", "")
+    assert len(persistent.maybe_finalize_async_calls(blocking=True)) == 2
+    assert [wait_for(tmp_path / name) for name in ("1", "2")] == ["1000.0", "2000.0"]
+    run(persistent, async_work.note_sum, live, tmp_path / "3")  # in memory that was used before
+    assert wait_for(tmp_path / "3") == "3000.0"
+    assert not live.is_shared()  # type: ignore[no-untyped-call]
+
+
+def test_what_shares_storage_here_shares_it_there(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
+    live = torch.zeros(4)
+    run(persistent, async_work.note_sharing, live, live[2:], tmp_path / "seen")
+    assert wait_for(tmp_path / "seen") == "[1.0, 1.0]"
+    assert live.sum() == 0
+
+
+def test_a_process_stages_itself_before_schedule_returns(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
+    request = AsyncRequest(
+        async_work.note_staged,
+        ("label", None, tmp_path / "seen"),
+        [],
+        preload_fn=partial(async_work.stage, tmp_path / "staged"),
+    )
+    persistent.schedule_async_request(request)
+    assert (tmp_path / "staged").read_text() == "staged\n"
+    persistent.maybe_finalize_async_calls(blocking=True)
+    label, staged_by, done_by = wait_for(tmp_path / "seen").split()
+    assert (label, staged_by) == ("label", done_by)
+
+
+def test_staging_that_fails_fails_in_schedule(persistent: AsyncCallsQueue) -> None:
+    request = AsyncRequest(async_work.note_staged, (1, 2, 3), [never], preload_fn=partial(async_work.fail, "no room"))
+    with pytest.raises(AsyncCheckpointError, match="ValueError: no room"):
+        persistent.schedule_async_request(request)
+    assert persistent.get_num_unfinalized_calls() == 0
+
+
+def test_the_error_of_the_worker_is_the_cause_with_its_traceback(persistent: AsyncCallsQueue) -> None:
+    error = failure(persistent, async_work.fail, "disk on fire")
+    assert "rank 0: ValueError: disk on fire" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    assert isinstance(error.__cause__.__cause__, WorkerTraceback)
+    assert "in fail" in str(error.__cause__.__cause__)
+
+
+def test_an_error_that_cannot_be_pickled_arrives_as_text(persistent: AsyncCallsQueue) -> None:
+    error = failure(persistent, async_work.fail_unfriendly)
+    assert "UnfriendlyError: unfriendly 1 2" in str(error)
+    assert isinstance(error.__cause__, WorkerTraceback)
+
+
+def test_what_the_worker_cannot_read_is_reported(persistent: AsyncCallsQueue) -> None:
+    assert "ValueError: cannot be read" in str(failure(persistent, async_work.fail, async_work.FailsInWorker()))
+
+
+def test_what_cannot_be_pickled_is_refused_by_schedule(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cannot be sent to a worker process"):
+        persistent.schedule_async_request(AsyncRequest(lambda: None, (), [never]))
+    assert persistent.get_num_unfinalized_calls() == 0
+    run(persistent, async_work.note_sum, torch.ones(2), tmp_path / "after")
+
+
+def test_a_killed_worker_is_reported_with_all_that_it_had_to_do(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
+    persistent.schedule_async_request(AsyncRequest(async_work.hang, (tmp_path / "pid",), [never]))
+    persistent.schedule_async_request(AsyncRequest(async_work.note_sum, (torch.ones(1), tmp_path / "no"), [never]))
+    pid = int(wait_for(tmp_path / "pid"))
+    assert persistent.maybe_finalize_async_calls() == []
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(AsyncCheckpointError, match=f"worker process {pid} was ended by SIGKILL"):
+            persistent.maybe_finalize_async_calls(blocking=True)
+    assert persistent.maybe_finalize_async_calls(blocking=True) == []
+    run(persistent, async_work.note_sum, torch.ones(2), tmp_path / "after")  # by a new worker
+    assert wait_for(tmp_path / "after") == "2.0"
+
+
+def test_a_worker_that_hangs_is_given_up(
+    persistent: AsyncCallsQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    persistent.schedule_async_request(AsyncRequest(async_work.hang, (tmp_path / "pid",), [never]))
+    pid = int(wait_for(tmp_path / "pid"))
+    monkeypatch.setattr(persistent._caller, "_timeout_s", 0.1)
+    with pytest.raises(AsyncCheckpointError, match=r"not done within 0.1 s"):
+        persistent.maybe_finalize_async_calls(blocking=True)
+    assert is_gone(pid)
+
+
+def test_a_worker_that_leaves_has_failed_whatever_its_exit_code(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
+    assert "ended with exit code 0 before the call was done" in str(failure(persistent, async_work.leave, 0))
+
+
+def test_a_process_for_each_call_has_to_end_well(tmp_path: Path) -> None:
+    with AsyncCallsQueue(persistent=False, timeout_s=PATIENCE_S) as queue:
+        requests = [
+            AsyncRequest(async_work.note_sum, (torch.ones(3), tmp_path / "sum"), []),
+            AsyncRequest(async_work.leave_later, (7,), [never]),
+        ]
+        for request in requests:  # they run beside each other
+            queue.schedule_async_request(request)
+        with pytest.raises(AsyncCheckpointError, match="ended with exit code 7") as caught:
+            queue.maybe_finalize_async_calls(blocking=True)
+    assert caught.value.finalized_calls == (1,)
+    assert wait_for(tmp_path / "sum") == "3.0"
+
+
+def test_abort_kills_a_worker_that_ignores_sigterm(tmp_path: Path) -> None:
+    queue = AsyncCallsQueue(sigterm_timeout=0.2, timeout_s=PATIENCE_S)
+    queue.schedule_async_request(AsyncRequest(async_work.hang, (tmp_path / "pid", True), [never]))
+    pid = int(wait_for(tmp_path / "pid"))
+    abort_checkpoints()
+    assert is_gone(pid)
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_a_warm_worker_is_taken_and_ends_with_its_queue(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    AsyncCallsQueue.warmup_persistent_caller(0)
+    warm = {child.pid for child in psutil.Process().children() if child not in before}
+    queue = AsyncCallsQueue(timeout_s=PATIENCE_S)
+    run(queue, async_work.note_whereabouts, tmp_path / "first")
+    pid = int(wait_for(tmp_path / "first").split()[0])
+    assert pid in warm
+    del queue  # forgotten, and not closed
+    gc.collect()
+    assert is_gone(pid)
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from tests.process import async_work
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
+
+if __name__ == "__main__":
+    queue = AsyncCallsQueue(is_daemon=False)
+    queue.schedule_async_request(AsyncRequest(async_work.hang, (Path(sys.argv[1]),), []))
+    async_work.wait_for(Path(sys.argv[1]))
+    if sys.argv[2] == "stay":
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("then", ["stay", "leave"])
+def test_the_worker_does_not_outlive_its_trainer(tmp_path: Path, then: str) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "trainer.py"), str(tmp_path / "pid"), then]
+    trainer = subprocess.Popen(command, env=environment)
+    worker = int(wait_for(tmp_path / "pid"))
+    if then == "stay":
+        trainer.kill()
+    assert trainer.wait(PATIENCE_S) == (-signal.SIGKILL if then == "stay" else 0)
+    wait_until(lambda: is_gone(worker), "the worker ends")
+
+
+def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:
+    script = TRAINER.replace('if __name__ == "__main__":', "if True:").replace(
+        "    async_work.wait_for", "    queue.close() #"
+    )
+    (tmp_path / "trainer.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "trainer.py"), str(tmp_path / "pid"), "leave"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert "ended with exit code 1 before the call was done, before it was ready" in done.stderr

@@ -1,0 +1,211 @@
+"""Requests, what ranks conclude from a round, and requests on their way to a worker: without a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
+from torchelastic.checkpoint.async_ckpt.agreement import Verdict, decode, describe_out_of_step, encode
+from torchelastic.checkpoint.async_ckpt.memory import MemoryPool
+from torchelastic.checkpoint.async_ckpt.messages import failure_message, outcome_of
+from torchelastic.checkpoint.async_ckpt.outcome import Outcome
+from torchelastic.checkpoint.async_ckpt.priority import check_priorities
+from torchelastic.checkpoint.async_ckpt.shipping import Parcel, pack, unpack
+
+FAILED = Outcome("ValueError: no")
+
+
+def keep(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+def test_the_seven_fields_are_those_of_nvrx() -> None:
+    assert AsyncRequest._fields == (
+        "async_fn",
+        "async_fn_args",
+        "finalize_fns",
+        "async_fn_kwargs",
+        "preload_fn",
+        "is_frozen",
+        "call_idx",
+    )
+    assert AsyncRequest(None, (), [])[3:] == (None, None, False, 0)
+
+
+def test_everything_is_done_in_order_without_a_queue() -> None:
+    done: list[Any] = []
+    request = AsyncRequest(lambda *args, **kwargs: done.append((args, kwargs)), (1, 2), [lambda: done.append("first")])
+    request.add_finalize_fn(lambda: done.append("second"))
+    request.execute_sync()
+    assert done == [((1, 2), {}), "first", "second"]
+
+
+def test_keywords_are_passed_on() -> None:
+    done: list[Any] = []
+    AsyncRequest(lambda *args, **kwargs: done.append((args, kwargs)), (1,), [], {"k": 2}).execute_sync()
+    assert done == [((1,), {"k": 2})]
+
+
+def test_a_failure_is_finalised_by_nobody_and_has_the_original_as_cause() -> None:
+    done: list[str] = []
+    original = KeyError("disk")
+
+    def work() -> None:
+        raise original
+
+    with pytest.raises(AsyncCheckpointError, match=r"call 0 failed on rank 0: KeyError: 'disk'") as caught:
+        AsyncRequest(work, (), [lambda: done.append("finalised")]).execute_sync()
+    assert caught.value.__cause__ is original
+    assert (caught.value.rank, caught.value.call_idx, done) == (0, 0, [])
+
+
+def test_a_frozen_request_takes_no_more_finalize_functions() -> None:
+    request = AsyncRequest(None, (), [])
+    frozen = request.freeze()
+    assert (request.is_frozen, frozen.is_frozen) == (False, True)
+    with pytest.raises(RuntimeError, match="takes no more finalize functions"):
+        frozen.add_finalize_fn(lambda: None)
+
+
+def test_what_is_added_to_the_original_of_a_frozen_request_is_not_lost() -> None:
+    done: list[str] = []
+    request = AsyncRequest(None, (), [])
+    frozen = request.freeze()
+    request.add_finalize_fn(lambda: done.append("late"))
+    frozen.execute_finalize_fns()
+    assert done == ["late"]
+
+
+def test_finalising_returns_the_index() -> None:
+    assert AsyncRequest(None, (), [], call_idx=7).execute_finalize_fns() == 7
+
+
+def test_what_is_staged_takes_the_place_of_the_second_argument() -> None:
+    assert AsyncRequest(keep, (1, 2, 3), [], preload_fn=lambda: "staged").staged_args() == (1, "staged", 3)
+
+
+@pytest.mark.parametrize("args", [(), (1,)])
+def test_something_staged_that_has_no_place_is_refused(args: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"takes the place of async_fn_args\[1\]"):
+        AsyncRequest(keep, args, [], preload_fn=lambda: "staged").check()
+
+
+def verdict(*said: tuple[int, Outcome | None]) -> Verdict:
+    rows = [encode(index, outcome, rank, len(said)) for rank, (index, outcome) in enumerate(said)]
+    return decode([max(column) for column in zip(*rows, strict=True)], len(said))
+
+
+def test_what_the_ranks_conclude() -> None:
+    assert verdict((1, Outcome()), (1, Outcome())) == Verdict(True, True, None)
+    assert verdict((1, Outcome()), (1, None)) == Verdict(True, False, None)
+    assert verdict((1, Outcome()), (1, FAILED)) == Verdict(True, False, 1)
+    assert verdict((1, None), (1, None), (1, FAILED), (1, FAILED)) == Verdict(True, False, 2)
+    assert verdict((1, FAILED), (1, None)) == Verdict(True, False, 0)
+
+
+@pytest.mark.parametrize("indexes", [(2, 1), (1, 2), (5, 5, 4), (0, 3)])
+def test_ranks_at_different_calls_are_not_in_step(indexes: tuple[int, ...]) -> None:
+    assert not verdict(*((index, Outcome()) for index in indexes)).is_in_step
+
+
+def test_the_ranks_out_of_step_are_named_first() -> None:
+    assert describe_out_of_step([3, 3, 2, 3]) == "rank 2 is at call 2; ranks 0, 1, 3 are at call 3"
+    assert describe_out_of_step([4, 5]) == "rank 0 is at call 4; rank 1 is at call 5"
+    assert describe_out_of_step([1] * 10 + [2]).endswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, .. are at call 1")
+
+
+@pytest.mark.parametrize(("cpu", "io"), [(20, None), (-21, None), (0, 4), (0, -1)])
+def test_priorities_that_do_not_exist_are_refused(cpu: int, io: int | None) -> None:
+    with pytest.raises(ValueError, match="priority is"):
+        check_priorities(cpu, io)
+
+
+def there_and_back(*args: Any, pool: MemoryPool | None = None) -> tuple[Parcel, tuple[Any, ...]]:
+    parcel = pack(AsyncRequest(keep, args, [lambda: None]), pool or MemoryPool(reuse=False))
+    return parcel, unpack(parcel).async_fn_args
+
+
+def test_tensors_arrive_with_their_bits_shapes_and_types() -> None:
+    sent = [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.tensor(7, dtype=torch.int16),
+        torch.randn(5).to(torch.bfloat16),
+        torch.randn(5).to(torch.float8_e4m3fn),
+        torch.empty(0, 3),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.tensor([[0.0, 1.0]]).to_sparse(),
+        torch.tensor([1 + 2j]).conj(),
+        torch.arange(9)[2:5],
+    ]
+    _, arrived = there_and_back(*sent)
+    for before, after in zip(sent, arrived, strict=True):
+        assert (type(after), after.dtype, after.shape) == (type(before), before.dtype, before.shape)
+        assert torch.equal(before.to_dense().to(torch.complex64), after.to_dense().to(torch.complex64))
+
+
+def test_the_copy_is_a_snapshot_and_the_live_tensor_stays_private() -> None:
+    live = torch.zeros(1000)
+    _, (copied,) = there_and_back({"weight": live})
+    live += 1
+    assert copied["weight"].sum() == 0
+    assert not live.is_shared()  # type: ignore[no-untyped-call]
+
+
+def test_tensors_that_share_storage_still_do_and_are_copied_once() -> None:
+    live = torch.zeros(1000)
+    parcel, (whole, part) = there_and_back(live, live[500:])
+    assert parcel.memory is not None
+    assert parcel.memory.size_bytes < 2 * live.nbytes
+    whole += 1
+    assert part.sum() == 500
+
+
+def test_finalize_functions_stay_with_the_trainer() -> None:
+    parcel, _ = there_and_back(1)
+    assert unpack(parcel).finalize_fns == []
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(TypeError, match=r"cannot be sent to a worker process: .*lambda.*module"):
+        there_and_back(lambda: None)
+
+
+def test_memory_is_used_again_only_when_it_was_given_back() -> None:
+    pool = MemoryPool(reuse=True)
+    first, second = pool.take(100), pool.take(100)
+    assert first is not second
+    pool.give_back(first)
+    assert pool.take(50) is first
+    assert pool.take(50) is not first
+    pool.give_back(first)
+    larger = pool.take(1000)
+    assert larger is not first
+    pool.give_back(larger)
+    assert pool.take(100) is larger, "the one that had become too small is still kept"
+
+
+def test_without_reuse_memory_is_always_new() -> None:
+    pool = MemoryPool(reuse=False)
+    memory = pool.take(100)
+    pool.give_back(memory)
+    assert pool.take(100) is not memory
+
+
+class PicklesOnceError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("only text")
+
+
+@pytest.mark.parametrize("error", [ValueError("why"), PicklesOnceError(1, 2)])
+def test_an_exception_of_the_worker_arrives_with_its_traceback(error: Exception) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        outcome = outcome_of(failure_message(3, caught, 0.5))
+    assert outcome.has_failed
+    assert outcome.reason == f"{type(error).__name__}: {error}"
+    trace = outcome.error.__cause__ if isinstance(outcome.error, ValueError) else outcome.error
+    assert "test_an_exception_of_the_worker_arrives" in str(trace)

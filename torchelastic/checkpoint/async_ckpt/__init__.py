@@ -1,0 +1,53 @@
+"""Checkpoints that are written while training goes on: requests, the queue that runs them, and what finalises them.
+
+Names are loaded on first use (PEP 562), so that importing this package costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller
+    from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue, abort_checkpoints
+    from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
+    from torchelastic.checkpoint.async_ckpt.persistent_caller import PersistentAsyncCaller
+    from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
+    from torchelastic.checkpoint.async_ckpt.temporal_caller import TemporalAsyncCaller
+    from torchelastic.checkpoint.async_ckpt.thread_caller import ThreadAsyncCaller
+    from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint
+
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncCheckpointError",
+    "AsyncRequest",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
+    "ThreadAsyncCaller",
+    "TorchAsyncCheckpoint",
+    "abort_checkpoints",
+]
+
+_HOME_OF_NAME = {
+    "AsyncCaller": "caller",
+    "AsyncCallsQueue": "calls_queue",
+    "AsyncCheckpointError": "errors",
+    "AsyncRequest": "request",
+    "PersistentAsyncCaller": "persistent_caller",
+    "TemporalAsyncCaller": "temporal_caller",
+    "ThreadAsyncCaller": "thread_caller",
+    "TorchAsyncCheckpoint": "torch_checkpoint",
+    "abort_checkpoints": "calls_queue",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF_NAME})

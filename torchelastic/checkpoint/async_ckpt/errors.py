@@ -1,0 +1,50 @@
+"""What a failed asynchronous call is told as, and how the failure of a worker process reaches the trainer."""
+
+from __future__ import annotations
+
+from torchelastic.checkpoint.errors import CheckpointError
+
+
+class AsyncCheckpointError(CheckpointError):
+    """An asynchronous call failed, on this rank or on another one; its finalize functions ran on no rank.
+
+    Raised once per failed call and rank. Where the work failed on this rank, `__cause__` is the original exception; one
+    from a worker process has in turn a `WorkerTraceback` as its cause.
+
+    Attributes:
+        call_idx: the index that `schedule_async_request` gave the call; None if the error is of no single call.
+        rank: the (lowest) rank whose work failed; None if it is not about the work.
+        finalized_calls: the calls that the same `maybe_finalize_async_calls` had finalised before it raised.
+        was_told: whether this rank got an error for this call before, from `schedule_async_request` itself.
+    """
+
+    def __init__(
+        self, message: str, *, call_idx: int | None = None, rank: int | None = None, was_told: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.call_idx = call_idx
+        self.rank = rank
+        self.was_told = was_told
+        self.finalized_calls: tuple[int, ...] = ()
+
+
+class WorkerTraceback(Exception):  # noqa: N818 - it is shown below the error whose traceback it holds
+    """The traceback of an exception in a worker process, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def failed_call(call_idx: int, rank: int, reason: str, *, was_told: bool = False) -> AsyncCheckpointError:
+    """The error that every rank raises for a call that failed somewhere."""
+    return AsyncCheckpointError(
+        f"asynchronous checkpoint call {call_idx} failed on rank {rank}: {reason}. It was finalised on no rank; the "
+        "checkpoints before it are untouched, and the queue can be used on",
+        call_idx=call_idx,
+        rank=rank,
+        was_told=was_told,
+    )

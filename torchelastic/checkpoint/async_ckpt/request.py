@@ -1,0 +1,116 @@
+"""What is to be done in the background, and what on the trainer once all ranks have done it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torchelastic.checkpoint.async_ckpt.agreement import Agreement, group_in_use
+from torchelastic.checkpoint.async_ckpt.outcome import Outcome, failure_of
+
+
+class AsyncRequest(NamedTuple):
+    """One checkpoint to be written in the background. Field names and methods are those of NVRx.
+
+    Attributes:
+        async_fn: the work; None if this rank has nothing to do.
+        async_fn_args: its positional arguments.
+        finalize_fns: called without arguments on the trainer, in this order, after the work of *all* ranks is done.
+        async_fn_kwargs: its keyword arguments; None means none.
+        preload_fn: called without arguments before the work; what it returns takes the place of `async_fn_args[1]`. The
+            trainer waits for it. It runs on the calling thread for a worker thread, and in the worker for a worker
+            process.
+        is_frozen: whether it was scheduled, and takes no more finalize functions.
+        call_idx: its number among the calls of its queue, from 1; set when it is scheduled.
+    """
+
+    async_fn: Callable[..., object] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], object]]
+    async_fn_kwargs: dict[str, Any] | None = None
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], object]) -> None:
+        """Have `fn` called after the finalize functions that are there already.
+
+        Raises:
+            RuntimeError: the request is frozen.
+        """
+        if self.is_frozen:
+            raise RuntimeError(
+                f"call {self.call_idx} is scheduled and takes no more finalize functions: add them before that"
+            )
+        self.finalize_fns.append(fn)
+
+    def freeze(self) -> AsyncRequest:
+        """Return the request as one that takes no more finalize functions.
+
+        The list is shared with the original: what is added to that one later is run too, rather than lost.
+        """
+        return self._replace(is_frozen=True)
+
+    def staged_args(self) -> tuple[Any, ...]:
+        """Run `preload_fn`, if there is one, and return the positional arguments for `async_fn`.
+
+        Raises:
+            ValueError: there is a `preload_fn`, and no second argument that its result could take the place of.
+        """
+        args = tuple(self.async_fn_args)
+        if self.preload_fn is None:
+            return args
+        self.check()
+        return (args[0], self.preload_fn(), *args[2:])
+
+    def check(self) -> None:
+        """Raise ValueError if the request cannot be run as it is."""
+        if self.preload_fn is not None and len(self.async_fn_args) < 2:
+            raise ValueError(
+                "what preload_fn returns takes the place of async_fn_args[1], and there are only "
+                f"{len(self.async_fn_args)} arguments: give async_fn a second one (None will do), or stage inside it"
+            )
+
+    def work(self) -> None:
+        """Run `preload_fn` and `async_fn` here and now."""
+        if self.async_fn is not None:
+            self.async_fn(*self.staged_args(), **(self.async_fn_kwargs or {}))
+
+    def execute_sync(self) -> None:
+        """Do all of it here and now: the work, and the finalize functions once all ranks have done theirs.
+
+        Called on every rank of the default process group, if there is one; alone otherwise.
+
+        Raises:
+            AsyncCheckpointError: the work failed on some rank, or the ranks do not run the same call; the finalize
+                functions were called on no rank. Where it failed here, the original exception is the cause.
+        """
+        start_s = time.monotonic()
+        try:
+            self.work()
+            outcome = Outcome(duration_s=time.monotonic() - start_s)
+        except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
+            outcome = failure_of(error)
+        Agreement().require_success(group_in_use(None), self.call_idx, outcome)
+        self.execute_finalize_fns(validate_matching_call_idx=False)
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Call the finalize functions, in order, on the calling thread.
+
+        Args:
+            validate_matching_call_idx: first compare the indexes of the calls over the ranks of the default process
+                group (two integers, one all-reduce); every rank calls this then, and waits at most 30 minutes.
+
+        Returns:
+            `call_idx`.
+
+        Raises:
+            AsyncCheckpointError: the ranks are about to finalise different calls; it names them. Nothing was called.
+            BaseException: what a finalize function raised; those after it were not called.
+        """
+        if validate_matching_call_idx:
+            Agreement().require_success(group_in_use(None), self.call_idx, Outcome())
+        for finalize_fn in self.finalize_fns:
+            finalize_fn()
+        return self.call_idx
