@@ -1,0 +1,212 @@
+"""Objects from one shelf to another over real sockets: whole, in order, and to a clean end."""
+
+from __future__ import annotations
+
+import array
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.process.replicas import (
+    CHUNK_BYTES,
+    SIZE_BYTES,
+    TOKEN,
+    RecordingShelf,
+    Wire,
+    client_of,
+    client_that_calls,
+    content_of,
+    wait_until,
+)
+from torchelastic.checkpoint.replication import (
+    CorruptReplicaError,
+    NoReplicasAvailableError,
+    PeerLostError,
+    PeerStalledError,
+    ReplicaClient,
+    ReplicaRefusedError,
+    ReplicaServer,
+    digest_of,
+    pull_from_any,
+)
+
+
+@pytest.fixture
+def shelf() -> RecordingShelf:
+    return RecordingShelf()
+
+
+@pytest.fixture
+def server(shelf: RecordingShelf) -> Iterator[ReplicaServer]:
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=5.0) as server:
+        yield server
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, SIZE_BYTES])
+def test_an_object_goes_there_and_comes_back(server: ReplicaServer, shelf: RecordingShelf, size_bytes: int) -> None:
+    content, client, back = content_of(1, size_bytes), client_of(server), bytearray(size_bytes)
+    sent = client.push("iter_7/rank_0", content, token_round=1)
+    assert (sent.size_bytes, sent.sent_bytes, sent.digest) == (size_bytes, size_bytes, digest_of(content))
+    assert shelf.bytes_of("iter_7/rank_0") == content
+    pulled = client.pull("iter_7/rank_0", lambda _: back, expected_digest=sent.digest)
+    assert back == content
+    assert (pulled.size_bytes, pulled.digest) == (size_bytes, sent.digest)
+
+
+def test_any_contiguous_buffer_may_be_sent(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    numbers = array.array("d", range(1000))
+    client_of(server).push("numbers", memoryview(numbers), token_round=1)
+    assert shelf.bytes_of("numbers") == numbers.tobytes()
+
+
+def test_what_is_there_already_does_not_travel_again(server: ReplicaServer) -> None:
+    with Wire(server.address) as wire:
+        client = client_of(wire)
+        assert client.push("x", content_of(1), token_round=1).sent_bytes == SIZE_BYTES
+        assert len(wire.seen["up"]) > SIZE_BYTES
+        assert client.push("x", content_of(1), token_round=1).sent_bytes == 0
+        assert len(wire.seen["up"]) < SIZE_BYTES + 10_000
+
+
+def test_new_content_replaces_the_old_one_at_once(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    client_of(server).push("x", content_of(1), token_round=1)
+    seen = set()
+    client = client_that_calls(server, lambda _: seen.add(shelf.bytes_of("x")))
+    client.push("x", content_of(2), token_round=1)
+    assert seen == {content_of(1)}
+    assert shelf.bytes_of("x") == content_of(2)
+
+
+def test_several_clients_at_once(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    def push(number: int) -> None:
+        client_of(server).push(f"x{number}", content_of(number), token_round=1)
+
+    threads = [threading.Thread(target=push, args=(number,)) for number in range(6)]  # more than max_transfers
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert shelf.ids() == [f"x{number}" for number in range(6)]
+    assert all(shelf.bytes_of(f"x{number}") == content_of(number) for number in range(6))
+
+
+def test_lists_longer_than_a_message_come_in_pages(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    assert client_of(server).ids() == []
+    names = [f"{number:04}{'x' * 100}" for number in range(1500)]
+    for name in names:
+        shelf.put(name, b"", digest_of(b""))
+    with Wire(server.address) as wire:
+        assert client_of(wire).ids() == names
+        assert wire.connections == 3
+
+
+def test_without_a_known_digest_it_is_computed(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    shelf.put("x", content_of(1), "")
+    back = bytearray(SIZE_BYTES)
+    assert client_of(server).pull("x", lambda _: back).digest == digest_of(content_of(1))
+    assert back == content_of(1)
+
+
+def test_a_rate_is_kept(server: ReplicaServer) -> None:
+    now_s = 0.0
+
+    def sleep(delay_s: float) -> None:
+        nonlocal now_s
+        now_s += delay_s
+
+    client = ReplicaClient(server.address, TOKEN, bytes_per_s=1e6, clock=lambda: now_s, sleep=sleep)
+    client.push("x", content_of(1), token_round=1)
+    assert now_s == pytest.approx((SIZE_BYTES - (1 << 20)) / 1e6, rel=0.01)
+
+
+def test_nothing_of_it_loads_torch() -> None:
+    code = (
+        "import sys, torchelastic.checkpoint.replication as room\n"
+        "for name in room.__all__: getattr(room, name)\n"
+        "assert set(room.__all__) <= set(dir(room))\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_has_is_said(server: ReplicaServer) -> None:
+    with pytest.raises(NoReplicasAvailableError, match=f"127.0.0.1:{server.address[1]}: x is not here"):
+        client_of(server).pull("x", bytearray)
+    with pytest.raises(NoReplicasAvailableError, match="nobody could give x: no holder is known"):
+        pull_from_any([], "x", bytearray)
+
+
+def test_nobody_listens(server: ReplicaServer) -> None:
+    server.close()
+    with pytest.raises(PeerLostError, match=f"127.0.0.1:{server.address[1]} cannot be reached: Connection refused"):
+        client_of(server, retry_s=0.2).push("x", b"", token_round=1)
+
+
+def test_closing_cuts_what_is_on_its_way_and_leaves_no_thread(shelf: RecordingShelf) -> None:
+    server = ReplicaServer(shelf, TOKEN, host="127.0.0.1")
+    server.start()
+    client = client_that_calls(server, lambda _: server.close())
+    with pytest.raises((PeerLostError, PeerStalledError)):
+        client.push("x", content_of(1), token_round=1)
+    assert shelf.ids() == []
+    assert shelf.abandoned == ["x"]
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("replica-")], "its threads have ended"
+    )
+
+
+def test_a_shelf_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(RecordingShelf):
+        def destination(self, object_id: str, size_bytes: int) -> bytearray | None:
+            if object_id == "bad":
+                raise RuntimeError("a fault of the owner")
+            return super().destination(object_id, size_bytes)
+
+    shelf = Broken()
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
+        with pytest.raises(ReplicaRefusedError, match="the shelf failed: RuntimeError; see its log"):
+            client_of(server).push("bad", b"x", token_round=1)
+        client_of(server).push("good", b"x", token_round=1)
+    assert shelf.ids() == ["good"]
+    assert "a fault of the owner" in caplog.text
+
+
+def test_content_that_changes_while_it_is_sent_is_not_published(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    content = bytearray(content_of(1))
+    with pytest.raises(CorruptReplicaError, match=r"x changed while it was sent to .*; send a copy that nobody writes"):
+        client_that_calls(server, lambda _: content.__setitem__(-1, 0)).push("x", content, token_round=1)
+    with pytest.raises(CorruptReplicaError, match="damaged where it came from"):
+        client_of(server).push("y", content, token_round=1, digest=digest_of(content_of(1)))
+    assert shelf.ids() == []
+    assert shelf.abandoned == ["y"]  # of x all but the last chunk is kept for a while
+
+
+@pytest.mark.parametrize("digest", [None, digest_of(content_of(1))])
+def test_a_push_is_taken_up_with_chunks_of_another_size(
+    digest: str | None, server: ReplicaServer, shelf: RecordingShelf
+) -> None:
+    chunks = []
+
+    def stop_at_the_tenth(_: float) -> None:
+        chunks.append(1)
+        if len(chunks) == 10:
+            raise InterruptedError("the caller's own")
+
+    odd = ReplicaClient(
+        server.address, TOKEN, chunk_bytes=50_000, bytes_per_s=1e6, clock=lambda: 0.0, sleep=stop_at_the_tenth
+    )
+    with pytest.raises(InterruptedError, match="the caller's own"):
+        odd.push("x", content_of(1), token_round=1)
+    wait_until(lambda: not server._serving, "the server has noticed the end of its peer")
+    assert client_of(server).push("x", content_of(1), token_round=1, digest=digest).sent_bytes == SIZE_BYTES - 500_000
+    assert shelf.bytes_of("x") == content_of(1)

@@ -1,0 +1,294 @@
+"""Who may push and pull, and how much: tokens, fences, bounds, and strangers at the port."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.process.replicas import (
+    SIZE_BYTES,
+    TOKEN,
+    RecordingShelf,
+    Wire,
+    client_of,
+    client_that_calls,
+    content_of,
+)
+from torchelastic.checkpoint.replication import (
+    AuthenticationError,
+    FencedError,
+    PeerLostError,
+    ProtocolError,
+    ReplicaBusyError,
+    ReplicaClient,
+    ReplicaRefusedError,
+    ReplicaServer,
+    digest_of,
+)
+from torchelastic.checkpoint.replication.handshake import greet_client, token_bytes
+from torchelastic.checkpoint.replication.wire import MESSAGE, PROTOCOL, Connection, encode_header
+
+
+@pytest.fixture
+def shelf() -> RecordingShelf:
+    return RecordingShelf()
+
+
+@pytest.fixture
+def server(shelf: RecordingShelf) -> Iterator[ReplicaServer]:
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=5.0) as server:
+        yield server
+
+
+# --- who may ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_token_is_refused_and_nobody_prints_one(
+    server: ReplicaServer, shelf: RecordingShelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = "a token of quite another run"
+    with caplog.at_level(logging.DEBUG), Wire(server.address) as wire:
+        client = client_of(wire, wrong)
+        with pytest.raises(AuthenticationError, match="authentication failed: the client's token") as caught:
+            client.push("x", content_of(1), token_round=1)
+        client_of(wire).push("y", b"fine", token_round=1)
+        passed = bytes(wire.seen["up"] + wire.seen["down"])
+    assert shelf.ids() == ["y"]
+    assert "dropped a connection of" in caplog.text
+    for token in (wrong, TOKEN):
+        assert token not in caplog.text
+        assert token not in str(caught.value) + repr(client) + repr(server)
+        assert token.encode() not in passed
+
+
+def test_an_impostor_gets_nothing(shelf: RecordingShelf) -> None:
+    """Something that listens at a server's old address and says yes to everybody, without knowing the token."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        heard = []
+
+        def impersonate() -> None:
+            connection = Connection(listener.accept()[0], "client", 5.0)
+            connection.send({"protocol": PROTOCOL, "nonce": "0" * 32})
+            answer = connection.receive()
+            connection.send({"proof": str(answer["proof"])})  # its own proof, sent back
+            try:
+                heard.append(connection.receive())
+            except PeerLostError:
+                pass
+            connection.close()
+
+        thread = threading.Thread(target=impersonate)
+        thread.start()
+        client = ReplicaClient(listener.getsockname(), TOKEN, retry_s=0)
+        with pytest.raises(AuthenticationError, match="does not know this run's token: it is not one of our servers"):
+            client.push("x", b"secret", token_round=1)
+        thread.join(10)
+    assert heard == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"from": 4, "is_here": False}, {"size": 3, "digest": "x", "from": 2}, {"ids": [1], "more": True}, {"ids": "x"}],
+)
+def test_a_server_that_answers_nonsense_is_not_followed(answer: dict[str, object]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_once() -> None:
+            connection = Connection(listener.accept()[0], "client", 5.0)
+            greet_client(connection, token_bytes(TOKEN))
+            connection.receive()
+            connection.send(answer)
+            connection.close()
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        client = ReplicaClient(listener.getsockname(), TOKEN, retry_s=0)
+        operations: dict[str, Callable[[], object]] = {
+            "is_here": lambda: client.push("x", b"abc", token_round=1),
+            "size": lambda: client.pull("x", bytearray),
+            "ids": client.ids,
+        }
+        with pytest.raises(ProtocolError, match=r"of 3 bytes of x|another part of x than is missing|no list of ids"):
+            next(operations[key] for key in operations if key in answer)()
+        thread.join(10)
+
+
+def test_an_older_round_is_refused(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    server.fence(5)
+    server.fence(4)
+    assert server.round == 5
+    with pytest.raises(FencedError, match="x comes from round 4, and round 5 has begun"):
+        client_of(server).push("x", content_of(1), token_round=4)
+    client_of(server).push("x", content_of(2), token_round=5)
+    assert shelf.bytes_of("x") == content_of(2)
+
+
+def test_a_round_that_ends_in_the_middle_of_a_push_publishes_nothing(
+    server: ReplicaServer, shelf: RecordingShelf
+) -> None:
+    client = client_that_calls(server, lambda _: server.fence(5))
+    with pytest.raises(FencedError, match="its sender was replaced and must stop"):
+        client.push("x", content_of(1), token_round=4)
+    assert shelf.ids() == []
+    assert shelf.abandoned == ["x"]
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_when_it_is_full_waits_for_its_turn(shelf: RecordingShelf) -> None:
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_transfers=1) as server:
+        goes_on, is_waiting = threading.Event(), threading.Event()
+
+        def hold(_: float) -> None:
+            is_waiting.set()
+            assert goes_on.wait(20)
+
+        first = threading.Thread(
+            target=client_that_calls(server, hold).push, args=("a", content_of(1)), kwargs={"token_round": 1}
+        )
+        first.start()
+        assert is_waiting.wait(20)
+        with pytest.raises(ReplicaBusyError, match="1 objects are on their way already"):
+            client_of(server, retry_s=0).push("b", b"small", token_round=1)
+        patient = ReplicaClient(server.address, TOKEN, retry_s=20, sleep=lambda _: goes_on.set())
+        patient.push("b", b"small", token_round=1)
+        first.join(20)
+    assert shelf.ids() == ["a", "b"]
+
+
+def test_as_many_pulls_as_are_allowed(shelf: RecordingShelf) -> None:
+    shelf.put("x", content_of(1), digest_of(content_of(1)))
+    is_waiting, goes_on = threading.Event(), threading.Event()
+
+    def hold(_: float) -> None:
+        is_waiting.set()
+        assert goes_on.wait(20)
+
+    with ReplicaServer(
+        shelf, TOKEN, host="127.0.0.1", max_transfers=1, bytes_per_s=1e6, clock=lambda: 0.0, sleep=hold
+    ) as server:
+        backs: list[bytearray] = []
+
+        def keep(size_bytes: int) -> bytearray:
+            backs.append(bytearray(size_bytes))
+            return backs[-1]
+
+        first = threading.Thread(target=client_of(server).pull, args=("x", keep))
+        first.start()
+        assert is_waiting.wait(20)
+        with pytest.raises(ReplicaBusyError, match="as many objects are being fetched from here as may be"):
+            client_of(server, retry_s=0).pull("x", keep)
+        goes_on.set()
+        first.join(20)
+    assert backs == [content_of(1)]
+
+
+def test_claims_that_are_too_large_are_refused(shelf: RecordingShelf) -> None:
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_object_bytes=1000) as server:
+        with pytest.raises(ReplicaRefusedError, match="x has 1001 bytes, and this server takes 1000 at most"):
+            client_of(server).push("x", bytes(1001), token_round=1)
+        assert shelf.places == {}
+        client_of(server).push("x", bytes(1000), token_round=1)
+
+
+def test_a_puller_may_refuse_a_size(server: ReplicaServer, shelf: RecordingShelf) -> None:
+    shelf.put("x", content_of(1), digest_of(content_of(1)))
+
+    def refuse(size_bytes: int) -> bytearray:
+        raise ReplicaRefusedError(f"{size_bytes} are too many")
+
+    with pytest.raises(ReplicaRefusedError, match=f"{SIZE_BYTES} are too many"):
+        client_of(server).pull("x", refuse)
+
+
+def test_ids_are_checked_at_both_ends(server: ReplicaServer) -> None:
+    with pytest.raises(ValueError, match="is no id of an object"):
+        client_of(server).push("../etc/passwd", b"", token_round=1)
+    with pytest.raises(ValueError, match="is no id of an object"):
+        client_of(server).pull("", bytearray)
+
+
+GARBAGE = {
+    "noise": content_of(9, 5000),
+    "a web browser": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100),
+    "a large claim": encode_header(MESSAGE, 60_000, 0),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("sent", GARBAGE.values(), ids=GARBAGE.keys())
+def test_strangers_are_dropped(sent: bytes, shelf: RecordingShelf, caplog: pytest.LogCaptureFixture) -> None:
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=0.3) as server:
+        with caplog.at_level(logging.INFO), socket.create_connection(server.address, 10) as stranger:
+            stranger.sendall(sent)
+            received = b""
+            try:
+                while data := stranger.recv(4096):
+                    received += data
+            except ConnectionResetError:
+                pass  # what it sent was not even read
+        assert len(received) < 200, "the greeting, and nothing else"
+        client_of(server).push("x", b"fine", token_round=1)
+    assert "dropped a connection" in caplog.text or "stalled" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [{"nonce": "\ud800", "proof": ""}, {"nonce": "0" * 32}, {"proof": 1}, {}])
+def test_broken_greetings_are_dropped(
+    answer: dict[str, object], server: ReplicaServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = Connection(socket.create_connection(server.address, 10), "server", 10.0)
+    assert connection.receive()["protocol"] == PROTOCOL
+    connection.send(answer)
+    with pytest.raises(PeerLostError):
+        connection.receive()
+    connection.close()
+    assert "dropped a connection of" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_who_sends_drop_by_drop_is_dropped_too(shelf: RecordingShelf) -> None:
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=0.3) as server:
+        with socket.create_connection(server.address, 10) as stranger:
+
+            def send_drops() -> None:
+                for byte in encode_header(MESSAGE, 1000, 0) + bytes(1000):
+                    stranger.sendall(bytes([byte]))
+                    threading.Event().wait(0.02)  # it is slow, that is what it does
+
+            with pytest.raises(OSError, match=r"reset|Broken pipe"):
+                send_drops()
+        client_of(server).push("x", b"fine", token_round=1)
+
+
+def test_too_many_connections_are_closed_at_once(shelf: RecordingShelf) -> None:
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_connections=2) as server:
+        idle = [socket.create_connection(server.address, 10) for _ in range(2)]
+        assert all(one.recv(1) for one in idle)  # both are greeted
+        with socket.create_connection(server.address, 10) as third:
+            assert third.recv(1) == b""
+        for one in idle:
+            one.close()
+        client_of(server).push("x", b"fine", token_round=1)
+        assert shelf.ids() == ["x"]
+
+
+def test_a_member_that_asks_nonsense_is_told(server: ReplicaServer) -> None:
+    client = client_of(server)
+    requests: list[dict[str, object]] = [
+        {"op": "format the disk"},
+        {"op": "push", "id": "../x", "size": 1, "digest": "", "round": 1},
+    ]
+    for request in requests:
+        with client._connected() as connection:
+            connection.send(request)
+            with pytest.raises(ReplicaRefusedError, match=r"knows push, pull and list only|no id of an object"):
+                connection.receive()
+    with client._connected() as connection:
+        connection.send({"op": "push", "id": "x", "size": -1, "digest": "", "round": 1})
+        with pytest.raises(ProtocolError, match="sent no whole number as 'size'"):
+            connection.receive()

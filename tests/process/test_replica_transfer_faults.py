@@ -1,0 +1,302 @@
+"""Processes that are killed or stopped, and networks that flip bits, in the middle of a transfer."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.process.replicas import (
+    CHUNK_BYTES,
+    PATIENCE_S,
+    PUSHES_SLOWLY,
+    SERVES_SLOWLY,
+    SIZE_BYTES,
+    TOKEN,
+    RecordingShelf,
+    Wire,
+    client_of,
+    content_of,
+    end,
+    start,
+    wait_until,
+)
+from torchelastic.checkpoint.replication import (
+    CorruptReplicaError,
+    DamagedFrameError,
+    NoReplicasAvailableError,
+    PeerStalledError,
+    ReplicaClient,
+    ReplicaServer,
+    ReplicationError,
+    digest_of,
+    pull_from_any,
+)
+from torchelastic.checkpoint.replication.wire import CHUNK, HEADER_BYTES, Connection, encode_header
+
+
+@contextmanager
+def running(program: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    child = start(program, *arguments)
+    try:
+        yield child
+    finally:
+        end(child)
+
+
+@contextmanager
+def holder(content: bytes, digest: str | None = None) -> Iterator[ReplicaServer]:
+    shelf = RecordingShelf()
+    shelf.put("x", content, digest_of(content) if digest is None else digest)
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=5.0) as server:
+        yield server
+
+
+def has_begun(shelf: RecordingShelf) -> bool:
+    """Whether some chunks have arrived: the destination was all zeros."""
+    return "x" in shelf.places and any(shelf.places["x"][2 * CHUNK_BYTES : 2 * CHUNK_BYTES + 100])
+
+
+def port_of(child: subprocess.Popen[bytes]) -> int:
+    assert child.stdout is not None
+    return int(child.stdout.readline())
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_goes_on_where_its_killed_sender_stopped() -> None:
+    shelf = RecordingShelf()
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
+        with running(PUSHES_SLOWLY, server.address[1]) as sender:
+            wait_until(lambda: has_begun(shelf), "some chunks have arrived")
+            assert shelf.ids() == []
+            sender.send_signal(signal.SIGKILL)
+            assert sender.wait(PATIENCE_S) == -signal.SIGKILL
+        assert shelf.ids() == []
+        sent = client_of(server).push("x", content_of(1), token_round=2)
+        assert sent.sent_bytes <= SIZE_BYTES - 2 * CHUNK_BYTES
+        assert shelf.bytes_of("x") == content_of(1)
+        assert shelf.abandoned == []
+
+
+def test_the_destination_of_a_killed_sender_is_given_back_in_time() -> None:
+    shelf, now_s = RecordingShelf(), 0.0
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", resume_window_s=60.0, clock=lambda: now_s) as server:
+        with running(PUSHES_SLOWLY, server.address[1]):
+            wait_until(lambda: has_begun(shelf), "some chunks have arrived")
+        wait_until(lambda: not server._serving, "the server has noticed the end of its peer")
+        assert shelf.abandoned == []
+        now_s = 61.0
+        wait_until(lambda: shelf.abandoned == ["x"], "the destination is given back")
+        assert client_of(server).push("x", content_of(1), token_round=2).sent_bytes == SIZE_BYTES
+    assert shelf.bytes_of("x") == content_of(1)
+
+
+def test_another_holder_goes_on_where_a_killed_one_stopped() -> None:
+    back = bytearray(SIZE_BYTES)
+    with running(SERVES_SLOWLY) as first, holder(content_of(1)) as second, Wire(second.address) as wire:
+
+        def kill_in_the_middle() -> None:
+            wait_until(lambda: any(back[600_000:600_100]), "some chunks have arrived")
+            first.kill()
+
+        slow = ReplicaClient(("127.0.0.1", port_of(first)), TOKEN, retry_s=0)
+        killer = threading.Thread(target=kill_in_the_middle)
+        killer.start()
+        pull_from_any([slow, client_of(wire)], "x", lambda _: back)
+        killer.join(PATIENCE_S)
+        assert first.wait(PATIENCE_S) == -signal.SIGKILL
+        assert len(wire.seen["down"]) < SIZE_BYTES - 400_000, "what the first one had sent is not sent again"
+    assert back == content_of(1)
+
+
+# --- stopped ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_receiver_is_named() -> None:
+    with running(SERVES_SLOWLY) as receiver:
+        port = port_of(receiver)
+        client = ReplicaClient(("127.0.0.1", port), TOKEN, timeout_s=0.5)
+        receiver.send_signal(signal.SIGSTOP)
+        with pytest.raises(
+            PeerStalledError, match=rf"127.0.0.1:{port} stalled: .* after 0.5 s; its process is stopped"
+        ):
+            client.push("y", content_of(2), token_round=1)
+        receiver.send_signal(signal.SIGCONT)
+        assert client.push("y", content_of(2), token_round=1).size_bytes == SIZE_BYTES
+
+
+def test_a_receiver_that_is_stopped_in_the_middle_is_named() -> None:
+    with running(SERVES_SLOWLY) as receiver:
+        port = port_of(receiver)
+        client = ReplicaClient(
+            ("127.0.0.1", port),
+            TOKEN,
+            timeout_s=0.5,
+            bytes_per_s=1e9,
+            clock=lambda: 0.0,
+            sleep=lambda _: receiver.send_signal(signal.SIGSTOP),
+        )
+        with pytest.raises(PeerStalledError, match=rf"127.0.0.1:{port} stalled"):
+            client.push("y", bytes(64 << 20), token_round=1)  # more than the kernel's buffers take
+
+
+def test_a_sender_that_stops_blocks_nobody_for_long() -> None:
+    shelf = RecordingShelf()
+    with (
+        ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_transfers=1, timeout_s=1.0) as server,
+        running(PUSHES_SLOWLY, server.address[1]) as sender,
+    ):
+        wait_until(lambda: has_begun(shelf), "some chunks have arrived")
+        sender.send_signal(signal.SIGSTOP)
+        client_of(server, retry_s=PATIENCE_S).push("y", content_of(2), token_round=1)
+        assert shelf.ids() == ["y"]
+        sent = client_of(server).push("x", content_of(1), token_round=1)
+        assert sent.sent_bytes < SIZE_BYTES
+    assert shelf.bytes_of("x") == content_of(1)
+
+
+def test_a_stopped_holder_is_left_for_another_one() -> None:
+    back = bytearray(SIZE_BYTES)
+    with running(SERVES_SLOWLY) as stopped, holder(content_of(1)) as good:
+        slow = ReplicaClient(("127.0.0.1", port_of(stopped)), TOKEN, timeout_s=0.5)
+        stopped.send_signal(signal.SIGSTOP)
+        pull_from_any([slow, client_of(good)], "x", lambda _: back)
+    assert back == content_of(1)
+
+
+def test_signals_in_the_middle_tear_no_frame() -> None:
+    """A signal ends a system call early; a trainer with timers or children has many of them."""
+    content, back, was_hit = content_of(5, 4 << 20), bytearray(4 << 20), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = Connection(socket.create_connection(listener.getsockname()), "far", PATIENCE_S)
+        far = Connection(listener.accept()[0], "near", PATIENCE_S)
+
+    def receive_after_a_signal() -> None:
+        assert was_hit.wait(PATIENCE_S)
+        assert far.receive_chunk_header() == (4 << 20, 7)
+        far.fill(back)
+
+    def send_around_a_signal() -> None:
+        far.send_chunk(memoryview(content)[:1000], 8)
+        was_hit.clear()
+        assert was_hit.wait(PATIENCE_S)
+        far.send_chunk(memoryview(content)[1000:2000], 9)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: was_hit.set())
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.02)
+    try:
+        receiver = threading.Thread(target=receive_after_a_signal)
+        receiver.start()
+        near.send_chunk(memoryview(content), 7)
+        receiver.join(PATIENCE_S)
+        sender = threading.Thread(target=send_around_a_signal)
+        sender.start()
+        small = bytearray(2000 + HEADER_BYTES)  # both contents, and the second header
+        assert near.receive_chunk_header() == (1000, 8)
+        near.fill(small)
+        sender.join(PATIENCE_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        near.close()
+        far.close()
+    assert back == content
+    assert small == content[:1000] + encode_header(CHUNK, 1000, 9) + content[1000:2000]
+
+
+# --- damaged on the way -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [100, 250, 330, 400, 5000, 1_000_000, 2_000_000, 2_900_000])
+def test_one_flipped_bit_on_the_way_there(position: int) -> None:
+    """The first positions lie in the greeting, the request and the first header; the others in chunks."""
+    shelf = RecordingShelf()
+    with (
+        ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=5.0) as server,
+        Wire(server.address, (position,)) as wire,
+    ):
+        client = client_of(wire)
+        try:
+            client.push("x", content_of(1), token_round=1)
+        except ReplicationError:
+            assert position < 450, "a damaged chunk is sent again"
+            assert shelf.ids() == []
+            client.push("x", content_of(1), token_round=1)
+    assert shelf.bytes_of("x") == content_of(1)
+
+
+@pytest.mark.parametrize("position", [100, 300, 420, 5000, 1_500_000, 2_900_000])
+def test_one_flipped_bit_on_the_way_back(position: int) -> None:
+    back = bytearray(SIZE_BYTES)
+    with holder(content_of(1)) as server, Wire(server.address, (position,), direction="down") as wire:
+        client = client_of(wire)
+        try:
+            client.pull("x", lambda _: back)
+        except ReplicationError:
+            assert position < 450, "a damaged chunk is fetched again"
+            client.pull("x", lambda _: back)
+        assert wire.connections == 2
+    assert back == content_of(1)
+
+
+def test_a_line_that_always_flips_ends_in_an_error_and_delivers_nothing() -> None:
+    shelf = RecordingShelf()
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
+        with Wire(server.address, (10_000,), always=True) as wire:
+            with pytest.raises(DamagedFrameError, match="bytes at 0 of 3000001 are not those that were sent"):
+                client_of(wire, retry_s=0.5).push("x", content_of(1), token_round=1)
+            assert wire.connections > 1
+        assert shelf.ids() == []
+
+
+def test_progress_renews_the_patience() -> None:
+    """Each connection damages a bit after 600 KB: each attempt ends, and each has moved something."""
+    shelf, now_s = RecordingShelf(), 0.0
+
+    def sleep(_: float) -> None:
+        nonlocal now_s
+        now_s += 1.0
+
+    with (
+        ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server,
+        Wire(server.address, (600_000,), always=True) as wire,
+    ):
+        client = ReplicaClient(
+            wire.address, TOKEN, retry_s=2.5, chunk_bytes=CHUNK_BYTES, clock=lambda: now_s, sleep=sleep
+        )
+        client.push("x", content_of(1), token_round=1)
+        assert wire.connections == 6
+        assert now_s == 5.0
+    assert shelf.bytes_of("x") == content_of(1)
+
+
+# --- damaged where it lies --------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_went_bad_is_replaced_by_the_next() -> None:
+    back = bytearray(SIZE_BYTES)
+    whole = content_of(1)
+    bad = whole[:2_000_000] + bytes([whole[2_000_000] ^ 1]) + whole[2_000_001:]
+    with holder(bad, digest_of(whole)) as first, holder(whole) as second:
+        with pytest.raises(CorruptReplicaError, match=r"x arrived as it was sent .* take another replica"):
+            client_of(first).pull("x", lambda _: back)
+        incoming = pull_from_any([client_of(first), client_of(second)], "x", lambda _: back)
+        assert back == whole
+        assert incoming.digest == digest_of(whole)
+        with pytest.raises(NoReplicasAvailableError, match=r"nobody could give x: .*damaged where it came from"):
+            pull_from_any([client_of(first)], "x", lambda _: back)
+
+
+def test_another_version_is_not_taken_for_the_one_that_is_wanted() -> None:
+    back = bytearray(SIZE_BYTES)
+    with holder(content_of(2)) as other, holder(content_of(1)) as right:
+        wanted = digest_of(content_of(1))
+        pull_from_any([client_of(other), client_of(right)], "x", lambda _: back, expected_digest=wanted)
+        assert back == content_of(1)

@@ -1,0 +1,265 @@
+"""What counts as received, and what a server takes from whom: without sockets, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import xxhash
+
+from torchelastic.checkpoint.replication import (
+    CorruptReplicaError,
+    DamagedFrameError,
+    FencedError,
+    IncomingObject,
+    MemoryShelf,
+    ReplicaBusyError,
+    ReplicaRefusedError,
+    digest_of,
+)
+from torchelastic.checkpoint.replication.reception import Reception
+
+# --- an object on its way ---------------------------------------------------------------------------------------------
+
+CONTENT = random.Random(3).randbytes(1000)
+
+
+def feed(incoming: IncomingObject, content: bytes, upto: int, step: int = 100) -> None:
+    for start in range(incoming.verified_bytes, upto, step):
+        place = incoming.place(step)
+        place[:] = content[start : start + step]
+        incoming.accept(place, xxhash.xxh3_64_intdigest(content[: start + step]))
+
+
+def announced(content: bytes = CONTENT) -> tuple[IncomingObject, bytearray]:
+    buffer = bytearray(len(content))
+    incoming = IncomingObject("x", lambda _: buffer)
+    incoming.announce(len(content), digest_of(content))
+    return incoming, buffer
+
+
+def test_an_object_arrives_chunk_by_chunk() -> None:
+    incoming, buffer = announced()
+    feed(incoming, CONTENT, 900)
+    assert not incoming.is_complete
+    feed(incoming, CONTENT, 1000)
+    incoming.finish()
+    assert incoming.is_complete
+    assert buffer == CONTENT
+
+
+def test_a_damaged_chunk_counts_for_nothing_and_may_come_again() -> None:
+    incoming, buffer = announced()
+    feed(incoming, CONTENT, 300)
+    place = incoming.place(100)
+    place[:] = bytes(100)
+    with pytest.raises(DamagedFrameError, match="x: the 100 bytes at 300 of 1000"):
+        incoming.accept(place, xxhash.xxh3_64_intdigest(CONTENT[:400]))
+    assert incoming.verified_bytes == 300
+    feed(incoming, CONTENT, 1000)
+    incoming.finish()
+    assert buffer == CONTENT
+
+
+def test_what_was_damaged_at_its_source_is_not_delivered() -> None:
+    incoming, _ = announced()
+    feed(incoming, CONTENT[:-1] + b"!", 1000)
+    with pytest.raises(CorruptReplicaError, match="it is damaged where it came from; take another replica"):
+        incoming.finish()
+    assert incoming.verified_bytes == 0
+
+
+def test_another_content_starts_anew_in_the_same_place() -> None:
+    incoming, buffer = announced()
+    feed(incoming, CONTENT, 500)
+    other = CONTENT[::-1]
+    incoming.announce(1000, digest_of(other))
+    assert incoming.verified_bytes == 0
+    feed(incoming, other, 1000)
+    incoming.finish()
+    assert buffer == other
+    with pytest.raises(ReplicaRefusedError, match="999 bytes here and 1000 elsewhere"):
+        incoming.announce(999, digest_of(other))
+
+
+def test_chunks_stay_within_the_object() -> None:
+    incoming, _ = announced()
+    feed(incoming, CONTENT, 950, step=50)
+    for length in (0, 51):
+        with pytest.raises(ReplicaRefusedError, match=f"a chunk of {length} bytes at 950 of 1000"):
+            incoming.place(length)
+
+
+@pytest.mark.parametrize("buffer", [bytearray(9), memoryview(bytes(10)), memoryview(bytearray(20))[::2]])
+def test_destinations_that_cannot_be_filled(buffer: bytearray | memoryview) -> None:
+    with pytest.raises(ReplicaRefusedError, match="contiguous one of 10 bytes is needed"):
+        IncomingObject("x", lambda _: buffer).announce(10, "")
+
+
+def test_only_the_expected_digest_is_accepted() -> None:
+    incoming = IncomingObject("x", bytearray, expected_digest=digest_of(CONTENT))
+    with pytest.raises(CorruptReplicaError, match="is wanted; take another replica"):
+        incoming.announce(1000, digest_of(b""))
+    incoming.announce(1000, digest_of(CONTENT))
+    assert incoming.size_bytes == 1000
+
+
+# --- what a server takes ----------------------------------------------------------------------------------------------
+
+
+class Desk:
+    """A reception with a clock that the test moves."""
+
+    def __init__(self, capacity_bytes: int = 3000, most_objects: int = 2) -> None:
+        self.now_s = 0.0
+        self.shelf = MemoryShelf(capacity_bytes)
+        self.reception = Reception(
+            self.shelf,
+            most_objects=most_objects,
+            most_object_bytes=2000,
+            resume_window_s=60.0,
+            clock=lambda: self.now_s,
+        )
+
+    def begin(self, object_id: str, content: bytes = CONTENT, round_number: int = 1) -> IncomingObject:
+        incoming = self.reception.begin(object_id, len(content), digest_of(content), round_number)
+        assert incoming is not None
+        return incoming
+
+
+def test_nothing_is_visible_before_it_is_complete() -> None:
+    desk = Desk()
+    incoming = desk.begin("x")
+    feed(incoming, CONTENT, 1000)
+    assert desk.shelf.ids() == []
+    desk.reception.complete(incoming, 1)
+    assert desk.shelf.ids() == ["x"]
+    assert bytes(desk.shelf.source("x") or b"") == CONTENT
+    assert desk.reception.begin("x", 1000, digest_of(CONTENT), 1) is None
+
+
+def test_a_broken_transfer_is_taken_up_where_it_broke() -> None:
+    desk = Desk()
+    incoming = desk.begin("x")
+    feed(incoming, CONTENT, 400)
+    desk.reception.interrupt(incoming)
+    desk.now_s = 59.0
+    desk.reception.expire()
+    again = desk.begin("x")
+    assert again.verified_bytes == 400
+    feed(again, CONTENT, 1000)
+    desk.reception.complete(again, 1)
+    assert bytes(desk.shelf.source("x") or b"") == CONTENT
+
+
+def test_nobody_waits_for_ever_for_a_sender_that_is_gone() -> None:
+    desk = Desk(capacity_bytes=1000)
+    incoming = desk.begin("x")
+    feed(incoming, CONTENT, 400)
+    desk.reception.interrupt(incoming)
+    desk.now_s = 60.0
+    desk.reception.expire()
+    assert desk.shelf.destination("y", 1000) is not None
+    assert desk.shelf.ids() == []
+
+
+def test_what_had_not_begun_is_given_back_at_once() -> None:
+    desk = Desk(capacity_bytes=1000)
+    desk.reception.interrupt(desk.begin("x"))
+    assert desk.shelf.destination("y", 1000) is not None
+
+
+def test_when_it_is_closed_nothing_is_kept_for_later() -> None:
+    desk = Desk(capacity_bytes=2000)
+    early, late = desk.begin("early"), desk.begin("late")
+    feed(early, CONTENT, 400)
+    feed(late, CONTENT, 400)
+    desk.reception.interrupt(early)
+    desk.reception.close()
+    desk.reception.interrupt(late)
+    assert desk.shelf.destination("y", 2000) is not None
+
+
+def test_other_content_under_the_same_id_starts_anew() -> None:
+    desk = Desk()
+    incoming = desk.begin("x")
+    feed(incoming, CONTENT, 400)
+    desk.reception.interrupt(incoming)
+    assert desk.begin("x", CONTENT[::-1]).verified_bytes == 0
+
+
+def test_what_broke_gives_way_when_there_is_no_room() -> None:
+    desk = Desk(capacity_bytes=2000)
+    for name in "ab":
+        incoming = desk.begin(name)
+        feed(incoming, CONTENT, 400)
+        desk.reception.interrupt(incoming)
+        desk.now_s += 1
+    desk.begin("c")
+    assert desk.begin("b").verified_bytes == 400, "the oldest one gives way"
+
+
+def test_bounds_of_what_is_on_its_way() -> None:
+    desk = Desk(capacity_bytes=2500)
+    desk.begin("a")
+    with pytest.raises(ReplicaBusyError, match="somebody is sending a already"):
+        desk.begin("a")
+    with pytest.raises(ReplicaBusyError, match=r"no room for c \(2000 bytes\)"):
+        desk.begin("c", bytes(2000))
+    desk.begin("b")
+    with pytest.raises(ReplicaBusyError, match="2 objects are on their way already"):
+        desk.begin("d", b"small")
+    with pytest.raises(ReplicaRefusedError, match="2001 bytes, and this server takes 2000 at most"):
+        desk.begin("e", bytes(2001))
+    with pytest.raises(ReplicaRefusedError, match="this shelf holds 10 in all"):
+        Desk(capacity_bytes=10).begin("x")
+
+
+def test_the_fence_holds_at_the_beginning_and_at_the_end() -> None:
+    desk = Desk()
+    incoming = desk.begin("x", round_number=4)
+    feed(incoming, CONTENT, 1000)
+    desk.reception.fence(5)
+    desk.reception.fence(3)
+    with pytest.raises(FencedError, match="x comes from round 4, and round 5 has begun"):
+        desk.reception.complete(incoming, 4)
+    with pytest.raises(FencedError, match="its sender was replaced and must stop"):
+        desk.begin("x", round_number=4)
+    assert desk.shelf.ids() == []
+    assert desk.begin("x", round_number=5).verified_bytes == 0
+
+
+def test_a_damaged_object_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(capacity_bytes=1000)
+    incoming = desk.begin("x")
+    feed(incoming, CONTENT[:-1] + b"!", 1000)
+    with caplog.at_level(logging.INFO), pytest.raises(CorruptReplicaError):
+        desk.reception.complete(incoming, 1)
+    assert "abandoned x" in caplog.text
+    assert desk.begin("y").size_bytes == 1000
+
+
+def test_a_destination_of_the_wrong_size_is_given_back() -> None:
+    class Stingy(MemoryShelf):
+        def destination(self, object_id: str, size_bytes: int) -> bytearray | None:
+            return super().destination(object_id, size_bytes - 1)
+
+    shelf = Stingy(1000)
+    reception = Reception(shelf, most_objects=1, most_object_bytes=2000, resume_window_s=60, clock=lambda: 0.0)
+    for _ in range(2):
+        with pytest.raises(ReplicaRefusedError, match="the destination of x has 999 bytes"):
+            reception.begin("x", 1000, digest_of(CONTENT), 1)
+
+
+def test_a_memory_shelf_replaces_and_removes() -> None:
+    shelf = MemoryShelf(100)
+    for content in (b"old", b"new!"):
+        place = shelf.destination("x", len(content))
+        assert place is not None
+        place[:] = content
+        shelf.received("x", digest_of(content))
+    assert bytes(shelf.source("x") or b"") == b"new!"
+    assert shelf.digest("x") == digest_of(b"new!")
+    shelf.remove("x")
+    assert (shelf.ids(), shelf.source("x"), shelf.digest("x")) == ([], None, None)

@@ -1,0 +1,117 @@
+"""Replicas of checkpoints on other hosts: who keeps them, how they get there, and who gives them back.
+
+Names are loaded on first use (PEP 562). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.replication.client import ReplicaClient, Sent, pull_from_any
+    from torchelastic.checkpoint.replication.cliques import parse_group_sequence
+    from torchelastic.checkpoint.replication.errors import (
+        AuthenticationError,
+        CorruptReplicaError,
+        DamagedFrameError,
+        FencedError,
+        NoReplicasAvailableError,
+        PeerLostError,
+        PeerStalledError,
+        ProtocolError,
+        ReplicaBusyError,
+        ReplicaRefusedError,
+        ReplicationError,
+        TransferError,
+    )
+    from torchelastic.checkpoint.replication.exchange import ExchangePlan, ExchangePlanEntry, retrieve_plan
+    from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
+    from torchelastic.checkpoint.replication.placement import FailureDomains, Level, Member, survival
+    from torchelastic.checkpoint.replication.planner import (
+        Copy,
+        CoveragePlan,
+        Loss,
+        coverage_plan,
+        proof,
+        rereplication_plan,
+    )
+    from torchelastic.checkpoint.replication.rate import TokenBucket
+    from torchelastic.checkpoint.replication.server import ReplicaServer
+    from torchelastic.checkpoint.replication.shelf import MemoryShelf, ReplicaShelf
+
+#: The module of each name; to add one, name it here and above.
+_NAMES_OF_HOME = {
+    "client": ("ReplicaClient", "Sent", "pull_from_any"),
+    "cliques": ("parse_group_sequence",),
+    "errors": (
+        "AuthenticationError",
+        "CorruptReplicaError",
+        "DamagedFrameError",
+        "FencedError",
+        "NoReplicasAvailableError",
+        "PeerLostError",
+        "PeerStalledError",
+        "ProtocolError",
+        "ReplicaBusyError",
+        "ReplicaRefusedError",
+        "ReplicationError",
+        "TransferError",
+    ),
+    "exchange": ("ExchangePlan", "ExchangePlanEntry", "retrieve_plan"),
+    "incoming": ("IncomingObject", "digest_of"),
+    "placement": ("FailureDomains", "Level", "Member", "survival"),
+    "planner": ("Copy", "CoveragePlan", "Loss", "coverage_plan", "proof", "rereplication_plan"),
+    "rate": ("TokenBucket",),
+    "server": ("ReplicaServer",),
+    "shelf": ("MemoryShelf", "ReplicaShelf"),
+}
+_HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
+
+__all__ = [
+    "AuthenticationError",
+    "Copy",
+    "CorruptReplicaError",
+    "CoveragePlan",
+    "DamagedFrameError",
+    "ExchangePlan",
+    "ExchangePlanEntry",
+    "FailureDomains",
+    "FencedError",
+    "IncomingObject",
+    "Level",
+    "Loss",
+    "Member",
+    "MemoryShelf",
+    "NoReplicasAvailableError",
+    "PeerLostError",
+    "PeerStalledError",
+    "ProtocolError",
+    "ReplicaBusyError",
+    "ReplicaClient",
+    "ReplicaRefusedError",
+    "ReplicaServer",
+    "ReplicaShelf",
+    "ReplicationError",
+    "Sent",
+    "TokenBucket",
+    "TransferError",
+    "coverage_plan",
+    "digest_of",
+    "parse_group_sequence",
+    "proof",
+    "pull_from_any",
+    "rereplication_plan",
+    "retrieve_plan",
+    "survival",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF_NAME})

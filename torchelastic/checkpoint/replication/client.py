@@ -1,0 +1,269 @@
+"""Sends objects to another host's `ReplicaServer` and fetches them from there."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
+
+from torchelastic.checkpoint.replication.errors import (
+    CorruptReplicaError,
+    DamagedFrameError,
+    NoReplicasAvailableError,
+    PeerLostError,
+    PeerStalledError,
+    ProtocolError,
+    ReplicaBusyError,
+    ReplicationError,
+)
+from torchelastic.checkpoint.replication.handshake import greet_server, token_bytes
+from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
+from torchelastic.checkpoint.replication.transfer import Pace, receive_chunks, running_digests, send_chunks
+from torchelastic.checkpoint.replication.wire import (
+    CHUNK_BYTES,
+    Connection,
+    Message,
+    check_object_id,
+    number_in,
+    text_in,
+)
+
+Destination = Callable[[int], "memoryview | bytearray"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a push did.
+
+    Attributes:
+        object_id: the object.
+        size_bytes: its size.
+        digest: its digest.
+        sent_bytes: how much travelled in the last attempt: less than the size if a broken push was taken up again,
+            0 if the object was there already.
+    """
+
+    object_id: str
+    size_bytes: int
+    digest: str
+    sent_bytes: int
+
+
+class ReplicaClient:
+    """One peer's server, seen from here. It holds no connection between calls; calls may come from any thread.
+
+    Broken connections, damaged chunks and "busy" are tried again, each time from the last verified chunk on, until
+    nothing has moved for `retry_s`. A peer that accepts a connection and is silent is not tried again.
+
+    Args:
+        address: host and port of the server.
+        token: the secret that all members of the run share.
+        timeout_s: how long the peer may be silent.
+        retry_s: for how long attempts that move nothing are repeated; 0 for one attempt.
+        bytes_per_s: the most that all pushes of this client together may take; None for no limit.
+        chunk_bytes: size of the pieces that are checked and repeated, 4 KiB to 4 MiB.
+        clock: seconds that only go forward.
+        sleep: waits for so many seconds.
+
+    Raises:
+        ValueError: the token is too short, `bytes_per_s` too low, or `chunk_bytes` out of bounds.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: str,
+        *,
+        timeout_s: float = 10.0,
+        retry_s: float = 5.0,
+        bytes_per_s: float | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.address = address
+        self.peer = f"{address[0]}:{address[1]}"
+        self._token = token_bytes(token)
+        self._timeout_s, self._retry_s, self._clock, self._sleep = timeout_s, retry_s, clock, sleep
+        self._pace = Pace(bytes_per_s, chunk_bytes=chunk_bytes, timeout_s=timeout_s, clock=clock, sleep=sleep)
+
+    def push(
+        self, object_id: str, content: memoryview | bytearray | bytes, *, token_round: int, digest: str | None = None
+    ) -> Sent:
+        """Sends an object; when this returns, the peer has verified and published it.
+
+        Args:
+            object_id: its name: parts of letters, digits and ``_.:=@+,-`` with slashes between.
+            content: its bytes, contiguous. They must not change before this returns; if they do, the peer notices.
+            token_round: the number of the sender's round: the fencing token (see `ReplicaServer.fence`).
+            digest: `digest_of` the content, if it is known; else it is computed first.
+
+        Raises:
+            FencedError: the peer has seen a newer round: this process was replaced.
+            CorruptReplicaError: the content does not have this digest (any more).
+            ReplicaRefusedError, ReplicaBusyError, PeerLostError, PeerStalledError, AuthenticationError: as they say.
+            ValueError: this is no id.
+        """
+        check_object_id(object_id)
+        view = memoryview(content)
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+        digests = running_digests(view, self._pace.chunk_bytes) if digest is None else None
+        if digest is None:
+            digest = f"{digests[-1]:016x}" if digests else digest_of(b"")
+        request: Message = {"op": "push", "id": object_id, "size": view.nbytes, "digest": digest, "round": token_round}
+        patience = _Patience(self._retry_s, self._clock)
+        for attempt in self._attempts(patience):
+            with attempt, self._connected() as connection:
+                connection.send(request)
+                answer = connection.receive()
+                start = number_in(answer, "from")
+                if start > view.nbytes:
+                    raise ProtocolError(f"{self.peer} says it has {start} of {view.nbytes} bytes of {object_id}")
+                patience.moved_bytes = max(patience.moved_bytes, start)
+                if not answer.get("is_here"):
+                    try:
+                        send_chunks(connection, view, start, self._pace, digests)
+                        number_in(connection.receive(), "received")
+                    except DamagedFrameError:
+                        self._check_unchanged(object_id, view, digest)
+                        raise
+        return Sent(object_id, view.nbytes, digest, view.nbytes - start)
+
+    def pull(self, object_id: str, destination: Destination, *, expected_digest: str = "") -> IncomingObject:
+        """Fetches an object.
+
+        Args:
+            object_id: its name.
+            destination: called once with the size in bytes; returns the writable, contiguous buffer to receive into.
+                If this raises, anything may be in it.
+            expected_digest: the only digest that is accepted, if it is known.
+
+        Returns:
+            The object, complete and verified, with its size and digest.
+
+        Raises:
+            NoReplicasAvailableError: the peer does not have it.
+            CorruptReplicaError: the peer's copy is damaged, or it is not the one that is expected.
+            ReplicaBusyError, PeerLostError, PeerStalledError, AuthenticationError: as they say.
+            ValueError: this is no id.
+        """
+        incoming = IncomingObject(check_object_id(object_id), destination, expected_digest=expected_digest)
+        self.continue_pull(incoming)
+        return incoming
+
+    def continue_pull(self, incoming: IncomingObject) -> None:
+        """Fetches what is missing of an object, of which another peer may have sent the beginning; see `pull`."""
+        patience = _Patience(self._retry_s, self._clock, incoming.verified_bytes)
+        for attempt in self._attempts(patience):
+            with attempt, self._connected() as connection:
+                try:
+                    connection.send(
+                        {
+                            "op": "pull",
+                            "id": incoming.object_id,
+                            "from": incoming.verified_bytes,
+                            "digest": incoming.digest,
+                        }
+                    )
+                    answer = connection.receive()
+                    incoming.announce(number_in(answer, "size"), text_in(answer, "digest"))
+                    if number_in(answer, "from") != incoming.verified_bytes:
+                        raise ProtocolError(f"{self.peer} sends another part of {incoming.object_id} than is missing")
+                    receive_chunks(connection, incoming)
+                finally:
+                    patience.moved_bytes = incoming.verified_bytes
+                incoming.finish()
+
+    def ids(self) -> list[str]:
+        """What the peer has, sorted; raises as `pull` does."""
+        found: list[str] = []
+        while True:
+            for attempt in self._attempts(_Patience(self._retry_s, self._clock)):
+                with attempt, self._connected() as connection:
+                    connection.send({"op": "list", "after": found[-1] if found else ""})
+                    answer = connection.receive()
+            page = answer.get("ids")
+            if not isinstance(page, list) or not all(isinstance(object_id, str) for object_id in page):
+                raise ProtocolError(f"{self.peer} sent no list of ids")
+            found += page
+            if not page or not answer.get("more"):
+                return found
+
+    def _check_unchanged(self, object_id: str, content: memoryview, digest: str) -> None:
+        if digest_of(content) != digest:
+            raise CorruptReplicaError(
+                f"{object_id} changed while it was sent to {self.peer}; send a copy that nobody writes to"
+            )
+
+    def _attempts(self, patience: _Patience) -> Retrying:
+        return Retrying(
+            retry=retry_if_exception_type((PeerLostError, ReplicaBusyError, DamagedFrameError)),
+            stop=patience.is_over,
+            wait=wait_random_exponential(multiplier=0.05, max=1.0),
+            sleep=self._sleep,
+            reraise=True,
+        )
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        try:
+            connected = socket.create_connection(self.address, self._timeout_s)
+        except TimeoutError as error:
+            raise PeerStalledError(
+                f"{self.peer} did not accept a connection in {self._timeout_s:g} s; its host is off or the network "
+                f"to it is cut"
+            ) from error
+        except OSError as error:
+            raise PeerLostError(f"{self.peer} cannot be reached: {error.strerror or error}") from error
+        connection = Connection(connected, self.peer, self._timeout_s)
+        try:
+            greet_server(connection, self._token)
+            yield connection
+        finally:
+            connection.close()
+
+
+def pull_from_any(
+    clients: Sequence[ReplicaClient], object_id: str, destination: Destination, *, expected_digest: str = ""
+) -> IncomingObject:
+    """Fetches an object from the first of several holders that can give it; goes on where another one broke off.
+
+    Args:
+        clients: the holders, best first (see `ExchangePlan.candidates`).
+        object_id: its name.
+        destination: see `ReplicaClient.pull`; called once.
+        expected_digest: the only digest that is accepted, if it is known.
+
+    Raises:
+        NoReplicasAvailableError: none of them could; tells why of each.
+        ValueError: this is no id.
+    """
+    incoming = IncomingObject(check_object_id(object_id), destination, expected_digest=expected_digest)
+    failures = []
+    for client in clients:
+        try:
+            client.continue_pull(incoming)
+        except ReplicationError as error:
+            failures.append(str(error))
+        else:
+            return incoming
+    raise NoReplicasAvailableError(f"nobody could give {object_id}: {'; '.join(failures) or 'no holder is known'}")
+
+
+class _Patience:
+    """Ends the attempts when nothing has moved for a while."""
+
+    def __init__(self, retry_s: float, clock: Callable[[], float], moved_bytes: int = 0) -> None:
+        self.moved_bytes = moved_bytes
+        self._retry_s, self._clock = retry_s, clock
+        self._best, self._since_s = -1, 0.0
+
+    def is_over(self, _: RetryCallState) -> bool:
+        now_s = self._clock()
+        if self.moved_bytes > self._best:
+            self._best, self._since_s = self.moved_bytes, now_s
+        return now_s - self._since_s >= self._retry_s

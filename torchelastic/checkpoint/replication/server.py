@@ -1,0 +1,280 @@
+"""Takes replicas from other hosts and gives them back: a few threads beside the training loop of a process."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from torchelastic.checkpoint.replication.errors import (
+    AuthenticationError,
+    CorruptReplicaError,
+    FencedError,
+    NoReplicasAvailableError,
+    ProtocolError,
+    ReplicaBusyError,
+    ReplicaRefusedError,
+    ReplicationError,
+)
+from torchelastic.checkpoint.replication.handshake import greet_client, token_bytes
+from torchelastic.checkpoint.replication.incoming import digest_of
+from torchelastic.checkpoint.replication.reception import Reception
+from torchelastic.checkpoint.replication.shelf import ReplicaShelf
+from torchelastic.checkpoint.replication.transfer import Pace, receive_chunks, send_chunks
+from torchelastic.checkpoint.replication.wire import (
+    CHUNK_BYTES,
+    MOST_MESSAGE_BYTES,
+    Connection,
+    Message,
+    check_object_id,
+    error_message,
+    number_in,
+    text_in,
+)
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+_GREETING_S = 5.0
+#: What a member is told; after anything else it is not there to be told.
+_ANSWERED = (
+    CorruptReplicaError,
+    FencedError,
+    NoReplicasAvailableError,
+    ProtocolError,
+    ReplicaBusyError,
+    ReplicaRefusedError,
+)
+
+
+class ReplicaServer:
+    """Listens on TCP for members of the same run and moves objects to and from a shelf.
+
+    Every connection proves first that it knows the token. One request, one connection: push an object, pull one, or
+    list them. Threads are daemons; nothing here needs the main thread.
+
+    Args:
+        shelf: where objects go and where they are read; see there from which threads it is called.
+        token: the secret that all members of the run share, of 16 characters or more; it never travels.
+        host: the address to listen on; the one that the other hosts reach, not "0.0.0.0" if that can be avoided.
+        port: the port; 0 for a free one.
+        timeout_s: how long a peer may be silent within a transfer.
+        max_transfers: how many objects may be on their way in at once, and as many out; more are told "busy".
+        max_connections: how many connections there may be at once; more are closed at once.
+        max_object_bytes: how large an object may be.
+        resume_window_s: for how long a broken push keeps its destination, so that the sender can go on.
+        bytes_per_s: the most that all pulls together may take; None for no limit.
+        clock: seconds that only go forward.
+        sleep: waits for so many seconds; for `bytes_per_s`.
+
+    Raises:
+        ValueError: the token is too short, or `bytes_per_s` too low.
+        OSError: nobody can listen on that address.
+    """
+
+    def __init__(
+        self,
+        shelf: ReplicaShelf,
+        token: str,
+        *,
+        host: str,
+        port: int = 0,
+        timeout_s: float = 10.0,
+        max_transfers: int = 4,
+        max_connections: int = 64,
+        max_object_bytes: int = 1 << 40,
+        resume_window_s: float = 60.0,
+        bytes_per_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._shelf, self._token = shelf, token_bytes(token)
+        self._timeout_s, self._max_connections = timeout_s, max_connections
+        self._pace = Pace(
+            bytes_per_s, chunk_bytes=CHUNK_BYTES, timeout_s=timeout_s, sharers=max_transfers, clock=clock, sleep=sleep
+        )
+        self._reception = Reception(
+            shelf,
+            most_objects=max_transfers,
+            most_object_bytes=max_object_bytes,
+            resume_window_s=resume_window_s,
+            clock=clock,
+        )
+        self._outgoing = threading.BoundedSemaphore(max_transfers)
+        self._lock = threading.Lock()  # guards `_serving`
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._is_closed = threading.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        self._listener.settimeout(_TICK_S)
+        name = self._listener.getsockname()
+        #: host and port, for the clients
+        self.address: tuple[str, int] = (name[0], name[1])
+        self._acceptor = threading.Thread(target=self._accept, name="replica-server", daemon=True)
+
+    def __enter__(self) -> ReplicaServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def round(self) -> int:
+        """The oldest round from which pushes are taken."""
+        return self._reception.round
+
+    def start(self) -> None:
+        """Begins to serve. To be called once."""
+        self._acceptor.start()
+
+    def fence(self, round_number: int) -> None:
+        """Refuses pushes of rounds older than this from now on, also those on their way. The fence never falls.
+
+        When it returns, nothing that an older round pushed can become visible any more.
+        """
+        self._reception.fence(round_number)
+
+    def close(self) -> None:
+        """Stops serving, cuts what is on its way, and abandons it; returns within about `timeout_s`."""
+        self._is_closed.set()
+        with self._lock:
+            serving = dict(self._serving)
+        for connection in serving:
+            connection.cut()
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor at once, on Linux
+        except OSError:
+            pass
+        deadline_s = time.monotonic() + self._timeout_s
+        for thread in (self._acceptor, *serving.values()):
+            if thread.is_alive():
+                thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._listener.close()
+        self._reception.close()
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                self._reception.expire()
+            except Exception:  # the owner's code; its fault must not end the server
+                log.exception("the shelf failed to take a destination back")
+            try:
+                accepted, (host, port, *_) = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # too many open files, for example: others end meanwhile
+                if not self._is_closed.wait(_TICK_S):
+                    log.warning("could not accept a connection: %s", error)
+                continue
+            self._serve_on_a_thread(accepted, f"{host}:{port}")
+
+    def _serve_on_a_thread(self, accepted: socket.socket, peer: str) -> None:
+        with self._lock:
+            if len(self._serving) >= self._max_connections or self._is_closed.is_set():
+                log.warning("closed a connection of %s: there are %d already", peer, len(self._serving))
+                accepted.close()
+                return
+            try:
+                connection = Connection(accepted, peer, min(_GREETING_S, self._timeout_s))
+                thread = threading.Thread(target=self._serve, args=(connection,), name=f"replica-{peer}", daemon=True)
+                thread.start()  # it needs the lock to end, so it is entered below before
+                self._serving[connection] = thread
+            except (OSError, RuntimeError) as error:  # reset already, or no further thread can be had
+                log.warning("could not serve %s: %s", peer, error)
+                accepted.close()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            greet_client(connection, self._token)
+            connection.limit_to(self._timeout_s)
+            self._answer(connection)
+        except (AuthenticationError, ProtocolError) as error:
+            log.warning("dropped a connection of %s: %s", connection.peer, error)
+        except ReplicationError as error:
+            log.info("a transfer with %s broke: %s", connection.peer, error)
+        except Exception:
+            log.exception("could not serve %s", connection.peer)
+        finally:
+            with self._lock:
+                del self._serving[connection]
+            connection.close()
+
+    def _answer(self, connection: Connection) -> None:
+        operations = {"push": self._receive_push, "pull": self._give, "list": self._list}
+        try:
+            request = connection.receive()
+            operation = operations.get(text_in(request, "op"))
+            if operation is None:
+                raise ReplicaRefusedError("this release knows push, pull and list only")
+            operation(connection, request)
+        except _ANSWERED as error:
+            is_daily = isinstance(error, (NoReplicasAvailableError, ReplicaBusyError))
+            log.log(logging.INFO if is_daily else logging.WARNING, "refused %s: %s", connection.peer, error)
+            connection.send_last(error_message(error))
+        except ReplicationError:
+            raise
+        except Exception as error:  # the owner's code; its fault must not end the server
+            log.exception("the shelf failed while serving %s", connection.peer)
+            connection.send_last(
+                error_message(ReplicaRefusedError(f"the shelf failed: {type(error).__name__}; see its log"))
+            )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _receive_push(self, connection: Connection, request: Message) -> None:
+        object_id, round_number = _id_in(request), number_in(request, "round")
+        size_bytes, digest = number_in(request, "size"), text_in(request, "digest")
+        incoming = self._reception.begin(object_id, size_bytes, digest, round_number)
+        if incoming is None:
+            connection.send({"from": size_bytes, "is_here": True})
+            return
+        try:
+            connection.send({"from": incoming.verified_bytes, "is_here": False})
+            receive_chunks(connection, incoming)
+        except BaseException:
+            self._reception.interrupt(incoming)
+            raise
+        self._reception.complete(incoming, round_number)
+        connection.send({"received": size_bytes})
+
+    def _give(self, connection: Connection, request: Message) -> None:
+        object_id, start, known = _id_in(request), number_in(request, "from"), text_in(request, "digest")
+        if not self._outgoing.acquire(blocking=False):
+            raise ReplicaBusyError("as many objects are being fetched from here as may be; try again later")
+        try:
+            with self._reception.lock:
+                content, digest = self._shelf.source(object_id), self._shelf.digest(object_id)
+            if content is None:
+                raise NoReplicasAvailableError(f"{object_id} is not here")
+            content = content.cast("B") if content.nbytes else memoryview(b"")
+            digest = digest or digest_of(content)
+            start = start if known == digest and start <= content.nbytes else 0
+            connection.send({"size": content.nbytes, "digest": digest, "from": start})
+            send_chunks(connection, content, start, self._pace)
+        finally:
+            self._outgoing.release()
+
+    def _list(self, connection: Connection, request: Message) -> None:
+        after = text_in(request, "after")
+        with self._reception.lock:
+            ids = sorted(object_id for object_id in self._shelf.ids() if object_id > after)
+        page: list[str] = []
+        room = MOST_MESSAGE_BYTES - 1024
+        for object_id in ids:
+            room -= len(object_id) + 3
+            if room < 0:
+                break
+            page.append(object_id)
+        connection.send({"ids": page, "more": len(page) < len(ids)})
+
+
+def _id_in(request: Message) -> str:
+    try:
+        return check_object_id(text_in(request, "id"))
+    except ValueError as error:
+        raise ReplicaRefusedError(str(error)) from error
