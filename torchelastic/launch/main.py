@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchelastic.launch import drain, run
+from torchelastic.launch import checkpoint, drain, run
 from torchelastic.launch.options import UsageError
 from torchelastic.version import __version__
 
@@ -18,7 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)
     drain.add_parser(commands)
-    options = parser.parse_args(arguments)
+    checkpoint.add_parser(commands)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == [checkpoint.NAME]:
+        return checkpoint.execute(words[1:])
+    options = parser.parse_args(words)
     try:
         return int(options.execute(options))
     except UsageError as error:

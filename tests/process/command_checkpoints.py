@@ -1,0 +1,89 @@
+"""Checkpoints of every kind, and `torchelastic checkpoint` in this process, for its tests."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.checkpoint.collection import CheckpointName, Manifest, begin, commit, write_shard
+from torchelastic.checkpoint.command.main import main
+from torchelastic.checkpoint.local.names import Save
+from torchelastic.checkpoint.shards import ShardOf, save_tree
+
+Capture = pytest.CaptureFixture[str]
+
+
+def add_checkpoint(root: Path, step: int, metrics: Mapping[str, float] | None = None) -> Path:
+    """A checkpoint of two ranks: each holds one half of `w`, rank 0 the plain values too."""
+    name = CheckpointName(epoch=1, round=2, generation=step, step=step)
+    staging = begin(root, name)
+    records = []
+    for rank in range(2):
+        part = ShardOf(torch.full((2, 3), float(step + rank)), (4, 3), (2 * rank, 0))
+        state = {"w": part, "lr": 0.1, "rng": list(range(100))}
+        save_tree(root / "part", state, meta={"rank": rank})
+        records.append(write_shard(staging, rank, 2, memoryview((root / "part").read_bytes())))
+        (root / "part").unlink()
+    manifest = Manifest(name, "job7", 2, tuple(records), metrics=dict(metrics or {}), saved_s=1000.0 + step)
+    return commit(root, manifest)
+
+
+def add_streams(root: Path, count: int) -> None:
+    manager = FileSystemCheckpointManager(root)
+    for number in range(count):
+        checkpoint = manager.create_checkpoint()
+        for key in ("default", "metrics"):
+            with checkpoint.open_output_stream(key) as stream:
+                torch.save({"n": number, "w": torch.ones(300)}, stream)
+        checkpoint.commit()
+
+
+def add_local(root: Path, generation: int, ranks: int = 2, holders: int | None = None) -> list[Path]:
+    """A save of `LocalCheckpointManager` in which each rank has a state of its own."""
+    save = Save(generation, 10 * generation, ranks, f"{generation:08x}")
+    paths = []
+    for rank in range(ranks if holders is None else holders):
+        shard = save.shard(rank)
+        folder = root / "session" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_tree(folder / shard.file_name, {"mine": torch.tensor([rank])}, meta=shard.meta("session"))
+        paths.append(folder / shard.file_name)
+    return paths
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def run(capsys: Capture, *words: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main([str(word) for word in words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def lines_of(capsys: Capture, *words: object) -> list[dict[str, Any]]:
+    code, out, _ = run(capsys, *words, "--json")
+    assert code == 0
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+
+
+class Harmful:
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.target,)

@@ -1,0 +1,324 @@
+"""`torchelastic checkpoint ls | show`, and how the launcher starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.process.command_checkpoints import (
+    Capture,
+    Harmful,
+    add_checkpoint,
+    add_local,
+    add_streams,
+    lines_of,
+    run,
+)
+from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.checkpoint.collection import list_checkpoints
+from torchelastic.checkpoint.command.screen import age_text, size_text
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from torchelastic.checkpoint.shards import save_tree
+from torchelastic.checkpoint.shards.tree import Flat
+from torchelastic.checkpoint.shards.writing import write_shard
+
+# --- ls ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_checkpoints_is_listed_newest_first(tmp_path: Path, capsys: Capture) -> None:
+    for step in (9, 100):
+        add_checkpoint(tmp_path, step, {"loss": 0.5})
+    (tmp_path / ".tmp-step-000000200.e1.r2.g200").mkdir()
+    code, out, err = run(capsys, "ls", tmp_path)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["NAME", "STEP", "RANKS", "SIZE", "AGE", "KIND", "STATE"]
+    assert [row[:3] for row in rows[1:]] == [
+        ["step-000000100.e1.r2.g100", "100", "2"],
+        ["step-000000009.e1.r2.g9", "9", "2"],
+    ]
+    assert all(row[-2:] == ["shards", "complete"] for row in rows[1:])
+    newest = lines_of(capsys, "ls", tmp_path)[0]
+    assert (newest["step"], newest["world_size"], newest["saved_s"], newest["complete"]) == (100, 2, 1100.0, True)
+    assert newest["metrics"] == {"loss": 0.5}
+    assert newest["size_bytes"] == sum(Path(file).stat().st_size for file in newest["files"])
+
+
+def test_a_damaged_one_is_listed_with_the_reason(tmp_path: Path, capsys: Capture) -> None:
+    add_checkpoint(tmp_path, 1)
+    broken = add_checkpoint(tmp_path, 2)
+    shard = broken / "shard-00001-of-00002.shard"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    listed = lines_of(capsys, "ls", tmp_path)
+    assert [one["complete"] for one in listed] == [False, True]
+    assert "shard-00001-of-00002.shard" in listed[0]["damage"]
+    assert "damaged: " in run(capsys, "ls", tmp_path)[1]
+
+
+def test_one_checkpoint_is_told_apart_by_what_is_in_it(tmp_path: Path, capsys: Capture) -> None:
+    folder = add_checkpoint(tmp_path / "root", 3)
+    renamed = folder.rename(tmp_path / "best")
+    save_tree(tmp_path / "noname", {"a": torch.ones(2)}, meta={"iteration": 5})
+    add_streams(tmp_path / "streams", 1)
+    local = add_local(tmp_path / "local", 4)
+    kinds = {
+        renamed: ("shards", "step", 3),
+        tmp_path / "noname": ("shard", "step", 5),
+        tmp_path / "streams": ("streams", "id", 0),
+        tmp_path / "streams" / "0": ("streams", "id", 0),
+        tmp_path / "local": ("local", "step", 40),
+        tmp_path / "local" / "session": ("local", "step", 40),
+        local[0]: ("shard", "step", 40),
+    }
+    for path, (kind, title, number) in kinds.items():
+        (one,) = lines_of(capsys, "ls", path)
+        assert (one["kind"], one[title], one["complete"]) == (kind, number, True), path
+
+
+def test_folders_that_hold_several_kinds_list_them_all(tmp_path: Path, capsys: Capture) -> None:
+    add_streams(tmp_path, 2)
+    add_checkpoint(tmp_path, 5)
+    assert [one["kind"] for one in lines_of(capsys, "ls", tmp_path)] == ["shards", "streams", "streams"]
+
+
+def test_looking_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    add_streams(tmp_path, 1)
+    add_checkpoint(tmp_path, 5)
+    (tmp_path / ".tmp-1-0123456789abcdef-0123456789ab-host").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for verb in ("ls", "show", "verify"):
+        assert run(capsys, verb, tmp_path)[0] == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_shard_may_be_on_another_host_but_verify_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
+    add_checkpoint(tmp_path, 1)
+    (add_checkpoint(tmp_path, 2) / "shard-00000-of-00002.shard").unlink()
+    newest, older = lines_of(capsys, "ls", tmp_path)
+    assert (newest["complete"], newest["damage"], older["complete"]) == (False, None, True)
+    assert newest["partial"] == "only the shards of rank(s) 1 of 2 are here"
+    assert lines_of(capsys, "show", tmp_path)[0]["step"] == 1
+    (alone,) = lines_of(capsys, "show", newest["path"], "--tensors")
+    assert alone["tensors"][0]["shards"] == ["shard-00001-of-00002.shard[2:4, 0:3]"]
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert "the shard of rank 0, is missing" in out
+    assert run(capsys, "prune", tmp_path, "--keep-last", 1)[0] == 0
+    assert len(list_checkpoints(tmp_path)) == 2
+    assert run(capsys, "convert", newest["path"], tmp_path / "t", "--to", "shard")[0] == 2
+
+
+def test_a_save_of_which_some_ranks_are_elsewhere_is_partial_and_not_damaged(tmp_path: Path, capsys: Capture) -> None:
+    add_local(tmp_path, 1, ranks=4, holders=2)
+    (one,) = lines_of(capsys, "ls", tmp_path)
+    assert (one["complete"], one["damage"]) == (False, None)
+    assert one["partial"] == "only the shards of rank(s) 0, 1 of 4 are here"
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 0
+    assert "intact" in out
+    assert "rank(s) 0, 1 of 4" in out
+    code, _, err = run(capsys, "prune", tmp_path, "--keep-last", 1)
+    assert code == 2
+    assert "nothing is removed" in err
+
+
+@pytest.mark.parametrize("torn", [0, 1])
+def test_a_copy_in_another_ranks_folder_stands_in_for_a_damaged_shard(
+    tmp_path: Path, capsys: Capture, torn: int
+) -> None:
+    first, second = add_local(tmp_path, 1)
+    copies = (first, second.parent / first.name)
+    copies[1].write_bytes(first.read_bytes())
+    copies[torn].write_bytes(b"torn")
+    (one,) = lines_of(capsys, "ls", tmp_path)
+    assert one["complete"]
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert str(copies[torn]) in out
+    assert str(copies[1 - torn]) not in out
+
+
+def test_what_a_run_removes_meanwhile_is_passed_over(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        add_checkpoint(tmp_path, step)
+        add_local(tmp_path, step)
+    add_streams(tmp_path, 2)
+    gone = [tmp_path / "step-000000001.e1.r2.g1", tmp_path / "0", *tmp_path.glob("session/*/iter_0000010_*")]
+    looks = Path.stat
+
+    def removes(path: Path, **settings: Any) -> os.stat_result:
+        if path in gone or path.parent in gone:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return looks(path, **settings)
+
+    monkeypatch.setattr(Path, "stat", removes)
+    code, out, _ = run(capsys, "ls", tmp_path)
+    assert code == 0
+    assert len(out.splitlines()) == 1 + 3
+
+
+def test_what_the_local_manager_writes(tmp_path: Path, capsys: Capture) -> None:
+    manager = LocalCheckpointManager(tmp_path, "session", keep=3)
+    for step in (1, 2, 3):
+        manager.save(BasicTensorAwareStateDict({"w": torch.full((3,), float(step)), "step": step}), step)
+    assert [one["step"] for one in lines_of(capsys, "ls", tmp_path)] == [3, 2, 1]
+    (document,) = lines_of(capsys, "show", tmp_path, "--values", "--tensors")
+    assert document["values"]["step"] == 3
+    assert run(capsys, "verify", tmp_path)[0] == 0
+    assert run(capsys, "prune", tmp_path, "--keep-last", 1)[0] == 0
+    manager.save(BasicTensorAwareStateDict({"w": torch.zeros(3), "step": 4}), 4)
+    assert [one["step"] for one in lines_of(capsys, "ls", tmp_path)] == [4, 3]
+    assert run(capsys, "convert", tmp_path, tmp_path / "t", "--to", "torch")[0] == 0
+    assert torch.load(tmp_path / "t", weights_only=True)["step"] == 4
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+def test_show_tells_run_token_shards_and_tensors(tmp_path: Path, capsys: Capture) -> None:
+    add_checkpoint(tmp_path, 1)
+    add_checkpoint(tmp_path, 2)
+    _, out, _ = run(capsys, "show", tmp_path, "--tensors", "--values")
+    said = {line.split("  ")[0].strip(): line.split("  ")[-1].strip() for line in out.splitlines()}
+    assert said["run"] == "job7"
+    assert said["step"] == "2"
+    assert said["world size"] == "2"
+    assert said["fencing token"] == "epoch 1, round 2"
+    assert said["tensors"] == "1, 48 B (1 float32)"
+    assert "shard-00001-of-00002.shard" in said
+    (row,) = [line for line in out.splitlines() if line.startswith("w ")]
+    assert row.split(None, 4)[:4] == ["w", "float32", "[4,", "3]"]
+    assert "shard-00000-of-00002.shard[0:2, 0:3] shard-00001-of-00002.shard[2:4, 0:3]" in row
+    assert "lr: 0.1\nrng: 100 values\n" in out
+
+
+def test_show_as_json(tmp_path: Path, capsys: Capture) -> None:
+    add_checkpoint(tmp_path, 2)
+    (document,) = lines_of(capsys, "show", tmp_path, "--tensors", "--values")
+    assert document["facts"]["run"] == "job7"
+    assert document["tensors"][0]["shape"] == [4, 3]
+    assert document["tensors"][0]["size_bytes"] == 48
+    assert document["values"]["rng"] == list(range(100))
+    assert "tensors" not in lines_of(capsys, "show", tmp_path)[0]
+
+
+def test_show_passes_over_damaged_ones(tmp_path: Path, capsys: Capture) -> None:
+    add_checkpoint(tmp_path, 1)
+    (add_checkpoint(tmp_path, 2) / "manifest.json").write_text("{}")
+    assert lines_of(capsys, "show", tmp_path)[0]["step"] == 1
+
+
+def test_show_runs_nothing_and_sends_no_commands_to_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+    state = {"bad": Harmful(str(tmp_path / "ran")), "text": "\x1b]0;owned\x07", "\x1b[2J": torch.ones(1), (1, "k"): 1}
+    save_tree(tmp_path / "s", state, allow_pickles=True)
+    code, out, _ = run(capsys, "show", tmp_path / "s", "--values", "--tensors")
+    assert code == 0
+    assert "\x1b" not in out
+    assert "not opened" in out
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("structure", [{}, {"leaf": 1}, {"dict": [[1]]}, {"bytes": 7}, {"numpy": {}}, [{"leaf": {}}]])
+def test_show_of_a_structure_that_makes_no_sense_is_one_line(
+    tmp_path: Path, capsys: Capture, structure: object
+) -> None:
+    write_shard(tmp_path / "s", Flat(structure, ()), {})
+    code, out, err = run(capsys, "show", tmp_path / "s", "--values")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert str(tmp_path / "s") in err
+
+
+def test_show_of_a_shard_without_plain_values_says_so(tmp_path: Path, capsys: Capture) -> None:
+    write_shard(tmp_path / "s", Flat(None, ()), {})
+    code, out, _ = run(capsys, "show", tmp_path / "s", "--values")
+    assert code == 0
+    assert "in the shard of another rank" in out
+
+
+def test_show_of_a_stream_lists_its_tensors(tmp_path: Path, capsys: Capture) -> None:
+    add_streams(tmp_path, 2)
+    (document,) = lines_of(capsys, "show", tmp_path, "--tensors", "--values")
+    assert document["id"] == 1
+    assert [row["name"] for row in document["tensors"]] == ["w"]
+    assert document["values"]["n"] == 1
+
+
+def test_a_stream_of_the_users_own_making_is_listed_and_not_opened(tmp_path: Path, capsys: Capture) -> None:
+    checkpoint = FileSystemCheckpointManager(tmp_path).create_checkpoint()
+    with checkpoint.open_output_stream("default") as stream:
+        stream.write(b"text of mine")
+    checkpoint.commit()
+    assert lines_of(capsys, "ls", tmp_path)[0]["complete"]
+    assert run(capsys, "verify", tmp_path)[0] == 0
+    code, _, err = run(capsys, "show", tmp_path)
+    assert code == 2
+    assert "State.save of your own" in err
+
+
+def test_the_folder_that_one_is_in_has_a_name(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_checkpoint(tmp_path, 2)
+    add_streams(tmp_path / "streams", 1)
+    monkeypatch.chdir(tmp_path / "step-000000002.e1.r2.g2")
+    assert [one["step"] for one in lines_of(capsys, "ls", ".")] == [2]
+    assert [one["name"] for one in lines_of(capsys, "ls", "..")] == ["step-000000002.e1.r2.g2"]
+    monkeypatch.chdir(tmp_path / "streams" / "0")
+    assert [one["id"] for one in lines_of(capsys, "ls", ".")] == [0]
+
+
+# --- the launcher's command line --------------------------------------------------------------------------------------
+
+
+def test_the_launcher_knows_the_command_and_loads_nothing_for_it() -> None:
+    def launched(*words: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import sys\nfrom torchelastic.launch.main import main\n"
+            "try: main(sys.argv[1:])\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+        )
+        return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+
+    assert "checkpoint" in launched("--help").stdout
+    helped = launched("checkpoint", "--help")
+    assert "torchelastic checkpoint prune" in helped.stdout
+    assert helped.stderr.splitlines()[-1] == "False"
+
+
+def test_it_is_started_by_the_launcher(tmp_path: Path) -> None:
+    save_tree(tmp_path / "one.shard", {"a": 1})
+    command = [sys.executable, "-m", "torchelastic.launch", "checkpoint", "ls", str(tmp_path / "one.shard"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["name"] == "one.shard"
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_and_ages() -> None:
+    assert [size_text(size) for size in (0, 1023, 1536, 2**40)] == ["0 B", "1023 B", "1.5 KiB", "1.0 TiB"]
+    assert [age_text(age) for age in (-5.0, 59.0, 90.0, 7200.0, 172800.0)] == [
+        "0 s",
+        "59 s",
+        "1.5 min",
+        "2.0 h",
+        "2.0 d",
+    ]
+
+
+def test_on_a_terminal_the_table_is_drawn_by_rich(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tree(tmp_path / "one.shard", {"[bold]x": torch.ones(1)})
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert "one.shard" in run(capsys, "ls", tmp_path / "one.shard")[1]
+    assert "[bold]x" in run(capsys, "show", tmp_path / "one.shard", "--tensors")[1]
+    assert "intact" in run(capsys, "verify", tmp_path / "one.shard")[1]

@@ -1,0 +1,261 @@
+"""`torchelastic checkpoint convert`: every format to every other, and each read by those whose format it is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.process.command_checkpoints import add_checkpoint, add_local, lines_of, run
+from tests.process.conversions import (
+    FORMATS,
+    Capture,
+    assert_same,
+    convert,
+    everything,
+    refusal,
+    store_everything,
+    trained,
+)
+from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.checkpoint.command.foreign import safetensors_file
+from torchelastic.checkpoint.command.main import main
+from torchelastic.checkpoint.shards import load_tree, save_tree
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return store_everything(tmp_path_factory.mktemp("stored"))
+
+
+@pytest.mark.parametrize("through", FORMATS)
+@pytest.mark.parametrize("first", FORMATS)
+def test_there_and_back_gives_the_same_bits_and_names(
+    stored: dict[str, Path], tmp_path: Path, first: str, through: str
+) -> None:
+    convert(stored[first], tmp_path / "through", through)
+    convert(tmp_path / "through", tmp_path / "back", "shard")
+    state = load_tree(tmp_path / "back")
+    assert_same(state, everything())
+    assert state["tied"] is state["tied too"]
+    assert state["channels_last"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_torch_file_loads_without_running_anything(stored: dict[str, Path]) -> None:
+    state = torch.load(stored["torch"], weights_only=True)
+    assert_same(state, everything())
+    assert state["tied"] is state["tied too"]
+
+
+def test_a_torch_file_is_a_source_without_pickles(stored: dict[str, Path], tmp_path: Path) -> None:
+    assert main(["convert", str(stored["torch"]), str(tmp_path / "s"), "--to", "shard"]) == 0
+    assert_same(load_tree(tmp_path / "s"), everything())
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_views_of_one_memory_keep_their_values(tmp_path: Path, to: str) -> None:
+    memory, pairs = torch.arange(12.0), torch.randn(4, dtype=torch.complex64)
+    state = {
+        "all": memory,
+        "front": memory[:4],
+        "back": memory[4:],
+        "crossed": memory.view(3, 4).t(),
+        "pairs": pairs,
+        "conjugated": pairs.conj(),
+        "imaginary": torch.randn(4, dtype=torch.complex64).conj().imag,
+    }
+    torch.save(state, tmp_path / "s")
+    convert(tmp_path / "s", tmp_path / "t", to)
+    convert(tmp_path / "t", tmp_path / "u", "shard")
+    assert_same(load_tree(tmp_path / "u"), state)
+
+
+def test_dcp_loads_into_a_model_and_adam(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save_tree(tmp_path / "s", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    convert(tmp_path / "s", tmp_path / "dcp", "dcp")
+    fresh, adam = trained()
+    with torch.no_grad():
+        for tensor in fresh.parameters():
+            tensor.zero_()
+    for values in adam.state.values():
+        values["exp_avg"].zero_()
+    state = {"model": fresh.state_dict(), "optimizer": adam.state_dict()}
+    dcp_load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    fresh.load_state_dict(state["model"])
+    assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
+    adam.load_state_dict(state["optimizer"])
+    averages = [values["exp_avg"] for values in adam.state.values()]
+    assert_same(averages, [values["exp_avg"] for values in optimizer.state.values()])
+
+
+def test_dcp_loads_under_the_names_of_torchs_own_state_dicts(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saved = get_state_dict(model, optimizer)
+    save_tree(tmp_path / "s", {"model": dict(saved[0]), "optim": dict(saved[1])})
+    convert(tmp_path / "s", tmp_path / "dcp", "dcp")
+    fresh, adam = trained()
+    fresh.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in fresh.state_dict().items()})
+    own = get_state_dict(fresh, adam)
+    state: dict[str, Any] = {"model": own[0], "optim": own[1]}
+    dcp_load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    set_state_dict(fresh, adam, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert_same(adam.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_safetensors_of_a_flat_state_has_its_names(tmp_path: Path) -> None:
+    model, _ = trained()
+    save_tree(tmp_path / "s", model.state_dict())
+    convert(tmp_path / "s", tmp_path / "m.safetensors", "safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert_same(loaded, {name: loaded[name] for name in loaded})
+    assert loaded.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "m.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode, "others may read it too"
+    other, _ = trained()
+    missing, unexpected = safetensors.torch.load_model(other, tmp_path / "m.safetensors")
+    assert not missing
+    assert not unexpected
+
+
+def test_safetensors_of_a_nested_state_joins_names_and_notes_the_tied_one(stored: dict[str, Path]) -> None:
+    loaded = safetensors.torch.load_file(stored["safetensors"])
+    assert "optimizer/state/0/exp_avg" in loaded
+    assert "a~1b~0c.d" in loaded
+    assert "tied too" not in loaded
+    with safe_open(stored["safetensors"], framework="pt") as file:
+        assert file.metadata()["tied too"] == "tied"
+
+
+def test_files_of_others_become_flat_dicts(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(2), "a.weight": torch.randn(3).half()}
+    safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    convert(tmp_path / "theirs.safetensors", tmp_path / "s", "shard")
+    state = load_tree(tmp_path / "s")
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_folder_of_safetensors_is_put_together_and_a_missing_file_named(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("one", "two"):
+        safetensors.torch.save_file({name: torch.ones(2)}, folder / f"{name}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"one": "one.safetensors", "two": "two.safetensors"}}'
+    )
+    convert(folder, tmp_path / "s", "shard")
+    assert sorted(load_tree(tmp_path / "s")) == ["one", "two"]
+    (folder / "two.safetensors").unlink()
+    assert "lacks two.safetensors" in refusal(capsys, folder, tmp_path / "t", "--to", "shard")
+    shutil.copy(folder / "one.safetensors", folder / "two.safetensors")
+    assert "'one'" in refusal(capsys, folder, tmp_path / "t", "--to", "shard")
+
+
+def test_a_checkpoint_of_dcp_itself_is_read(tmp_path: Path) -> None:
+    dcp_save({"a": torch.randn(3), "n": {"x": 1}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    convert(tmp_path / "theirs", tmp_path / "s", "shard")
+    assert load_tree(tmp_path / "s")["n"] == {"x": 1}
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_a_checkpoint_of_0_1_is_a_source(tmp_path: Path, as_zip: bool) -> None:
+    for number in (6, 7):
+        (tmp_path / "root" / str(number)).mkdir(parents=True)
+        state = {"number": number, "w": torch.full((2,), float(number))}
+        torch.save(state, tmp_path / "root" / str(number) / "default", _use_new_zipfile_serialization=as_zip)
+    assert main(["convert", str(tmp_path / "root"), str(tmp_path / "s"), "--to", "shard"]) == 0
+    assert load_tree(tmp_path / "s")["number"] == 7
+    assert main(["convert", str(tmp_path / "root" / "6"), str(tmp_path / "t"), "--to", "torch"]) == 0
+    assert torch.load(tmp_path / "t", weights_only=True)["number"] == 6
+
+
+def test_a_stream_of_the_manager_is_a_source_after_its_digest_was_compared(tmp_path: Path, capsys: Capture) -> None:
+    checkpoint = FileSystemCheckpointManager(tmp_path / "root").create_checkpoint()
+    with checkpoint.open_output_stream("default") as stream:
+        torch.save({"w": torch.zeros(1000)}, stream)
+    checkpoint.commit()
+    assert main(["convert", str(tmp_path / "root"), str(tmp_path / "s"), "--to", "shard"]) == 0
+    stored = tmp_path / "root" / "0" / "default"
+    data = bytearray(stored.read_bytes())
+    data[len(data) // 2] ^= 1
+    stored.write_bytes(data)
+    assert "digest" in refusal(capsys, tmp_path / "root", tmp_path / "t", "--to", "shard")
+
+
+def test_what_a_target_cannot_hold_is_named_with_the_remedy(tmp_path: Path, capsys: Capture) -> None:
+    cases: list[tuple[str, Any, list[str]]] = [
+        ("safetensors", {"n": {"z": torch.ones(1, dtype=torch.complex128)}}, ["complex128", "'n/z'", "--to torch"]),
+        ("torch", {"n": [frozenset({1})], "a": np.ones(2)}, ["'n/0' is a frozenset", "numpy", "--to shard"]),
+        ("dcp", [torch.ones(1)], ["list", "--to torch"]),
+        ("dcp", {"s": torch.eye(2).to_sparse()}, ["sparse", "(s)", "--to torch"]),
+        ("dcp", {"a": {"b.c": 1}, "a.b": {"c": 2}}, ["a.b.c", "--to torch"]),
+    ]
+    for number, (to, state, expected) in enumerate(cases):
+        source = tmp_path / f"{number}.shard"
+        save_tree(source, state)
+        said = refusal(capsys, source, tmp_path / "t", "--to", to)
+        assert not [part for part in expected if part not in said], said
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number}.shard" for number in range(len(cases))]
+
+
+def test_sparse_quantised_and_numpy_come_back_from_safetensors(tmp_path: Path) -> None:
+    state = {"csr": torch.eye(3).to_sparse_csr(), "array": np.arange(3.0), "number": np.float64(2.5)}
+    save_tree(tmp_path / "s", state)
+    convert(tmp_path / "s", tmp_path / "t", "safetensors")
+    convert(tmp_path / "t", tmp_path / "u", "shard")
+    back = load_tree(tmp_path / "u")
+    assert torch.equal(back["csr"].to_dense(), torch.eye(3))
+    assert_same(back["array"], state["array"])
+    assert back["number"] == 2.5
+
+
+def test_convert_of_a_folder_of_shards_puts_the_tensors_together(tmp_path: Path, capsys: Capture) -> None:
+    add_checkpoint(tmp_path / "root", 7)
+    assert run(capsys, "convert", tmp_path / "root", tmp_path / "t", "--to", "shard")[0] == 0
+    state = load_tree(tmp_path / "t")
+    assert state["w"][:, 0].tolist() == [7.0, 7.0, 8.0, 8.0]
+    assert lines_of(capsys, "show", tmp_path / "t")[0]["step"] == 7
+
+
+def test_convert_of_local_saves_wants_one_rank_where_each_has_its_own_state(tmp_path: Path, capsys: Capture) -> None:
+    paths = add_local(tmp_path / "local", 1)
+    code, _, err = run(capsys, "convert", tmp_path / "local", tmp_path / "t", "--to", "torch")
+    assert code == 2
+    assert str(paths[0]) in err
+    assert run(capsys, "convert", paths[1], tmp_path / "t", "--to", "torch")[0] == 0
+    assert torch.load(tmp_path / "t", weights_only=True)["mine"].item() == 1
+
+
+def test_a_part_of_a_state_is_converted_alone(stored: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
+    convert(stored["shard"], tmp_path / "m", "safetensors", "--part", "model")
+    model, _ = trained()
+    assert safetensors.torch.load_file(tmp_path / "m").keys() == model.state_dict().keys()
+    convert(stored["torch"], tmp_path / "n", "torch", "--part", "optimizer/state/0")
+    assert sorted(torch.load(tmp_path / "n", weights_only=True)) == ["exp_avg", "exp_avg_sq", "step"]
+    convert(stored["torch"], tmp_path / "o", "shard", "--part", "a~1b~0c.d")
+    assert torch.equal(load_tree(tmp_path / "o"), torch.ones(1))
+    said = refusal(capsys, stored["shard"], tmp_path / "p", "--to", "torch", "--part", "optimizer/stat")
+    assert "'state', 'param_groups'" in said
+
+
+def test_two_keys_of_the_same_text_stay_two_tensors(tmp_path: Path) -> None:
+    save_tree(tmp_path / "s", {1: torch.ones(1), "1": torch.zeros(1)})
+    convert(tmp_path / "s", tmp_path / "t", "safetensors")
+    with safe_open(tmp_path / "t", framework="pt") as file:
+        assert file.metadata().keys() == {safetensors_file.STRUCTURE_KEY, "format"}
+    convert(tmp_path / "t", tmp_path / "u", "shard")
+    assert {key: tensor.item() for key, tensor in load_tree(tmp_path / "u").items()} == {1: 1.0, "1": 0.0}

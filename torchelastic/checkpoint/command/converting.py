@@ -1,0 +1,160 @@
+"""`convert`: from any format to any other, bit by bit the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
+from torchelastic.checkpoint.command.listing import FOREIGN, newest_complete
+from torchelastic.checkpoint.command.screen import say, size_text
+from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.tree import Flat, flatten
+from torchelastic.checkpoint.shards.writing import hidden_path, write_shard
+
+#: What `--to` may be.
+TARGETS = ("torch", "dcp", "safetensors", "shard")
+
+
+def convert(
+    source: Path, target: Path, to: str, *, part: str | None = None, allow_pickles: bool, disk: Disk = REAL_DISK
+) -> int:
+    """`torchelastic checkpoint convert`; returns the exit code. The whole state is held in memory once.
+
+    Args:
+        source: a checkpoint of any kind, or a folder of them: then the newest complete one is taken.
+        target: must not exist; it appears when all of it is on the disk, or not at all.
+        to: one of `TARGETS`.
+        part: keys from the outside in, with slashes between; only what is there is converted.
+        allow_pickles: read objects of any type, which can run any code; and write them, where the target can hold them.
+        disk: what publishes and removes files.
+
+    Raises:
+        CommandError: the source cannot be read in this way or has no such part, or the target cannot hold it, or
+            exists.
+        CheckpointError: the source is damaged, or the disk refuses.
+    """
+    if os.path.lexists(target):
+        raise CommandError(f"{target} exists already, and nothing is overwritten: give another name, or remove it")
+    if not target.parent.is_dir():
+        raise CommandError(f"{target.parent} is no folder: create it, or give another target")
+    tree, place, meta = read_any(source, allow_pickles=allow_pickles)
+    if part is not None:
+        tree = part_of(tree, part, place)
+    try:
+        flat = flatten(tree, allow_pickles=allow_pickles)
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"{place}: {error}; or use --allow-pickles") from error
+    write_any(target, tree, flat, to, meta=meta, allow_pickles=allow_pickles, disk=disk)
+    held = sum(named.tensor.nbytes for named in flat.tensors)
+    say(f"{place} -> {target} ({to}, {len(flat.tensors)} tensors, {size_text(held)})")
+    return 0
+
+
+def read_any(source: Path, *, allow_pickles: bool) -> tuple[Any, Path, dict[str, Any]]:
+    """The state at a path, the path of the checkpoint that was taken, and what a shard of it should say besides.
+
+    Errors as `convert`.
+    """
+    for _, is_one, read in FOREIGN:
+        if is_one(source):
+            return read(source, allow_pickles=allow_pickles), source, {"converted_from": source.name}
+    found = newest_complete(source)
+    meta = {"converted_from": found.name, found.format.step_title: found.step}
+    try:
+        return found.format.load(found, allow_pickles=allow_pickles), found.path, meta
+    except CheckpointError as error:
+        if "allow_pickles=True" in str(error):
+            raise CommandError(
+                f"{found.path} holds pickled objects: use --allow-pickles if you trust its writer"
+            ) from error
+        raise
+
+
+def part_of(tree: Any, part: str, place: Path) -> Any:
+    """What is under some keys of a state.
+
+    Args:
+        tree: the state.
+        part: the keys as text, from the outside in, with slashes between; `~1` is a slash in a key and `~0` a tilde.
+        place: for the error.
+
+    Raises:
+        CommandError: there is no such part; lists what there is.
+    """
+    for token in part.split("/"):
+        key = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(tree, (list, tuple)):
+            tree = dict(enumerate(tree))
+        named = {str(name): value for name, value in tree.items()} if isinstance(tree, dict) else {}
+        if key not in named:
+            some = ", ".join(map(repr, list(named)[:10])) or "no parts at all"
+            raise CommandError(f"{place} has no part {part!r}: where {key!r} should be, it has {some}")
+        tree = named[key]
+    return tree
+
+
+def write_any(
+    target: Path,
+    tree: Any,
+    flat: Flat,
+    to: str,
+    *,
+    meta: Mapping[str, Any],
+    allow_pickles: bool,
+    disk: Disk = REAL_DISK,
+) -> None:
+    """Writes a state under a hidden name and publishes it; errors as `convert`."""
+    if to == "shard":
+        write_shard(target.absolute(), flat, meta, disk=disk)
+    elif to == "dcp":
+        dcp.check(tree, flat.structure)
+        _publish_folder(target.absolute(), lambda hidden: dcp.write(hidden, tree, flat.structure), disk)
+    elif to == "torch":
+        torch_file.check(flat.structure, allow_pickles=allow_pickles)
+        _publish_file(target.absolute(), lambda hidden: torch_file.write(hidden, tree), disk)
+    else:
+        safetensors_file.check(flat)
+        _publish_file(target.absolute(), lambda hidden: safetensors_file.write(hidden, flat), disk)
+
+
+def _publish_file(target: Path, write: Callable[[Path], None], disk: Disk) -> None:
+    hidden = hidden_path(target.parent)
+    with explained("write the checkpoint", hidden):
+        hidden.touch(exist_ok=False)
+        mode = hidden.stat().st_mode  # what the user's umask says, which not every library asks
+    try:
+        write(hidden)
+        hidden.chmod(mode)
+        _sync(hidden, disk)
+        disk.publish(hidden, target)
+    except BaseException:
+        disk.remove(hidden)
+        raise
+    disk.sync_folder(target.parent)
+
+
+def _publish_folder(target: Path, write: Callable[[Path], None], disk: Disk) -> None:
+    hidden = hidden_path(target.parent)
+    try:
+        disk.make_folder(hidden)
+        write(hidden)
+        disk.sync_folder(hidden)
+        disk.rename(hidden, target)  # replaces an empty folder at most
+    except BaseException:
+        disk.remove_folder(hidden)
+        raise
+    disk.sync_folder(target.parent)
+
+
+def _sync(path: Path, disk: Disk) -> None:
+    with explained("write the checkpoint", path):
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        disk.sync(descriptor, path)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""What `torch.save` writes: a zip archive, or (before torch 1.6) pickles followed by raw storages."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchelastic.checkpoint.command.errors import CommandError, underlying
+from torchelastic.checkpoint.command.structures import places_of
+from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
+from torchelastic.checkpoint.legacy import damage_of_legacy_file
+
+_PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
+_ZIP = b"PK\x03\x04"
+
+#: Kinds of values that torch.load(weights_only=True) refuses (see `structures.places_of`), as a user knows them.
+_REFUSED = {"frozenset": "a frozenset", "numpy": "a numpy array or number", "pickle": "an object of another type"}
+
+
+def is_one(path: Path) -> bool:
+    """Whether a file may be one, by its first bytes."""
+    if not path.is_file():
+        return False
+    with explained("read the file", path), path.open("rb") as file:
+        return file.read(4).startswith((_PICKLE_PROTOCOL_2_OR_LATER, _ZIP))
+
+
+def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> Any:
+    """The state in a file, on the CPU; tensors of a zip archive are mapped, not read.
+
+    Args:
+        path: the file.
+        allow_pickles: run the pickles in it, whatever they do.
+        check_all: compare all checksums of a zip archive, which reads all of it.
+
+    Raises:
+        CorruptCheckpointError: the file is cut or damaged.
+        CommandError: it holds objects that are not loaded without `allow_pickles`.
+    """
+    with explained("read the file", path), path.open("rb") as file:
+        damage = damage_of_legacy_file(file, read_all=check_all)
+        if damage:
+            raise CorruptCheckpointError(f"{path} is no whole file of torch.save: {damage}")
+        file.seek(0)
+        is_zip = zipfile.is_zipfile(file)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=not allow_pickles, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise CommandError(
+            f"{path} holds objects that run code when they are read ({_first_line(error)}): use --allow-pickles if you "
+            "trust whoever wrote it"
+        ) from error
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, EOFError) as error:
+        raise CommandError(f"torch cannot read {path}: {_first_line(error)}") from error
+
+
+def check(structure: Any, *, allow_pickles: bool) -> None:
+    """Raises CommandError if a state holds what `torch.load(weights_only=True)` would refuse."""
+    if allow_pickles:
+        return
+    refused = [f"{place!r} is {_REFUSED[kind]}" for place, kind in places_of(structure, _REFUSED)]
+    if refused:
+        more = f", and {len(refused) - 3} more" if len(refused) > 3 else ""
+        raise CommandError(
+            f"torch.load(weights_only=True) could not read this state back: {', '.join(refused[:3])}{more}; use "
+            "--to shard, or --allow-pickles to write a file that needs weights_only=False"
+        )
+
+
+def write(path: Path, tree: Any) -> None:
+    """Writes a state; tensors that are one object stay one."""
+    with explained("write the file", path), path.open("wb") as file:
+        try:
+            torch.save(tree, file)  # given a path, torch refuses names that begin with a dot
+        except RuntimeError as error:  # what torch's zip writer makes of a full disk, or of Ctrl-C
+            reason = underlying(error)
+            raise OSError(_first_line(error)) if reason is error else reason from None
+
+
+def _first_line(error: BaseException) -> str:
+    """What torch says, without its advice, which is for people who write programs."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = next((line for line in lines if "Unsupported" in line or "WeightsUnpickler error" in line), None)
+    return (named or (lines[0] if lines else type(error).__name__))[:200]

@@ -1,0 +1,153 @@
+"""What the command needs to know of each kind of checkpoint that this package writes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.errors import CheckpointError
+
+#: Told how many bytes have been read since it was called last.
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One checkpoint that is there, whether complete or damaged.
+
+    Attributes:
+        format: how to read it.
+        path: the file or folder.
+        name: how it is called among those beside it.
+        step: committed steps of the run; None: it does not say.
+        world_size: how many ranks wrote it; None: it does not say.
+        saved_s: when it was saved, in seconds of wall time.
+        size_bytes: how large it is.
+        damage: why it is not complete, as far as names and sizes tell; None if it is.
+        partial: which part of it is here, where the rest may be intact elsewhere; None: all of it.
+        shards: its files.
+        facts: what else it says about itself, for `show`.
+        metrics: what was measured of it, by name.
+    """
+
+    format: Format
+    path: Path
+    name: str
+    step: int | None
+    world_size: int | None
+    saved_s: float
+    size_bytes: int
+    damage: str | None
+    partial: str | None = None
+    shards: tuple[Path, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it is here, as far as names and sizes tell."""
+        return self.damage is None and self.partial is None
+
+
+def still_there(looks: Iterable[tuple[Path, Callable[[], Found]]]) -> list[Found]:
+    """Looks at one checkpoint after the other, and passes over what a run at work removes meanwhile.
+
+    Args:
+        looks: for each checkpoint a path that goes when it goes, and how to look at it.
+    """
+    found = []
+    for path, look in looks:
+        try:
+            one = look()
+        except CheckpointError:
+            if path.exists():
+                raise
+        else:
+            if one.damage is None or path.exists():
+                found.append(one)
+    return found
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: its path in the state.
+        dtype: as torch spells it, without `torch.`.
+        shape: of the whole tensor.
+        size_bytes: of the whole tensor.
+        shards: the names of the files that hold it, or parts of it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    shards: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        structure: the state without its tensors, as `flatten` makes it; None where no shard has it.
+        tensors: in the order in which they are stored.
+    """
+
+    structure: Any
+    tensors: Sequence[TensorRow]
+
+
+class Format(ABC):
+    """One kind of checkpoint.
+
+    Attributes:
+        kind: its name on the screen.
+        step_title: what `Found.step` is called in this kind.
+    """
+
+    kind: str
+    step_title = "step"
+
+    @abstractmethod
+    def find(self, path: Path) -> list[Found]:
+        """The checkpoints at a path, newest first; none if it holds nothing of this kind. Reads no tensor.
+
+        Raises:
+            CheckpointError: the path cannot be looked at.
+        """
+
+    @abstractmethod
+    def contents(self, found: Found) -> Contents:
+        """What a checkpoint holds, without reading tensors or running anything.
+
+        Raises:
+            CheckpointError: it cannot be read; CorruptCheckpointError if it is damaged.
+            CommandError: it cannot be read in this way; says what to do.
+        """
+
+    @abstractmethod
+    def verify(self, found: Found, advance: Advance) -> list[str]:
+        """Reads everything, compares all checksums, and says what is damaged: one line each, none if it is intact.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+
+    @abstractmethod
+    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+        """The whole state, on the CPU; errors as `contents`."""
+
+    def remove(self, found: Found) -> None:
+        """Removes a checkpoint, so that nobody ever sees a part of it.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        raise CommandError(f"{found.path} is a {self.kind}: remove it yourself; prune removes checkpoints of a folder")

@@ -1,0 +1,124 @@
+"""Finding what is at a path, and `ls`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
+from torchelastic.checkpoint.command.format import Format, Found
+from torchelastic.checkpoint.command.local_shards import LocalShards
+from torchelastic.checkpoint.command.screen import age_text, complain, say_json, size_text, table
+from torchelastic.checkpoint.command.shard_file import ShardFile
+from torchelastic.checkpoint.command.shard_folder import ShardFolder
+from torchelastic.checkpoint.command.streams import Streams
+
+#: In the order in which they are looked for and listed.
+FORMATS: tuple[Format, ...] = (ShardFile(), ShardFolder(), LocalShards(), Streams())
+
+#: What it is, how to tell it, how to read it. The first bytes of safetensors can look like a pickle's, not the reverse.
+FOREIGN = (
+    ("a folder of torch.distributed.checkpoint", dcp.is_one, dcp.read),
+    ("of safetensors", safetensors_file.is_one, safetensors_file.read),
+    ("a file of torch.save", torch_file.is_one, torch_file.read),
+)
+
+
+def find(path: Path) -> list[Found]:
+    """The checkpoints at a path, of every kind, each kind newest first; at least one.
+
+    Raises:
+        CommandError: there are none; says what is there instead.
+        CheckpointError: it cannot be looked at.
+    """
+    if not path.exists():
+        raise CommandError(f"{path} does not exist: give the folder or file of a checkpoint, or a folder of them")
+    foreign = foreign_kind(path)
+    if foreign is not None:
+        raise CommandError(f"{path} is {foreign}, which only `torchelastic checkpoint convert` reads")
+    found = [one for known in FORMATS for one in known.find(path)]
+    if found:
+        return found
+    if path.is_dir() and not any(path.iterdir()):
+        raise CommandError(f"{path} is empty: give the folder that checkpoints were written to")
+    raise CommandError(
+        f"{path} holds no checkpoint that torchelastic knows: give a folder of checkpoints, one of them, or a shard"
+    )
+
+
+def foreign_kind(path: Path) -> str | None:
+    """Which format of others it is, in words; None for none of them."""
+    return next((what for what, is_one, _ in FOREIGN if is_one(path)), None)
+
+
+def newest_complete(path: Path) -> Found:
+    """The one that `show` and `convert` mean where a path has several; of several kinds, the one saved last.
+
+    Raises:
+        CommandError: all are damaged, or there are none.
+    """
+    found = find(path)
+    usable = [one for one in found if one.is_complete] or [one for one in found if one.damage is None]
+    if not usable:
+        raise damaged_all(path, found)
+    first_of_kind = {one.format.kind: one for one in reversed(usable)}
+    return max(first_of_kind.values(), key=lambda one: one.saved_s)
+
+
+def damaged_all(path: Path, found: Sequence[Found]) -> CommandError:
+    """The error for a path without a complete checkpoint."""
+    if len(found) == 1:
+        return CommandError(f"{path} is damaged: {found[0].damage}; use another copy of it, or an older checkpoint")
+    return CommandError(
+        f"all {len(found)} checkpoints in {path} are damaged (the newest: {found[0].damage}); use another copy of them"
+    )
+
+
+def ls(path: Path, *, as_json: bool, now_s: float) -> int:
+    """`torchelastic checkpoint ls`; returns the exit code.
+
+    Raises:
+        CommandError: there is nothing at the path.
+    """
+    found = find(path)
+    if as_json:
+        for one in found:
+            say_json(record_of(one))
+    else:
+        titles = ("NAME", found[0].format.step_title.upper(), "RANKS", "SIZE", "AGE", "KIND", "STATE")
+        table(titles, [_row(one, now_s) for one in found])
+    if all(one.damage is not None for one in found):
+        complain(f"torchelastic checkpoint ls: {damaged_all(path, found)}")
+        return 2
+    return 0
+
+
+def record_of(found: Found) -> dict[str, object]:
+    """What `--json` says of a checkpoint."""
+    return {
+        "kind": found.format.kind,
+        "name": found.name,
+        "path": str(found.path),
+        found.format.step_title: found.step,
+        "world_size": found.world_size,
+        "size_bytes": found.size_bytes,
+        "saved_s": found.saved_s,
+        "complete": found.is_complete,
+        "damage": found.damage,
+        "partial": found.partial,
+        "files": [str(path) for path in found.shards],
+        "metrics": {name: value if value - value == 0 else str(value) for name, value in found.metrics.items()},
+    }
+
+
+def _row(found: Found, now_s: float) -> tuple[str, ...]:
+    return (
+        found.name,
+        "-" if found.step is None else str(found.step),
+        "-" if found.world_size is None else str(found.world_size),
+        size_text(found.size_bytes),
+        age_text(now_s - found.saved_s),
+        found.format.kind,
+        f"damaged: {found.damage}" if found.damage is not None else found.partial or "complete",
+    )

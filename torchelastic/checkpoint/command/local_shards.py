@@ -1,0 +1,132 @@
+"""What `LocalCheckpointManager` keeps on one host: shards of several ranks, each with its save in its name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, still_there
+from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
+from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.shards.loading import read_tree
+from torchelastic.checkpoint.shards.reading import ShardReader
+
+#: Folders below the root: the session, and in it one folder per rank.
+_DEPTH = 2
+
+
+class LocalShards(Format):
+    """Saves of which some or all shards are on this host."""
+
+    kind = "local"
+
+    def find(self, path: Path) -> list[Found]:
+        """The saves in a root, in the folder of a session, or in that of a rank."""
+        if not path.is_dir():
+            return []
+        copies: dict[Save, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
+        for file in _files(path, _DEPTH):
+            shard = Shard.parse(file.name)
+            if shard is not None:
+                copies[shard.save][shard.rank].append(file)
+        newest_first = sorted(copies.items(), reverse=True)
+        return still_there(
+            (next(iter(files.values()))[0], partial(self._found, save, files)) for save, files in newest_first
+        )
+
+    def contents(self, found: Found) -> Contents:
+        """Out of the headers of the shards that are here."""
+        with ExitStack() as opened:
+            return contents_of([opened.enter_context(_readable(copies)) for copies in _copies(found.shards)])
+
+    def verify(self, found: Found, advance: Advance) -> list[str]:
+        """Compares every shard, also the copies of other ranks'."""
+        lines = []
+        for path in found.shards:
+            try:
+                with ShardReader(path) as shard:
+                    lines += damage_of(shard, advance)
+            except CorruptCheckpointError as error:
+                lines.append(str(error))
+        return lines
+
+    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+        """Put together from all ranks, if they have saved parts; else each has saved a state of its own."""
+        with ExitStack() as opened:
+            shards = [opened.enter_context(_readable(copies)) for copies in _copies(found.shards)]
+            if found.world_size == 1 or any(entry.is_shard for shard in shards for entry in shard.header.entries):
+                return read_tree(shards, allow_pickles=allow_pickles)
+        raise CommandError(
+            f"in {found.name} each of {found.world_size} ranks has saved a state of its own: give the shard of one "
+            f"rank, such as {found.shards[0]}"
+        )
+
+    def remove(self, found: Found) -> None:
+        """File by file; a save that lacks shards is not loaded any more."""
+        for path in found.shards:
+            REAL_DISK.remove(path)
+
+    def _found(self, save: Save, files: dict[int, list[Path]]) -> Found:
+        paths = tuple(path for rank in sorted(files) for path in files[rank])
+        with explained("look at the checkpoint", paths[0]):
+            statuses = [path.stat() for path in paths]
+        session, damage = "", None
+        saved_s = max(status.st_mtime for status in statuses)
+        for copies in _copies(paths):
+            try:
+                with _readable(copies) as shard:
+                    session = str(shard.header.meta.get("session", session))
+                    saved_s = float(shard.header.meta.get("saved_s", saved_s))
+            except CheckpointError as error:
+                damage = str(error)
+        absent = save.world_size - len(files)
+        here = ", ".join(map(str, sorted(files)))
+        return Found(
+            format=self,
+            path=paths[0],
+            name=f"{session}: {save}" if session else str(save),
+            step=save.iteration,
+            world_size=save.world_size,
+            saved_s=saved_s,
+            size_bytes=sum(status.st_size for status in statuses),
+            damage=damage,
+            partial=f"only the shards of rank(s) {here} of {save.world_size} are here" if absent else None,
+            shards=paths,
+            facts={"session": session, "generation": save.generation, "ranks here": here},
+        )
+
+
+def _copies(paths: Iterable[Path]) -> list[list[Path]]:
+    """The files of each rank's shard; equal names are copies of each other."""
+    by_name: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        by_name[path.name].append(path)
+    return list(by_name.values())
+
+
+def _readable(copies: Sequence[Path]) -> ShardReader:
+    """The first copy that can be opened. Raises: CheckpointError, that of the last, if none can."""
+    for path in copies[:-1]:
+        try:
+            return ShardReader(path)
+        except CheckpointError:
+            continue
+    return ShardReader(copies[-1])
+
+
+def _files(folder: Path, depth: int) -> Iterator[Path]:
+    with explained("list the checkpoints", folder):
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):
+                continue
+            if depth and path.is_dir():
+                yield from _files(path, depth - 1)
+            elif path.suffix == SUFFIX:
+                yield path

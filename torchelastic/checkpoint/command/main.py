@@ -1,0 +1,177 @@
+"""The words of `torchelastic checkpoint`; torch is loaded only when one of its commands runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.screen import complain
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.policy import KeepPolicy
+
+EXAMPLES = """examples:
+  torchelastic checkpoint ls /mnt/checkpoints
+  torchelastic checkpoint show /mnt/checkpoints --tensors
+  torchelastic checkpoint verify /mnt/checkpoints
+  torchelastic checkpoint prune /mnt/checkpoints --keep-last 3 --keep-every 10000 --dry-run
+  torchelastic checkpoint convert /mnt/checkpoints model.safetensors --to safetensors --part module
+
+exit codes: 0 done and intact, 1 verify has found damage, 2 cannot be done or read (one line on stderr says why)
+"""
+_PATH_HELP = "a folder of checkpoints, one of them, or a shard file; told apart by what is in it"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        code = int(options.execute(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+        return 128 + signal.SIGPIPE
+    except (CommandError, OSError) as error:  # a CheckpointError is an OSError
+        complain(f"torchelastic checkpoint {options.verb}: {_one_line(error)}")
+        return 2
+    except KeyboardInterrupt:
+        complain(f"torchelastic checkpoint {options.verb}: interrupted")
+        return 130
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return " ".join(str(error).split())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchelastic checkpoint",
+        description="Looks after checkpoints.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    listed = _add(verbs, "ls", "list the checkpoints at a path, newest first")
+    listed.set_defaults(execute=_ls)
+    shown = _add(verbs, "show", "tell what a checkpoint holds; of several, the newest complete one")
+    shown.add_argument("--newest", action="store_true", help="of several, the newest complete one (as without it)")
+    shown.add_argument("--tensors", action="store_true", help="list every tensor: name, dtype, shape, size, shards")
+    shown.add_argument("--values", action="store_true", help="print everything that is no tensor, as a tree")
+    shown.set_defaults(execute=_show)
+    verified = _add(verbs, "verify", "read everything, compare all checksums, and name what is damaged")
+    verified.set_defaults(execute=_verify)
+    pruned = _add(verbs, "prune", "remove the checkpoints that no rule keeps; never the newest complete one")
+    _add_rules(pruned)
+    pruned.set_defaults(execute=_prune)
+    _add_convert(verbs)
+    return parser
+
+
+def _add(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("path", type=_path, metavar="PATH", help=_PATH_HELP)
+    parser.add_argument("--json", action="store_true", help="one line of JSON per checkpoint, for programs")
+    return parser
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the N newest")
+    parser.add_argument("--keep-every", type=int, metavar="K", help="keep the first of each K steps (of each K ids)")
+    parser.add_argument("--keep-best", metavar="METRIC", help="keep the best by this metric of their manifests")
+    parser.add_argument("--best-count", type=int, default=1, metavar="N", help="how many of the best (default 1)")
+    parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="which is best (default min)")
+    parser.add_argument("--dry-run", action="store_true", help="remove nothing, only say what would be removed")
+
+
+def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "write a checkpoint in another format, tensors bit by bit the same"
+    parser = verbs.add_parser("convert", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument(
+        "source",
+        type=_path,
+        metavar="SOURCE",
+        help="any of what `ls` takes (of several, the newest complete one), a torch.save file, a folder of "
+        "torch.distributed.checkpoint, a .safetensors file or a folder of them",
+    )
+    parser.add_argument("target", type=_path, metavar="TARGET", help="must not exist; appears complete or not at all")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("torch", "dcp", "safetensors", "shard"),
+        help="torch: a file for torch.load; dcp: a folder for torch.distributed.checkpoint; shard: for torchelastic",
+    )
+    parser.add_argument("--part", metavar="KEY[/KEY..]", help="only this part of the state, such as `module`")
+    parser.add_argument(
+        "--allow-pickles",
+        action="store_true",
+        help="run the pickles in SOURCE, which can do anything: only if you trust whoever wrote it",
+    )
+    parser.set_defaults(execute=_convert)
+
+
+def _path(text: str) -> Path:
+    """A path with a name: that of `.` says what is in the folder."""
+    path = Path(text)
+    return path.resolve() if path.name in ("", "..") else path
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from torchelastic.checkpoint.command.listing import ls
+
+    return ls(options.path, as_json=options.json, now_s=time.time())
+
+
+def _show(options: argparse.Namespace) -> int:
+    from torchelastic.checkpoint.command.showing import show
+
+    return show(options.path, tensors=options.tensors, values=options.values, as_json=options.json, now_s=time.time())
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from torchelastic.checkpoint.command.verifying import verify
+
+    return verify(options.path, as_json=options.json)
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from torchelastic.checkpoint.command.pruning import prune
+
+    policy = _policy(options)
+    return prune(options.path, policy, metric=options.keep_best, dry_run=options.dry_run, as_json=options.json)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from torchelastic.checkpoint.command.converting import convert
+
+    pickles = options.allow_pickles
+    return convert(options.source, options.target, options.to, part=options.part, allow_pickles=pickles)
+
+
+def _policy(options: argparse.Namespace) -> KeepPolicy:
+    from torchelastic.checkpoint.policy import KeepBest, KeepEvery, KeepIfAny, KeepLast
+
+    rules: list[KeepPolicy] = []
+    try:
+        if options.keep_last is not None:
+            rules.append(KeepLast(options.keep_last))
+        if options.keep_every is not None:
+            rules.append(KeepEvery(options.keep_every))
+        if options.keep_best is not None:
+            rules.append(KeepBest(options.keep_best, options.best_count, options.best_mode))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if not rules:
+        raise CommandError("say what to keep: --keep-last N, --keep-every K or --keep-best METRIC")
+    return KeepIfAny(tuple(rules))

@@ -1,0 +1,78 @@
+"""`prune`: removes what a policy does not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.format import Found
+from torchelastic.checkpoint.command.listing import damaged_all, find
+from torchelastic.checkpoint.command.screen import say, say_json, size_text
+from torchelastic.checkpoint.policy import KeepDecision, KeepPolicy, KeptCheckpoint
+
+
+def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run: bool, as_json: bool) -> int:
+    """`torchelastic checkpoint prune`; returns the exit code.
+
+    Removes complete checkpoints only; of each kind the newest complete one stays. Damaged ones and the hidden folders
+    of writers at work are left alone. May run beside the run that writes there: each checkpoint is hidden under
+    another name before it is removed, and a reader that has it open can go on.
+
+    Args:
+        path: a folder of checkpoints.
+        policy: says what stays.
+        metric: what the policy compares; if no checkpoint has it, nothing is removed.
+        dry_run: only say what would be removed.
+        as_json: one line per checkpoint for programs.
+
+    Raises:
+        CommandError: the path holds no complete checkpoint or none with the metric, or is one itself.
+        CheckpointError: one cannot be removed.
+    """
+    found = find(path)
+    if any(one.path == path for one in found):
+        raise CommandError(f"{path} is a checkpoint itself: give the folder that holds it and the others")
+    if all(one.damage is not None for one in found):
+        raise damaged_all(path, found)
+    if not any(one.is_complete for one in found):
+        raise CommandError(f"no checkpoint in {path} is whole ({found[0].partial}): nothing is removed")
+    measured = {name for one in found for name in one.metrics}
+    if metric is not None and metric not in measured:
+        raise CommandError(
+            f"no checkpoint in {path} has the metric {metric!r} (they have {', '.join(sorted(measured)) or 'none'}): "
+            "nothing is removed"
+        )
+    freed_bytes = 0
+    for one, decision in decisions_for(found, policy):
+        state = "kept" if decision.keep else "would be removed" if dry_run else "removed"
+        if not decision.keep:
+            freed_bytes += one.size_bytes
+            if not dry_run:
+                one.format.remove(one)
+        if as_json:
+            say_json({"path": str(one.path), "name": one.name, "state": state, "because": decision.because})
+        else:
+            say(f"{one.name}: {state} ({decision.because})")
+    if not as_json:
+        say(f"{size_text(freed_bytes)} {'would be freed' if dry_run else 'freed'}")
+    return 0
+
+
+def decisions_for(found: Sequence[Found], policy: KeepPolicy) -> list[tuple[Found, KeepDecision]]:
+    """What becomes of each checkpoint, each kind for itself, oldest first; pure."""
+    decided: list[tuple[Found, KeepDecision]] = []
+    for kind in dict.fromkeys(one.format for one in found):
+        ours = [one for one in reversed(found) if one.format is kind]
+        answers = iter(policy.decide([_candidate(place, one) for place, one in enumerate(ours) if one.is_complete]))
+        decided += [(one, next(answers) if one.is_complete else _left_alone(one)) for one in ours]
+    return decided
+
+
+def _candidate(place: int, one: Found) -> KeptCheckpoint:
+    """As the policies want it. No rule here asks for times, and clocks may have been set back: the order counts."""
+    return KeptCheckpoint(step=one.step or 0, saved_s=float(place), metrics=one.metrics, size_bytes=one.size_bytes)
+
+
+def _left_alone(one: Found) -> KeepDecision:
+    return KeepDecision(True, f"left alone: {one.damage or one.partial}")

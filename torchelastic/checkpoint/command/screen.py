@@ -1,0 +1,100 @@
+"""What the command writes: tables, sizes, ages and a progress bar on a terminal; plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torchelastic.checkpoint.command.format import Advance
+
+_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_AGE_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+def say(text: str) -> None:
+    """One or more lines of the answer."""
+    print(printable(text))  # noqa: T201 - what the command is for
+
+
+def complain(text: str) -> None:
+    """One line beside the answer."""
+    print(printable(text), file=sys.stderr)  # noqa: T201 - the last word on the screen
+
+
+def say_json(document: Any) -> None:
+    """One line for programs."""
+    print(json.dumps(document, sort_keys=True, allow_nan=False, default=str))  # noqa: T201 - what the command is for
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns; with rich on a terminal, else aligned by blanks, uncut, so that other programs can read them."""
+    shown = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _rich_table(titles, shown)
+        return
+    widths = [max(len(row[column]) for row in (titles, *shown)) for column in range(len(titles))]
+    for row in (titles, *shown):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(line.rstrip())  # noqa: T201 - what the command is for
+
+
+@contextlib.contextmanager
+def progress(total_bytes: int, what: str) -> Iterator[Advance]:
+    """A progress bar on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _size_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(what), total=total_bytes)
+        yield lambda size_bytes: bar.advance(task, size_bytes)
+
+
+def size_text(size_bytes: int) -> str:
+    """A size for people.
+
+    >>> size_text(1536)
+    '1.5 KiB'
+    """
+    size, unit = float(size_bytes), 0
+    while size >= 1024 and unit < len(_SIZE_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {_SIZE_UNITS[unit]}" if unit else f"{size_bytes} B"
+
+
+def age_text(age_s: float) -> str:
+    """How long ago something was, for people.
+
+    >>> age_text(7200.0)
+    '2.0 h'
+    """
+    for seconds, unit in _AGE_UNITS:
+        if age_s >= seconds:
+            return f"{age_s / seconds:.1f} {unit}"
+    return f"{max(age_s, 0.0):.0f} s"
+
+
+def printable(text: str) -> str:
+    """What is stored may hold anything, also what a terminal would obey: such characters are written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        drawn.add_column(title, overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    Console().print(drawn)

@@ -1,0 +1,130 @@
+"""Checkpoints of several shards with a manifest, one folder each; see `torchelastic.checkpoint.collection`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.collection.manifest import MANIFEST_NAME, CheckpointName, Manifest
+from torchelastic.checkpoint.collection.reading import list_checkpoints, open_checkpoint, open_shard, read_manifest
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, still_there
+from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+
+
+class ShardFolder(Format):
+    """Folders of shards."""
+
+    kind = "shards"
+
+    def find(self, path: Path) -> list[Found]:
+        """One folder of shards, or all that are in a folder."""
+        if not path.is_dir():
+            return []
+        if CheckpointName.find(path.name) is not None or _has_manifest(path):
+            return [self._look_at(path)]
+        return still_there(
+            (info.folder, partial(self._found, info.folder, info.name, info.manifest, info.damage))
+            for info in list_checkpoints(path)
+        )
+
+    def contents(self, found: Found) -> Contents:
+        """Out of the headers of the shards that are here."""
+        with ExitStack() as opened:
+            manifest = read_manifest(found.path)
+            records = [record for record in manifest.shards if found.path / record.file in found.shards]
+            return contents_of([opened.enter_context(open_shard(found.path, record)) for record in records])
+
+    def verify(self, found: Found, advance: Advance) -> list[str]:
+        """Compares the manifest, each header with it, and each tensor; goes on behind what is damaged."""
+        try:
+            manifest = read_manifest(found.path)
+        except CorruptCheckpointError as error:
+            return [str(error)]
+        lines = []
+        for record in manifest.shards:
+            try:
+                with open_shard(found.path, record) as shard:
+                    lines += damage_of(shard, advance)
+            except CorruptCheckpointError as error:
+                lines.append(str(error))
+        return lines
+
+    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+        """Put together from all shards."""
+        with open_checkpoint(found.path) as opened:
+            return opened.read_tree(allow_pickles=allow_pickles)
+
+    def remove(self, found: Found) -> None:
+        """Hidden first, then removed; a reader that has it open can go on."""
+        from torchelastic.checkpoint.collection.removal import remove_checkpoint
+
+        name = CheckpointName.parse(found.path.name)
+        remove_checkpoint(found.path.parent, name)
+
+    def _look_at(self, folder: Path) -> Found:
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            return self._found(folder, CheckpointName.find(folder.name), None, str(error))
+        return self._found(folder, manifest.name, manifest, None)
+
+    def _found(self, folder: Path, name: CheckpointName | None, manifest: Manifest | None, damage: str | None) -> Found:
+        facts: dict[str, Any] = {}
+        if name is not None:
+            facts = {"fencing token": f"epoch {name.epoch}, round {name.round}", "generation": name.generation}
+        if manifest is not None:
+            facts = {"run": manifest.run_id, **facts}
+        with explained("look at the checkpoint", folder):
+            changed_s = folder.stat().st_mtime
+        sizes = _sizes(folder)
+        partial, damage = _look_at_shards(folder, manifest, sizes) if manifest is not None else (None, damage)
+        return Found(
+            format=self,
+            path=folder,
+            name=folder.name,
+            step=name.step if name is not None else None,
+            world_size=manifest.world_size if manifest else None,
+            saved_s=manifest.saved_s if manifest and manifest.saved_s else changed_s,
+            size_bytes=manifest.size_bytes if manifest else sum(sizes.values()),
+            damage=damage,
+            partial=partial,
+            shards=tuple(folder / record.file for record in manifest.shards if record.file in sizes)
+            if manifest
+            else (),
+            facts=facts,
+            metrics=manifest.metrics if manifest else {},
+        )
+
+
+def _look_at_shards(folder: Path, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str | None, str | None]:
+    """What is not here, and may be elsewhere (in a tier of which each host has its own); and what is damaged."""
+    here = [record for record in manifest.shards if record.file in sizes]
+    cut = next((record for record in here if sizes[record.file] < record.size_bytes), None)
+    if cut is not None:
+        return None, f"{folder / cut.file} has {sizes[cut.file]} bytes of {cut.size_bytes}: it was cut"
+    if not here:
+        return None, f"none of its {manifest.world_size} shards is in {folder}"
+    if len(here) == manifest.world_size:
+        return None, None
+    ranks = ", ".join(str(record.rank) for record in here)
+    return f"only the shards of rank(s) {ranks} of {manifest.world_size} are here", None
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether there is a manifest of shards, whatever the folder is called; one of streams is of another format."""
+    try:
+        document = json.loads((folder / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and "shards" in document
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """How long the files of a checkpoint are, by name."""
+    with explained("look at the checkpoint", folder):
+        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}

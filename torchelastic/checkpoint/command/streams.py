@@ -1,0 +1,141 @@
+"""Checkpoints of `FileSystemCheckpointManager`: folders `<id>` with a stream `default`; also those of release 0.1."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.foreign import torch_file
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, TensorRow, still_there
+from torchelastic.checkpoint.command.shard_checks import contents_of
+from torchelastic.checkpoint.command.shard_file import is_shard
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.manifest import (
+    MANIFEST_NAME,
+    ManifestError,
+    UnknownManifestVersionError,
+    decode_manifest,
+)
+from torchelastic.checkpoint.shards.header import place
+from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
+from torchelastic.checkpoint.shards.tree import flatten
+from torchelastic.checkpoint.staging import remove_folder
+from torchelastic.checkpoint.verification import find_damage, open_verified
+
+#: The stream that `State.save` writes.
+DEFAULT = "default"
+
+
+class Streams(Format):
+    """Folders of streams."""
+
+    kind = "streams"
+    step_title = "id"
+
+    def find(self, path: Path) -> list[Found]:
+        """One folder of streams, or all that are in a folder."""
+        if not path.is_dir():
+            return []
+        if _is_one(path):
+            return [self._look_at(path)]
+        with explained("list the checkpoints", path):
+            folders = [folder for folder in path.iterdir() if _is_id(folder.name) and folder.is_dir()]
+        numbered = sorted(folders, key=lambda folder: int(folder.name), reverse=True)
+        return still_there((folder, partial(self._look_at, folder)) for folder in numbered if _is_one(folder))
+
+    def contents(self, found: Found) -> Contents:
+        """Of the stream `default`, if it is a shard or loads without running anything."""
+        stream = _default(found)
+        if is_shard(stream):
+            with ShardReader(stream) as shard:
+                return contents_of([shard])
+        flat = flatten(torch_file.read(stream, check_all=False))
+        rows = [
+            TensorRow(entry.name, entry.dtype, entry.shape, entry.size_bytes, (DEFAULT,))
+            for entry in place(flat.tensors)
+        ]
+        return Contents(flat.structure, rows)
+
+    def verify(self, found: Found, advance: Advance) -> list[str]:
+        """Compares every stream with its digest."""
+        lines = []
+        for path in found.shards:
+            try:
+                open_verified(found.path, path.name).close()
+                advance(path.stat().st_size)
+            except CorruptCheckpointError as error:
+                lines.append(str(error))
+        if found.damage is not None and found.damage not in lines:
+            lines.append(found.damage)  # a stream is missing, or the manifest is damaged
+        return lines
+
+    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+        """The stream `default`, after its digest was compared."""
+        stream = _default(found)
+        open_verified(found.path, DEFAULT).close()
+        if is_shard(stream):
+            return load_tree(stream, allow_pickles=allow_pickles)
+        return torch_file.read(stream, allow_pickles=allow_pickles, check_all=False)
+
+    def remove(self, found: Found) -> None:
+        """Hidden first, then removed."""
+        remove_folder(found.path)
+        if found.path.exists():
+            raise CheckpointError(f"could not remove {found.path}: see the warning above")
+
+    def _look_at(self, folder: Path) -> Found:
+        files = _files_of(folder)
+        with explained("look at the checkpoint", folder):
+            statuses = [path.stat() for path in files]
+        recorded = _recorded(folder)
+        streams = tuple(path for path in files if recorded is None or path.name in recorded)
+        return Found(
+            format=self,
+            path=folder,
+            name=folder.name,
+            step=int(folder.name) if _is_id(folder.name) else None,
+            world_size=None,
+            saved_s=max(status.st_mtime for status in statuses),
+            size_bytes=sum(status.st_size for status in statuses),
+            damage=find_damage(folder),
+            shards=streams,
+            facts={} if recorded is not None else {"written by": "release 0.1 (without checksums of its own)"},
+        )
+
+
+def _default(found: Found) -> Path:
+    if found.damage is not None:
+        raise CorruptCheckpointError(found.damage)
+    stream = found.path / DEFAULT
+    if not (is_shard(stream) or torch_file.is_one(stream)):
+        raise CommandError(
+            f"{stream} was written by a State.save of your own, in a form that only your program knows: load it there"
+        )
+    return stream
+
+
+def _recorded(folder: Path) -> set[str] | None:
+    """The streams that the manifest names, as far as it can be read; None where there is no manifest."""
+    try:
+        return set(decode_manifest((folder / MANIFEST_NAME).read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ManifestError, UnknownManifestVersionError):
+        return set()  # `find_damage` says why
+
+
+def _is_one(folder: Path) -> bool:
+    """Whether it is the folder of one checkpoint; those that 0.1 created and never wrote are none."""
+    has_manifest = _is_id(folder.name) and (folder / MANIFEST_NAME).is_file()
+    return has_manifest or (folder / DEFAULT).is_file()
+
+
+def _is_id(name: str) -> bool:
+    return name.isdecimal() and name == str(int(name))
+
+
+def _files_of(folder: Path) -> list[Path]:
+    with explained("look at the checkpoint", folder):
+        return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
