@@ -1,0 +1,108 @@
+"""Removing checkpoints, and what killed writers have left; what goes is hidden first, so nobody sees a part of it."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchelastic.checkpoint.collection.manifest import STAGING_PREFIX, CheckpointName
+from torchelastic.checkpoint.collection.reading import CheckpointInfo, list_checkpoints, names_in
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.policy import KeepPolicy, prunable
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
+
+_GONE_PREFIX = f"{STAGING_PREFIX}gone-"
+
+
+def prune(root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK) -> list[CheckpointName]:
+    """Removes the complete checkpoints that a policy does not want, oldest first; never the newest complete one.
+
+    Damaged ones are neither counted nor removed. A reader that has one open can go on.
+
+    Args:
+        root: the folder that holds all checkpoints.
+        policy: says what stays.
+        disk: what touches files.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    complete = [info for info in list_checkpoints(root) if info.damage is None]
+    removed = [info.name for info in prunable_checkpoints(policy, complete)]
+    for name in removed:
+        remove_checkpoint(root, name, disk)
+    return removed
+
+
+def prunable_checkpoints(policy: KeepPolicy, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """What a policy does not want, oldest first; never the newest. Pure.
+
+    A clock that was set back has no say: a checkpoint counts as saved after those that are older by name.
+    """
+    ordered: list[CheckpointInfo] = []
+    for info in sorted(checkpoints, key=lambda info: info.name):
+        least_s = math.nextafter(ordered[-1].saved_s, math.inf) if ordered else info.saved_s
+        ordered.append(replace(info, saved_s=max(info.saved_s, least_s)))
+    return prunable(policy, ordered)
+
+
+def remove_checkpoint(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> None:
+    """Removes one published checkpoint, whichever it is; it may be gone.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    _remove_folder(root, name.folder_name, disk)
+
+
+def abandon(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> None:
+    """Removes what was written of a checkpoint that will not be published; it may be gone. Called by any rank.
+
+    A rank that is still writing its shard gets an error from `write_shard`.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    _remove_folder(root, name.staging_name, disk)
+
+
+def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK) -> int:
+    """Removes what killed processes have left in a folder of checkpoints; returns how many things.
+
+    Args:
+        root: the folder; may be missing.
+        older_than: an epoch and a round, as the fence has them: hidden folders of older writers are removed, which can
+            never be published then. None: these stay.
+        disk: what touches files.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    removed = remove_hidden_files(root, disk)
+    for name in names_in(root):
+        staged = CheckpointName.find_staged(name)
+        if name.startswith(_GONE_PREFIX):
+            disk.remove_folder(root / name)
+            removed += 1
+        elif staged is not None and older_than is not None and staged.token < older_than:
+            _remove_folder(root, name, disk)
+            removed += 1
+    return removed
+
+
+def _remove_folder(root: Path, name: str, disk: Disk) -> None:
+    gone = root / f"{_GONE_PREFIX}{secrets.token_hex(8)}"
+    try:
+        disk.rename(root / name, gone)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return  # somebody else was faster
+        raise
+    disk.remove_folder(gone)

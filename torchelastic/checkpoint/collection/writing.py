@@ -1,0 +1,155 @@
+"""Writing a checkpoint together, and publishing it once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torchelastic.checkpoint.collection.manifest import (
+    MANIFEST_NAME,
+    CheckpointName,
+    Manifest,
+    ShardRecord,
+    encode_manifest,
+    shard_file_name,
+)
+from torchelastic.checkpoint.collection.reading import record_of, require_same
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Preamble, decode_preamble
+from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
+from torchelastic.checkpoint.shards.writing import hidden_path
+
+#: How much one system call writes, so that a shard of many GB is written in calls that can be interrupted.
+WRITE_BYTES = 64 * 2**20
+
+
+def begin(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> Path:
+    """Creates the hidden folder of a new checkpoint, or finds the one that another rank has created.
+
+    Args:
+        root: the folder that holds all checkpoints; created if it is missing.
+        name: agreed by all ranks.
+        disk: what touches files.
+
+    Raises:
+        CheckpointError: the folder cannot be created.
+    """
+    staging = root / name.staging_name
+    disk.make_folder(staging)
+    return staging
+
+
+def write_shard(staging: Path, rank: int, world_size: int, data: memoryview, disk: Disk = REAL_DISK) -> ShardRecord:
+    """Writes one rank's sealed shard into the hidden folder; it is on the disk when this returns. Called by each rank.
+
+    Args:
+        staging: what `begin` returned.
+        rank: whose shard it is.
+        world_size: how many ranks write.
+        data: the complete bytes of a shard, as `Stage.seal` leaves them; not longer.
+        disk: what touches files.
+
+    Raises:
+        CorruptCheckpointError: these bytes are no shard.
+        CheckpointError: the disk refuses, or the folder is gone (the checkpoint was abandoned, or its writers were
+            replaced).
+    """
+    record = record_of(data, rank, shard_file_name(rank, world_size))
+    target, hidden = staging / record.file, hidden_path(staging)
+    descriptor = disk.create(hidden)
+    try:
+        pieces = [data[begin : begin + WRITE_BYTES] for begin in range(0, record.size_bytes, WRITE_BYTES)]
+        disk.write(descriptor, pieces, hidden)
+        disk.sync(descriptor, hidden)
+        disk.rename(hidden, target)
+    except BaseException:
+        _try_to_remove(hidden, disk)
+        raise
+    finally:
+        os.close(descriptor)
+    disk.sync_folder(staging)
+    return record
+
+
+def commit(root: Path, manifest: Manifest, *, fence: Fence | None = None, disk: Disk = REAL_DISK) -> Path:
+    """Publishes a checkpoint whose shards are all written: manifest, fence, one rename. Called by one rank.
+
+    Args:
+        root: the folder that holds all checkpoints.
+        manifest: of what `write_shard` returned on each rank.
+        fence: says whether this writer was replaced meanwhile; None where nobody else can write.
+        disk: what touches files.
+
+    Returns:
+        The published folder.
+
+    Raises:
+        FencedError: other writers have taken over; nothing is published.
+        CorruptCheckpointError: a shard is missing, or not what its rank wrote; nothing is published.
+        CheckpointError: the disk refuses, or a checkpoint of this name is there.
+    """
+    name = manifest.name
+    staging, target = root / name.staging_name, root / name.folder_name
+    if target.exists():
+        raise CheckpointError(
+            f"the checkpoint {target} exists already, and nothing is overwritten: count generation up"
+        )
+    if fence is not None:
+        fence.check(*name.token)
+    for record in manifest.shards:
+        require_stored(staging, record)
+    try:
+        write_manifest(staging, manifest, disk)
+        remove_hidden_files(staging, disk)
+        if fence is not None:
+            fence.check(*name.token)
+        # From here the fence may still rise. Whoever raises it takes older staging folders away, so the rename fails.
+        disk.rename(staging, target)
+    except CheckpointError:
+        if fence is not None and not target.exists():
+            fence.check(*name.token)  # the folder was taken away: say why
+        raise
+    disk.sync_folder(root)
+    return target
+
+
+def require_stored(staging: Path, record: ShardRecord) -> None:
+    """Compares the first bytes and the length of a shard that another rank may have written."""
+    path = staging / record.file
+    try:
+        with path.open("rb") as file:
+            preamble = decode_preamble(file.read(PREAMBLE_BYTES))
+            size_bytes = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise CorruptCheckpointError(
+            f"the checkpoint in {staging} cannot be published: the shard of rank {record.rank}, {record.file}, is "
+            f"missing or damaged ({error})"
+        ) from error
+    require_same(staging, _recorded(preamble, size_bytes, record), record)
+
+
+def _recorded(preamble: Preamble, file_bytes: int, record: ShardRecord) -> ShardRecord:
+    size_bytes = min(file_bytes, preamble.data_offset_bytes + preamble.data_bytes)
+    return ShardRecord(record.rank, record.file, size_bytes, preamble.header_digest.hex())
+
+
+def write_manifest(folder: Path, manifest: Manifest, disk: Disk = REAL_DISK) -> None:
+    """Writes the manifest into a folder that holds shards already; `commit` does it, too. Raises: CheckpointError."""
+    hidden = hidden_path(folder)
+    descriptor = disk.create(hidden)
+    try:
+        disk.write(descriptor, [memoryview(encode_manifest(manifest))], hidden)
+        disk.sync(descriptor, hidden)
+    finally:
+        os.close(descriptor)
+    disk.rename(hidden, folder / MANIFEST_NAME)
+    disk.sync_folder(folder)
+
+
+def _try_to_remove(path: Path, disk: Disk) -> None:
+    try:
+        disk.remove(path)
+    except CheckpointError:
+        pass  # the first error is the one to see; what is hidden is removed later

@@ -1,0 +1,253 @@
+"""What a tier is: a place where every rank can put its sealed shard, and from which a checkpoint can be read again.
+
+A save, on each rank and off the training thread: `put` on every tier that takes part; when all ranks have put, `commit`
+(on a shared tier rank 0 only, on a private one every rank); then `prune`. Tiers talk to no other rank and wait for
+none: whoever calls them agrees on the name, gathers the records, and makes the manifest.
+
+A job that starts agrees on its epoch before the first `prepare`: `agree_epoch` over what `known_epoch` says on all
+ranks; then rank 0 calls `claim` on each shared tier, and what comes back (never less) is the epoch of all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord, record_of, shard_file_name
+from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.stage import Stage
+
+
+@dataclass(frozen=True)
+class TierContext:
+    """Who writes, from now on.
+
+    Attributes:
+        run_id: of the run; jobs that go on with each other's checkpoints share it.
+        epoch: of the job; see `agree_epoch`.
+        round: of the group of workers.
+        rank: of this process in the group.
+        world_size: of the group.
+    """
+
+    run_id: str
+    epoch: int
+    round: int
+    rank: int
+    world_size: int
+
+    @property
+    def token(self) -> tuple[int, int]:
+        """Epoch and round, as the fence orders writers."""
+        return (self.epoch, self.round)
+
+
+@dataclass(frozen=True)
+class SealedShard:
+    """What one rank has to store of one checkpoint.
+
+    Attributes:
+        name: which checkpoint it is.
+        rank: whose shard it is.
+        world_size: how many ranks write this checkpoint.
+        data: the bytes of the whole shard: of `Stage.slot.view()` as many as `Stage.seal` returned. Unchanged until the
+            `put` of every tier has returned.
+        stage: where these bytes lie; None where they are not in a stage. A tier that gave it away stores it as it is.
+    """
+
+    name: CheckpointName
+    rank: int
+    world_size: int
+    data: memoryview
+    stage: Stage | None = None
+
+    @property
+    def record(self) -> ShardRecord:
+        """How the manifest describes it. Raises: CorruptCheckpointError if the data is no whole sealed shard."""
+        return record_of(self.data, self.rank, shard_file_name(self.rank, self.world_size))
+
+
+@dataclass(frozen=True)
+class TierEntry:
+    """What one rank can read of one checkpoint in one tier.
+
+    Attributes:
+        name: which checkpoint it is.
+        world_size: how many shards it has in all.
+        ranks: whose shards can be read here, ascending.
+        is_committed: whether the manifest is here. A checkpoint counts if that is so anywhere.
+        size_bytes: of these shards together.
+        damage: why something that should be here cannot be read; None if nothing is known of that. What is in `ranks`
+            is readable all the same.
+    """
+
+    name: CheckpointName
+    world_size: int
+    ranks: tuple[int, ...]
+    is_committed: bool = True
+    size_bytes: int = 0
+    damage: str | None = None
+
+    def as_plain(self) -> dict[str, Any]:
+        """What JSON can hold, for sending; `from_plain` is the inverse."""
+        return {
+            "name": self.name.folder_name,
+            "world_size": self.world_size,
+            "ranks": list(self.ranks),
+            "is_committed": self.is_committed,
+            "size_bytes": self.size_bytes,
+            "damage": self.damage,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> TierEntry:
+        """Raises: ValueError, KeyError or TypeError if it is nothing that `as_plain` returns."""
+        return cls(
+            CheckpointName.parse(plain["name"]),
+            int(plain["world_size"]),
+            tuple(int(rank) for rank in plain["ranks"]),
+            bool(plain["is_committed"]),
+            int(plain["size_bytes"]),
+            None if plain["damage"] is None else str(plain["damage"]),
+        )
+
+
+class Tier(ABC):
+    """A place for checkpoints. Every rank has an object of it; one thread at a time calls it.
+
+    Attributes:
+        name: for logs and metrics: "memory", "disk", "durable"; unique among the tiers of a manager.
+        is_shared: whether all hosts see the same content. If not, each host has its own, and its ranks share that.
+        keep: which checkpoints `prune` leaves.
+        every: how rarely this tier takes part; None: in each save.
+        where: the place, for people; without credentials.
+    """
+
+    name: str
+    is_shared: bool
+    keep: KeepPolicy
+    every: SavePolicy | None
+    where: str
+
+    @abstractmethod
+    def known_epoch(self, run_id: str) -> int:
+        """The least epoch that the group must have so that nothing that is here counts as newer; see `agree_epoch`.
+
+        Every rank calls it when it starts, once, before `prepare`.
+
+        Raises:
+            CheckpointError: the place cannot be read.
+        """
+
+    def claim(self, run_id: str, owner: str, at_least: int) -> int:  # noqa: ARG002 - a private place is not claimed
+        """Takes a shared place for a new job, so that writers of earlier jobs publish nothing any more.
+
+        Rank 0 calls it once, when the group has no epoch yet.
+
+        Args:
+            run_id: of the run.
+            owner: names this process, for the errors that others get.
+            at_least: what the group has agreed on.
+
+        Returns:
+            The epoch that the job must take: `at_least`, or more.
+
+        Raises:
+            OwnedError: another run that is alive has it.
+            CheckpointError: the place cannot be written.
+        """
+        return at_least
+
+    @abstractmethod
+    def prepare(self, context: TierContext) -> None:
+        """A group of workers begins: creates what is missing, and removes what dead writers have left.
+
+        Every rank calls it after each agreement on epoch and round, before it puts anything. What older groups have put
+        and not committed may be gone then.
+
+        Raises:
+            FencedError: a newer group, or another job, has the place.
+            OwnedError: another run that is alive has it.
+            CheckpointError: it cannot be written.
+        """
+
+    @abstractmethod
+    def put(self, shard: SealedShard) -> ShardRecord:
+        """Stores this rank's shard; when it returns, the shard is as durable as this tier is. Called by every rank.
+
+        Returns:
+            What the manifest is to say about it.
+
+        Raises:
+            CheckpointError: it cannot be stored; nothing of it is counted.
+        """
+
+    @abstractmethod
+    def commit(self, manifest: Manifest) -> None:
+        """Makes a checkpoint count, once all ranks have put: rank 0 calls it on a shared tier, else every rank.
+
+        Raises:
+            FencedError: the group was replaced; nothing is published.
+            CheckpointError: a shard is missing, or the place cannot be written; nothing is published.
+        """
+
+    @abstractmethod
+    def abandon(self, name: CheckpointName) -> None:
+        """Removes what this rank has put of a checkpoint that will not be committed; does nothing if that is nothing.
+
+        Every rank may call it; on a shared tier it may remove what all have put.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+
+    @abstractmethod
+    def inventory(self) -> list[TierEntry]:
+        """What can be read here from this host, newest first, by names and sizes; checksums are compared by readers.
+
+        Raises:
+            CheckpointError: the place cannot be read.
+        """
+
+    @abstractmethod
+    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+        """Opens one shard for reading; compared with the manifest where there is one.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or not what was stored.
+            CheckpointError: it cannot be read.
+        """
+
+    @abstractmethod
+    def prune(self) -> list[CheckpointName]:
+        """Removes the committed checkpoints that `keep` does not want; returns which. Called as `commit`, after it.
+
+        No `put` may be running: the memory of what is removed is used for the next save.
+
+        Raises:
+            CheckpointError: something cannot be removed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives locks and memory back; what is stored stays. Doing it again does nothing."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.where!r})"
+
+
+def agree_epoch(current: int | None, known: Iterable[int]) -> int:
+    """The epoch of a group; pure, every rank computes the same.
+
+    Args:
+        current: the epoch that members of the group have agreed on before; None if none of them has one.
+        known: what `Tier.known_epoch` returned: of all tiers, on all ranks that are new to the group.
+
+    >>> agree_epoch(None, [0, 3]), agree_epoch(4, [0, 3]), agree_epoch(4, [9])
+    (4, 4, 9)
+    """
+    highest = max(known, default=0)
+    return highest + 1 if current is None else max(current, highest)

@@ -1,0 +1,312 @@
+"""Checkpoints in durable storage through fsspec: an object store (S3, GCS, Azure), a file system, or any other.
+
+An object store has no rename and no lock. So the shards are uploaded first and the manifest last, as one object: it is
+the commit. Removing goes the other way round. A writer that was replaced is refused when it looks at the fence, which
+is an object too; one that is paused between this look and its upload can still publish, but only a checkpoint that
+counts as older than all of its successors, by its name. For the same reason nobody can tell here whether another run
+is alive.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import fsspec  # type: ignore[import-untyped]
+
+from torchelastic.checkpoint.collection import (
+    MANIFEST_NAME,
+    CheckpointInfo,
+    CheckpointName,
+    Manifest,
+    ShardRecord,
+    decode_manifest,
+    encode_manifest,
+    open_shard,
+    prunable_checkpoints,
+)
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.fence import FENCE_NAME, FencedError, FenceState, decode_fence, encode_fence
+from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry
+
+#: How much is handed over per call; object stores upload parts of at least 5 MiB.
+PART_BYTES = 16 * 2**20
+
+
+def without_credentials(url: str) -> str:
+    """A URL as it may be logged: no user, password or query.
+
+    >>> without_credentials("s3://key:secret@bucket/runs?token=x")
+    's3://bucket/runs'
+    """
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")) if parts.scheme else url
+
+
+class DurableTier(Tier):
+    """Checkpoints below a URL.
+
+    Args:
+        url: for example `s3://bucket/run` or `file:///mnt/store/run`; of this run alone. The protocol's own package
+            must be installed (s3fs, gcsfs, adlfs).
+        keep: which checkpoints stay.
+        every: how rarely it takes part; None: in each save.
+        name: for logs and metrics.
+        storage_options: what the protocol's file system is made with; put credentials here or, better, where its
+            package finds them by itself.
+        download_folder: where shards are downloaded to while they are read; None: the system's temporary folder.
+
+    Raises:
+        ValueError: the URL is empty or of an unknown protocol.
+        CheckpointError: the protocol's package is missing, or the storage cannot be reached.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        url: str,
+        keep: KeepPolicy | None = None,
+        every: SavePolicy | None = None,
+        *,
+        name: str = "durable",
+        storage_options: Mapping[str, Any] | None = None,
+        download_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if not url:
+            raise ValueError("the URL of the durable tier is empty: name a place, for example s3://bucket/run")
+        self.name = name
+        self.keep = keep if keep is not None else KeepLast(3)
+        self.every = every
+        self.where = without_credentials(url)
+        self._url = url
+        self._download_folder = download_folder
+        self._context: TierContext | None = None
+        try:
+            self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
+        except ValueError as error:
+            raise ValueError(f"{self.where} is no URL for fsspec: {self._redacted(error)}") from None
+        except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
+            raise self._error("reach the storage", error) from None
+
+    def known_epoch(self, run_id: str) -> int:
+        """See `Tier`."""
+        state = self._read_fence()
+        epoch = max([state.epoch, *(name.epoch for name in self._names())])
+        return epoch + 1 if epoch and state.run_id != run_id else epoch
+
+    def prepare(self, context: TierContext) -> None:
+        """See `Tier`; rank 0 writes."""
+        state = self._read_fence()
+        if state.token > context.token:
+            raise self._fenced(context.token, state)
+        self._context = context
+        if context.rank != 0:
+            return
+        with self._explained("write the fence"):
+            self._files.makedirs(self._root, exist_ok=True)
+            written = FenceState(context.epoch, context.round, context.run_id, "rank 0")
+            self._files.pipe_file(f"{self._root}/{FENCE_NAME}", encode_fence(written))
+        for name in self._names():
+            if name.token < context.token and not self._is_committed(name):
+                self._remove(name)
+
+    def put(self, shard: SealedShard) -> ShardRecord:
+        """See `Tier`."""
+        record = shard.record
+        path = f"{self._folder(shard.name)}/{record.file}"
+        with self._explained("upload a shard"):
+            self._files.makedirs(self._folder(shard.name), exist_ok=True)
+            with self._files.open(path, "wb", block_size=PART_BYTES) as target:
+                for begin in range(0, record.size_bytes, PART_BYTES):
+                    target.write(shard.data[begin : begin + PART_BYTES])
+        return record
+
+    def commit(self, manifest: Manifest) -> None:
+        """See `Tier`."""
+        folder = self._folder(manifest.name)
+        for record in manifest.shards:
+            path = f"{folder}/{record.file}"
+            with self._explained("look at a shard"):
+                size_bytes = self._files.size(path) if self._exists(path) else None
+            if size_bytes != record.size_bytes:
+                raise CorruptCheckpointError(
+                    f"{self._shown(path)} cannot be published: it has {size_bytes} bytes of {record.size_bytes}"
+                    if size_bytes is not None
+                    else f"{self._shown(path)}, the shard of rank {record.rank}, is missing: nothing is published"
+                )
+        state = self._read_fence()
+        if state.token > manifest.name.token:
+            raise self._fenced(manifest.name.token, state)
+        with self._explained("upload the manifest"):
+            self._files.pipe_file(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
+
+    def abandon(self, name: CheckpointName) -> None:
+        """See `Tier`."""
+        if not self._is_committed(name):
+            self._remove(name)
+
+    def inventory(self) -> list[TierEntry]:
+        """See `Tier`; one small download per checkpoint."""
+        entries = []
+        for name in self._names():
+            try:
+                manifest = self._read_manifest(name)
+            except FileNotFoundError:
+                continue  # being written, or its writers are dead
+            except CorruptCheckpointError as error:
+                entries.append(TierEntry(name, 1, (), False, 0, str(error)))
+                continue
+            entries.append(self._entry(name, manifest))
+        return entries
+
+    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+        """Downloads the shard into a temporary file, which has no name any more when this returns. See `Tier`."""
+        try:
+            manifest = self._read_manifest(name)
+            if shard_rank >= manifest.world_size:
+                raise FileNotFoundError
+            record = manifest.shards[shard_rank]
+            folder = Path(tempfile.mkdtemp(prefix="torchelastic-download-", dir=self._download_folder))
+            try:
+                with self._explained("download a shard"):
+                    self._files.get_file(f"{self._folder(name)}/{record.file}", str(folder / record.file))
+                return open_shard(folder, record)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        except FileNotFoundError:
+            place = self._shown(self._folder(name))
+            raise CorruptCheckpointError(f"the shard of rank {shard_rank} is not in {place}") from None
+
+    def prune(self) -> list[CheckpointName]:
+        """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
+        infos = []
+        for name in self._names():
+            try:
+                manifest = self._read_manifest(name)
+            except (FileNotFoundError, CorruptCheckpointError):
+                continue  # neither counted nor removed
+            if self._entry(name, manifest).damage is None:
+                infos.append(_info(manifest))
+        removed = [info.name for info in prunable_checkpoints(self.keep, infos)]
+        for name in removed:
+            self._remove(name)
+        return removed
+
+    def close(self) -> None:
+        """See `Tier`; there is nothing to give back."""
+
+    def _entry(self, name: CheckpointName, manifest: Manifest) -> TierEntry:
+        sizes = self._sizes(self._folder(name))
+        found = {r.rank: r.size_bytes for r in manifest.shards if sizes.get(r.file) == r.size_bytes}
+        missing = sorted(set(range(manifest.world_size)) - set(found))
+        damage = f"the shards of the ranks {missing} are missing or cut" if missing else None
+        return TierEntry(name, manifest.world_size, tuple(sorted(found)), True, sum(found.values()), damage)
+
+    def _folder(self, name: CheckpointName) -> str:
+        return f"{self._root}/{name.folder_name}"
+
+    def _names(self) -> list[CheckpointName]:
+        names = {CheckpointName.find(file) for file in self._sizes(self._root)}
+        return sorted((name for name in names if name is not None), reverse=True)
+
+    def _sizes(self, folder: str) -> dict[str, int | None]:
+        """What is directly in a folder, and how long it is."""
+        with self._explained("list the checkpoints"):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(folder, detail=True)
+            except FileNotFoundError:
+                return {}
+        return {str(item["name"]).rstrip("/").rpartition("/")[2]: item.get("size") for item in found}
+
+    def _read_manifest(self, name: CheckpointName) -> Manifest:
+        """Raises: FileNotFoundError if there is none; CorruptCheckpointError; CheckpointError."""
+        path = f"{self._folder(name)}/{MANIFEST_NAME}"
+        data = self._read(path)
+        try:
+            manifest = decode_manifest(data)
+            if manifest.name != name:
+                raise CorruptCheckpointError(f"it is the manifest of {manifest.name}")
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{self._shown(path)}: {error}") from error
+        return manifest
+
+    def _read_fence(self) -> FenceState:
+        try:
+            return decode_fence(self._read(f"{self._root}/{FENCE_NAME}"))
+        except (FileNotFoundError, CorruptCheckpointError):
+            return FenceState()  # the names of what is stored tell the epoch as well
+
+    def _read(self, path: str) -> bytes:
+        with self._explained("read from the storage", missing_ok=True):
+            return bytes(self._files.cat_file(path))
+
+    def _exists(self, path: str) -> bool:
+        self._files.invalidate_cache()
+        return bool(self._files.exists(path))
+
+    def _is_committed(self, name: CheckpointName) -> bool:
+        with self._explained("look at a checkpoint"):
+            return self._exists(f"{self._folder(name)}/{MANIFEST_NAME}")
+
+    def _remove(self, name: CheckpointName) -> None:
+        folder = self._folder(name)
+        with self._explained("remove a checkpoint"):
+            for path in (f"{folder}/{MANIFEST_NAME}", folder):
+                try:
+                    if self._exists(path):
+                        self._files.rm(path, recursive=path == folder)
+                except FileNotFoundError:
+                    pass  # somebody else was faster
+
+    def _shown(self, path: str) -> str:
+        return f"{self.where.rstrip('/')}{path.removeprefix(str(self._root))}"
+
+    def _fenced(self, token: tuple[int, int], now: FenceState) -> FencedError:
+        return FencedError(
+            f"this writer of epoch {token[0]}, round {token[1]} in {self.where} was replaced by run {now.run_id!r}, "
+            f"epoch {now.epoch}, round {now.round}: its checkpoint is not published, and it must end"
+        )
+
+    @contextmanager
+    def _explained(self, action: str, *, missing_ok: bool = False) -> Iterator[None]:
+        """What any of the many packages behind fsspec raises becomes an error that names the place, and no secret."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and missing_ok:
+                raise
+            raise self._error(action, error) from None
+
+    def _error(self, action: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"could not {action} at {self.where}: {self._redacted(error)}")
+
+    def _redacted(self, error: Exception) -> str:
+        text = f"{type(error).__name__}: {error}".replace(self._url, self.where)
+        user = urlsplit(self._url).netloc.rpartition("@")[0]
+        for secret in filter(None, [user, *user.split(":"), urlsplit(self._url).query]):
+            text = text.replace(secret, "***")
+        return text
+
+
+def _info(manifest: Manifest) -> CheckpointInfo:
+    return CheckpointInfo(
+        step=manifest.name.step,
+        saved_s=manifest.saved_s,
+        metrics=manifest.metrics,
+        size_bytes=manifest.size_bytes,
+        name=manifest.name,
+        folder=Path(manifest.name.folder_name),
+        manifest=manifest,
+    )

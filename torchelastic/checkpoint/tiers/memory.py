@@ -1,0 +1,136 @@
+"""The freshest tier: this host's tmpfs. A sealed slot only gets a name there, so storing it costs nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord
+from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry
+from torchelastic.checkpoint.tiers.host_folder import HostFolder, entries_in, open_in
+from torchelastic.checkpoint.tiers.received import ReceivedShards, ShardId
+
+
+class MemoryTier(Tier):
+    """Checkpoints in a folder on tmpfs, which survive every process of this host, but not the host.
+
+    Each host has its own; the ranks of a host share it. It also takes shards of other hosts' ranks (`shelf`).
+
+    Args:
+        folder: on tmpfs, for example below /dev/shm; of this run alone.
+        keep: which checkpoints stay. Each costs this host's shards of memory, and one more is needed for saving.
+        every: how rarely it takes part; None: in each save.
+        name: for logs and metrics.
+        pinned: register the memory with CUDA; see `Slot`.
+        disk: what touches files.
+
+    Attributes:
+        pool: the slots. A stage that was taken and will not be put is given back to it.
+        shelf: where replicas of other ranks' shards are received; see `replication.ReplicaServer`.
+    """
+
+    is_shared = False
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: KeepPolicy | None = None,
+        every: SavePolicy | None = None,
+        *,
+        name: str = "memory",
+        pinned: bool = False,
+        disk: Disk = REAL_DISK,
+    ) -> None:
+        if not os.fspath(folder):
+            raise ValueError("the folder of the memory tier is empty: name one on tmpfs, for example below /dev/shm")
+        self._root = Path(folder).absolute()
+        self.name = name
+        self.keep = keep if keep is not None else KeepLast(1)
+        self.every = every
+        self.where = str(self._root)
+        self.pool = SlotPool(self._root, pinned=pinned, disk=disk)
+        self.shelf = ReceivedShards(self._root, disk)
+        self._ours: set[Path] = set()
+        self._host = HostFolder(self._root, disk, self._retire)
+
+    def known_epoch(self, run_id: str) -> int:
+        """See `Tier`."""
+        return self._host.fence.known_epoch(run_id)
+
+    def prepare(self, context: TierContext) -> None:
+        """See `Tier`."""
+        self._host.prepare(context)
+
+    def stage(self, header: Header) -> Stage:
+        """A slot to copy tensors of this layout into, after `prepare`. Give it to `put`, or to `pool.give_back`.
+
+        Raises:
+            CheckpointError: there is no room for a new one.
+        """
+        return self.pool.take(header)
+
+    def put(self, shard: SealedShard) -> ShardRecord:
+        """Publishes the stage as it is; copies only what lies in no stage of this tier. See `Tier`."""
+        record = shard.record
+        path = self._host.folder_of(shard.name) / record.file
+        if shard.stage is not None and self._is_ours(shard.stage):
+            self.pool.publish(shard.stage, path)
+            self._ours.add(path)
+        else:
+            self.receive(shard.name, shard.rank, shard.world_size, shard.data)
+        return record
+
+    def _is_ours(self, stage: Stage) -> bool:
+        return stage.slot.path is not None and stage.slot.path.parent == self._root
+
+    def receive(self, name: CheckpointName, rank: int, world_size: int, data: memoryview) -> None:
+        """Copies the whole shard of any rank into this host's memory, where it counts like one that was put here.
+
+        Raises:
+            CorruptCheckpointError: it is no whole shard.
+            CheckpointError: there is no room for it.
+        """
+        shard_id = str(ShardId(name, rank, world_size))
+        target = self.shelf.take_room(shard_id, data.nbytes)
+        try:
+            target[:] = data
+            self.shelf.received(shard_id, None)
+        finally:
+            self.shelf.abandon(shard_id)
+
+    def commit(self, manifest: Manifest) -> None:
+        """See `Tier`."""
+        self._host.commit(manifest)
+
+    def abandon(self, name: CheckpointName) -> None:
+        """See `Tier`."""
+        self._host.abandon(name)
+
+    def inventory(self) -> list[TierEntry]:
+        """See `Tier`; what was received for other hosts is part of it."""
+        return entries_in(self._root)
+
+    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+        """See `Tier`."""
+        return open_in(self._root, name, shard_rank)
+
+    def prune(self) -> list[CheckpointName]:
+        """See `Tier`."""
+        return self._host.prune(self.keep, lambda path: path in self._ours or self.shelf.holds(path))
+
+    def _retire(self, path: Path) -> None:
+        self._ours.discard(path)
+        if not self.shelf.retire(path):
+            self.pool.retire(path)
+
+    def close(self) -> None:
+        """See `Tier`."""
+        self.shelf.close()
+        self.pool.close()
+        self._host.close()
