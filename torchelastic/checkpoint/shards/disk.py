@@ -10,10 +10,35 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.errors import CheckpointError, explained
+
+#: How often, and after what pause, a file is created again that was taken for a left-over.
+CREATE_ATTEMPTS, CREATE_PAUSE_S = 50, 0.01
+
+
+#: What a file system answers that has no locks, such as Lustre without `-o flock`.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def lock_file(descriptor: int, operation: int) -> bool:
+    """Locks an open file (flock) without waiting; false where the file system has no locks.
+
+    Without them nothing is reused and no left-over is removed, so nothing is lost but memory.
+
+    Raises:
+        BlockingIOError: somebody else holds a lock that excludes this one.
+    """
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
 
 
 class Disk:
@@ -25,9 +50,38 @@ class Disk:
         The lock tells others on this host that its writer lives: see `pool.remove_left_overs`.
         """
         with explained("create a file of the checkpoint", path):
+            descriptor = self._create_locked(path, may_exist=False)
+            for _ in range(CREATE_ATTEMPTS):
+                if descriptor is not None:
+                    return descriptor
+                time.sleep(CREATE_PAUSE_S)
+                descriptor = self._create_locked(path, may_exist=True)
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    @staticmethod
+    def _create_locked(path: Path, *, may_exist: bool) -> int | None:
+        """None where somebody took the file for a left-over, in the moment between its creation and its lock.
+
+        That file is left to whoever took it: two removals of one name could hit the next file of that name.
+        """
+        try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
+        except FileExistsError:
+            if may_exist:
+                return None
+            raise
+        try:
+            lock_file(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        os.close(descriptor)
+        return None
 
     def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
         """Reserves room, so that writing through a memory map cannot run out of it."""
@@ -58,6 +112,8 @@ class Disk:
         with explained("write the checkpoint", path):
             while data:
                 written = os.pwrite(descriptor, data, begin)
+                if written <= 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
                 data, begin = data[written:], begin + written
 
     def sync(self, descriptor: int, path: Path) -> None:
@@ -83,7 +139,10 @@ class Disk:
         """Gives a file a name that must not be taken yet, in one step."""
         with explained("publish the checkpoint", target):
             os.link(source, target)
-            source.unlink()
+        try:
+            self.remove(source)
+        except CheckpointError:
+            pass  # it is published; the other name is a left-over, and is removed as one
 
     def remove(self, path: Path) -> None:
         """Removes a file; it may be gone already."""

@@ -36,6 +36,7 @@ _MAGIC = b"TESHARD\0"
 _PREAMBLE = struct.Struct("<8sIIQ16sQQ")  # magic, version, 0, header bytes, header digest, data offset, data bytes
 _DIGEST = struct.Struct("<Q")
 PREAMBLE_BYTES = 64
+_MAX_NUMBER = 2**62  # torch counts elements and bytes in 64 bits with a sign
 
 
 class NotAShardError(CorruptCheckpointError):
@@ -188,7 +189,7 @@ def decode_header(data: bytes, preamble: Preamble) -> Header:
         entries = tuple(_entry(*fields) for fields in document["tensors"])
         header = Header(document["structure"], entries, MappingProxyType(document["meta"]))
         _check(header, preamble)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
         raise CorruptCheckpointError(f"its header makes no sense: {error!r}") from error
     return header
 
@@ -204,14 +205,30 @@ def _entry(
     checksum: str,
     is_shard: bool,
 ) -> Entry:
+    if not (type(name) is type(dtype) is type(checksum) is str) or type(is_shard) is not bool:
+        raise TypeError(f"{name!r}: a word of its entry is none")
+    for number in (*shape, *offsets, *sizes, offset_bytes, size_bytes):
+        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
+            raise TypeError(f"{name!r}: {number!r} is no length or place")
     box = Box(tuple(offsets), tuple(sizes))
     return Entry(name, dtype, tuple(shape), box, offset_bytes, size_bytes, checksum, is_shard)
 
 
 def _check(header: Header, preamble: Preamble) -> None:
+    if preamble.data_offset_bytes < PREAMBLE_BYTES + preamble.header_bytes:
+        raise ValueError("its data begins inside of its header")
+    if len({entry.name for entry in header.entries}) != len(header.entries):
+        raise ValueError("two of its tensors have one name")
+    end = 0
     for entry in header.entries:
-        expected = math.prod(entry.box.sizes) * dtype_named(entry.dtype).itemsize
+        dtype = dtype_named(entry.dtype)
+        expected = math.prod(entry.box.sizes) * dtype.itemsize
+        if entry.dtype.startswith(("q", "bits")) or math.prod(size for size in entry.shape if size) >= _MAX_NUMBER:
+            raise ValueError(f"no tensor {entry.dtype} of shape {entry.shape} is stored as {entry.name!r}")
         if entry.size_bytes != expected or not entry.box.fits_into(entry.shape):
             raise ValueError(f"{entry.name!r} has {entry.size_bytes} bytes, and {entry.box} of {entry.shape}")
-        if entry.offset_bytes < 0 or entry.offset_bytes + entry.size_bytes > preamble.data_bytes:
-            raise ValueError(f"{entry.name!r} lies outside of the data")
+        if entry.offset_bytes != align(end, ALIGNMENT_BYTES):
+            raise ValueError(f"{entry.name!r} does not follow the tensor before it")
+        end = entry.offset_bytes + entry.size_bytes
+    if end > preamble.data_bytes:
+        raise ValueError("its tensors end behind its data")

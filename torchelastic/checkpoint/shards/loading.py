@@ -14,8 +14,8 @@ import torch
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.boxes import Box, uncovered
 from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
+from torchelastic.checkpoint.shards.reading import ShardReader, is_plain_memory
+from torchelastic.checkpoint.shards.tensors import copyable, dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import NamedTensor, flatten, tensor_names, unflatten
 
 #: How many names an error lists before it only counts.
@@ -64,8 +64,8 @@ def read_tensors(shards: Sequence[ShardReader]) -> dict[str, torch.Tensor]:
 def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = True, allow_pickles: bool = False) -> Any:
     """Copies the saved tensors into those of a state that exists already; a DTensor or `ShardOf` gets its own part.
 
-    Everything is checked before the first byte is copied: names, shapes, dtypes, coverage, then all checksums. So the
-    state is either untouched or complete.
+    Everything is checked before the first byte is copied: names, shapes, dtypes, coverage, then the checksums of all
+    that is read. So the state is either untouched or complete.
 
     Args:
         shards: all shards of one checkpoint, open.
@@ -86,19 +86,22 @@ def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = Tr
     present = [named for named in wanted if named.name in pieces]
     for named in present:
         _require_covered(named.name, named.box, pieces[named.name])
-    for shard in shards:
-        shard.verify()
+    for shard, names in _needed(shards, present, pieces):
+        shard.verify(names=names)
     with torch.no_grad():
+        filled = _fill_directly(shards, present, pieces)
         for named in present:
-            _fill(named, pieces[named.name])
+            if named.name not in filled:
+                _fill(named, pieces[named.name])
     structure = next((shard.header.structure for shard in shards if shard.header.structure is not None), None)
     if structure is None:
         return template
-    filled = {named.name: named.tensor for named in wanted}
-    absent = tensor_names(structure) - filled.keys()
+    tensors = {named.name: named.tensor for named in wanted}
+    in_place = frozenset(tensors)
+    absent = tensor_names(structure) - in_place
     if absent:
-        filled |= {name: tensor for name, tensor in read_tensors(shards).items() if name in absent}
-    return unflatten(structure, filled, allow_pickles=allow_pickles)
+        tensors |= {name: tensor for name, tensor in read_tensors(shards).items() if name in absent}
+    return unflatten(structure, tensors, allow_pickles=allow_pickles, in_place=in_place)
 
 
 def _pieces_by_name(shards: Sequence[ShardReader]) -> dict[str, list[tuple[ShardReader, Entry]]]:
@@ -137,7 +140,36 @@ def _whole(entry: Entry, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 def _place(whole: torch.Tensor, entry: Entry, part: torch.Tensor) -> None:
     place = whole[entry.box.within(Box.whole(entry.shape))]
     if place.data_ptr() != part.data_ptr():
-        place.copy_(part)
+        copyable(place).copy_(copyable(part))
+
+
+def _needed(
+    shards: Sequence[ShardReader], wanted: Sequence[NamedTensor], pieces: _Pieces
+) -> list[tuple[ShardReader, set[str]]]:
+    """Which of its tensors each shard is read for."""
+    names: dict[int, set[str]] = {id(shard): set() for shard in shards}
+    for named in wanted:
+        for shard, entry in pieces[named.name]:
+            if entry.box == named.box or entry.box.intersection(named.box):
+                names[id(shard)].add(named.name)
+    return [(shard, names[id(shard)]) for shard in shards]
+
+
+def _fill_directly(shards: Sequence[ShardReader], wanted: Sequence[NamedTensor], pieces: _Pieces) -> set[str]:
+    """Reads those that one shard holds as they are wanted without a copy between; returns their names."""
+    done: set[str] = set()
+    for shard in shards:
+        targets = {
+            named.name: named.tensor
+            for named in wanted
+            if named.name not in done
+            and is_plain_memory(named.tensor)
+            and any(reader is shard and entry.box == named.box for reader, entry in pieces[named.name])
+        }
+        if targets:
+            shard.read(targets, names=targets)
+            done |= targets.keys()
+    return done
 
 
 def _fill(named: NamedTensor, pieces: Sequence[tuple[ShardReader, Entry]]) -> None:
@@ -145,12 +177,11 @@ def _fill(named: NamedTensor, pieces: Sequence[tuple[ShardReader, Entry]]) -> No
     done: list[Box] = []
     for shard, entry in pieces:
         common = entry.box.intersection(named.box)
-        if common is None and named.box.numel:
-            continue
         if common is None or not uncovered(common, done):
             continue
         part = shard.read_one(entry.name)
-        named.tensor[common.within(named.box)].copy_(part[common.within(entry.box)])
+        place = copyable(named.tensor)[common.within(named.box)]
+        place.copy_(copyable(part)[common.within(entry.box)])
         done.append(common)
 
 

@@ -6,15 +6,15 @@ being finished; after that nothing is allocated any more.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
@@ -39,7 +39,7 @@ class SlotPool:
         self._lock = threading.Lock()
         self._free: list[Stage] = []
         self._published: dict[Path, Stage] = {}
-        self._taken: set[int] = set()
+        self._closed = False
 
     def take(self, header: Header) -> Stage:
         """Returns a stage for tensors of this layout, hidden and not in use; a warm one where there is one.
@@ -48,11 +48,12 @@ class SlotPool:
             CheckpointError: a new slot is needed, and there is no room for it.
         """
         with self._lock:
+            if self._closed:
+                raise ValueError("the pool of slots is closed")
             stage = self._warm(header)
             if stage is None:
                 path = hidden_path(self.folder) if self.folder else None
                 stage = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
-            self._taken.add(id(stage))
             return stage
 
     def _warm(self, header: Header) -> Stage | None:
@@ -91,8 +92,6 @@ class SlotPool:
         larger.copy(stage.places)
         larger.seal(header)
         with self._lock:
-            self._taken.discard(id(stage))
-            self._taken.add(id(larger))
             self._drop(stage)
         return larger
 
@@ -100,17 +99,22 @@ class SlotPool:
         """Gives a sealed stage its name. Raises: CheckpointError if the name is taken; the stage is then still held."""
         stage.slot.publish(target)
         with self._lock:
-            self._taken.discard(id(stage))
             self._published[target] = stage
 
     def give_back(self, stage: Stage) -> None:
-        """A stage that was taken is free again, its content of no worth."""
+        """A stage that was taken is free again, its content of no worth; after `close` it is given back at once."""
         with self._lock:
-            self._taken.discard(id(stage))
-            self._free.append(stage)
+            if self._closed:
+                self._drop(stage)
+            else:
+                self._free.append(stage)
 
     def retire(self, path: Path) -> None:
-        """Removes a published shard, whoever made it; its slot is free again if it is ours and nobody reads it."""
+        """Removes a published shard, whoever made it; its slot is free again if it is ours and nobody reads it.
+
+        Raises:
+            CheckpointError: it cannot be removed (one that is gone already is no error).
+        """
         with self._lock:
             stage = self._published.pop(path, None)
             if stage is None or self.folder is None:
@@ -118,7 +122,10 @@ class SlotPool:
                 return
             try:
                 is_free = stage.slot.withdraw(hidden_path(self.folder))
-            except CheckpointError:
+            except CheckpointError as error:
+                if error.errno != errno.ENOENT:
+                    self._published[path] = stage  # still there, and still ours
+                    raise
                 log.warning("the checkpoint %s was removed by somebody else", path)
                 stage.slot.close()
                 return
@@ -128,8 +135,9 @@ class SlotPool:
                 self._drop(stage)
 
     def close(self) -> None:
-        """Gives all memory back; published files stay, hidden ones go."""
+        """Gives all memory back; published files stay, hidden ones go, those in use as soon as they are given back."""
         with self._lock:
+            self._closed = True
             for stage in self._free:
                 self._drop(stage)
             for stage in self._published.values():
@@ -153,24 +161,27 @@ def remove_left_overs(folder: Path, disk: Disk = REAL_DISK) -> int:
     removed = 0
     for path in _hidden_files(folder):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue  # removed meanwhile, or not ours
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            disk.remove(path)
-            removed += 1
-        except (BlockingIOError, CheckpointError):
+            if lock_file(descriptor, fcntl.LOCK_EX):
+                disk.remove(path)
+                removed += 1
+        except OSError:
             pass  # its writer lives, or the folder is read-only
         finally:
             os.close(descriptor)
     return removed
 
 
-def _hidden_files(folder: Path) -> Iterator[Path]:
+def _hidden_files(folder: Path) -> list[Path]:
     try:
-        yield from (
-            Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(HIDDEN) and entry.is_file()
-        )
-    except FileNotFoundError:
-        return
+        with os.scandir(folder) as entries:
+            return [
+                Path(entry.path)
+                for entry in entries
+                if entry.name.startswith(HIDDEN) and entry.is_file(follow_symlinks=False)
+            ]
+    except OSError:
+        return []  # no such folder, or not ours: nothing of ours is in it

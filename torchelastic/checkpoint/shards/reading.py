@@ -7,9 +7,11 @@ and the owner of the slot leaves a file alone that somebody has locked; what is 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +21,9 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, DEFAULT_THREADS, over_batches
+from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.header import (
+    ALIGNMENT_BYTES,
     PREAMBLE_BYTES,
     Entry,
     Header,
@@ -48,11 +52,14 @@ class ShardReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with explained("read the checkpoint", self.path):
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # O_NONBLOCK: opening a pipe by mistake must not wait for its writer
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._map: mmap.mmap | None = None
         try:
-            self._lock()
-            self._map = self._map_file()
-            self.header, self._data_offset, self.size_bytes = self._read_header()
+            with explained("read the checkpoint", self.path):
+                self._lock()
+                self.header, self._data_offset, self.size_bytes = self._read_header()
+            self._index = {entry.name: index for index, entry in enumerate(self.header.entries)}
         except CorruptCheckpointError as error:
             os.close(self._descriptor)
             raise CorruptCheckpointError(f"the shard {self.path} cannot be used: {error}") from error
@@ -63,36 +70,38 @@ class ShardReader:
     def _lock(self) -> None:
         """Keeps the owner of a slot from writing into it; if it was quicker, the checkpoint is gone."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(self._descriptor, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                 return
         except (BlockingIOError, FileNotFoundError):
             pass
         raise CheckpointError(f"the checkpoint {self.path} was removed by its owner while it was opened")
 
-    def _map_file(self) -> mmap.mmap:
-        size_bytes = os.fstat(self._descriptor).st_size
-        if size_bytes < PREAMBLE_BYTES:
-            raise CorruptCheckpointError(f"it has only {size_bytes} bytes")
-        with explained("read the checkpoint", self.path):
-            return mmap.mmap(self._descriptor, size_bytes, prot=mmap.PROT_READ)
-
     def _read_header(self) -> tuple[Header, int, int]:
-        preamble = decode_preamble(self._map[:PREAMBLE_BYTES])
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError("it is not a file")
+        preamble = decode_preamble(os.pread(self._descriptor, PREAMBLE_BYTES, 0))
         end = preamble.data_offset_bytes + preamble.data_bytes
-        if len(self._map) < end:
-            raise CorruptCheckpointError(f"it has {len(self._map)} bytes of {end}: it was cut")
-        header = decode_header(self._map[PREAMBLE_BYTES : PREAMBLE_BYTES + preamble.header_bytes], preamble)
-        return header, preamble.data_offset_bytes, end
+        if status.st_size < end:
+            raise CorruptCheckpointError(f"it has {status.st_size} bytes of {end}: it was cut")
+        encoded = bytearray(min(preamble.header_bytes, status.st_size))
+        self._read_into([memoryview(encoded)], PREAMBLE_BYTES)
+        return decode_header(bytes(encoded), preamble), preamble.data_offset_bytes, end
 
     def read(
-        self, into: Mapping[str, torch.Tensor] | None = None, *, threads: int = DEFAULT_THREADS
+        self,
+        into: Mapping[str, torch.Tensor] | None = None,
+        *,
+        names: Container[str] | None = None,
+        threads: int = DEFAULT_THREADS,
     ) -> dict[str, torch.Tensor]:
-        """Copies all tensors out of the file and checks them.
+        """Copies tensors out of the file and checks them.
 
         Args:
             into: contiguous CPU tensors to copy into, by name, of the stored dtype and shape (of the stored part); the
                 others are created. They hold anything if this raises.
+            names: which tensors; all if not given.
             threads: how many copy.
 
         Returns:
@@ -102,32 +111,39 @@ class ShardReader:
             CorruptCheckpointError: a tensor is not what was written; names it.
             ValueError: a tensor in `into` does not fit.
         """
-        targets = [_target(entry, (into or {}).get(entry.name)) for entry in self.header.entries]
-        found = over_batches(self.header.entries, lambda batch: self._copy_out(batch, targets), threads)
-        for entry, checksum in zip(self.header.entries, found, strict=True):
+        given = into or {}
+        entries = [entry for entry in self.header.entries if names is None or entry.name in names]
+        targets = [_target(entry, given.get(entry.name)) for entry in entries]
+        buffers = [memory_of(target) for target in targets]  # here, not on the threads: it needs the interpreter's lock
+        found = over_batches(
+            entries,
+            lambda batch: self._copy_out(entries[batch.start : batch.stop], buffers[batch.start : batch.stop]),
+            threads,
+        )
+        for entry, checksum in zip(entries, found, strict=True):
             self._compare(entry, checksum)
-        return {entry.name: target for entry, target in zip(self.header.entries, targets, strict=True)}
+        return {entry.name: target for entry, target in zip(entries, targets, strict=True)}
 
     def read_one(self, name: str) -> torch.Tensor:
         """Copies one tensor out of the file and checks it. Raises: KeyError if the shard has none of that name."""
-        entry = next((entry for entry in self.header.entries if entry.name == name), None)
-        if entry is None:
-            raise KeyError(name)
-        index, target = self.header.entries.index(entry), _target(entry, None)
-        (checksum,) = self._copy_out(range(index, index + 1), {index: target})
+        entry = self.header.entries[self._index[name]]
+        target = _target(entry, None)
+        (checksum,) = self._copy_out([entry], [memory_of(target)])
         self._compare(entry, checksum)
         return target
 
-    def verify(self, *, threads: int = DEFAULT_THREADS) -> None:
-        """Compares every tensor with its checksum, copying nothing. Raises: CorruptCheckpointError."""
-        found = over_batches(
-            self.header.entries, lambda batch: [self._hash(self.header.entries[index]) for index in batch], threads
-        )
-        for entry, checksum in zip(self.header.entries, found, strict=True):
+    def verify(self, *, names: Container[str] | None = None, threads: int = DEFAULT_THREADS) -> None:
+        """Compares all tensors, or those of these names, with their checksums. Raises: CorruptCheckpointError."""
+        entries = [entry for entry in self.header.entries if names is None or entry.name in names]
+        found = over_batches(entries, lambda batch: self._hash(entries[batch.start : batch.stop]), threads)
+        for entry, checksum in zip(entries, found, strict=True):
             self._compare(entry, checksum)
 
     def view(self) -> memoryview:
         """The whole shard as bytes, without a copy, for sending; release it before `close`."""
+        if self._map is None:
+            with explained("read the checkpoint", self.path):
+                self._map = mmap.mmap(self._descriptor, self.size_bytes, prot=mmap.PROT_READ)
         return memoryview(self._map)[: self.size_bytes]
 
     def close(self) -> None:
@@ -135,51 +151,60 @@ class ShardReader:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            try:
-                self._map.close()
-            except BufferError:
-                pass  # a view of it is still in use, and goes with its user
+        self._map = None  # a view of it that is still in use keeps it
 
-    def _bytes_of(self, entry: Entry) -> memoryview:
-        begin = self._data_offset + entry.offset_bytes
-        return memoryview(self._map)[begin : begin + entry.size_bytes]
+    def _hash(self, entries: Sequence[Entry]) -> list[str]:
+        """Checksums of neighbours, read through a small buffer (a map would cost a page fault per page)."""
+        if len(entries) == 1:
+            return [self._copy_long(entries[0], None)]
+        scratch = memoryview(bytearray(sum(entry.size_bytes for entry in entries)))
+        ends = list(itertools.accumulate(entry.size_bytes for entry in entries))
+        return self._copy_out(entries, [scratch[begin:end] for begin, end in itertools.pairwise([0, *ends])])
 
-    def _hash(self, entry: Entry) -> str:
-        return f"{xxhash.xxh3_64_intdigest(self._bytes_of(entry)):016x}"
-
-    def _copy_out(self, batch: range, targets: Mapping[int, torch.Tensor] | Sequence[torch.Tensor]) -> list[str]:
-        """Reads straight into the tensors (a map would cost a page fault per page), and hashes what has arrived."""
-        buffers = [memory_of(targets[index]) for index in batch]
-        if len(batch) == 1:
-            return [self._copy_long(self.header.entries[batch[0]], buffers[0])]
-        entries = [self.header.entries[index] for index in batch]
-        pieces, position = [], entries[0].offset_bytes
+    def _copy_out(self, entries: Sequence[Entry], buffers: Sequence[memoryview]) -> list[str]:
+        """Reads straight into the tensors, and hashes what has arrived while it is in the processor's cache."""
+        if len(entries) == 1:
+            return [self._copy_long(entries[0], buffers[0])]
+        begin = position = entries[0].offset_bytes
+        pieces: list[memoryview] = []
         for entry, buffer in zip(entries, buffers, strict=True):
-            if entry.size_bytes:
-                pieces += [memoryview(bytearray(entry.offset_bytes - position)), buffer]
-                position = entry.offset_bytes + entry.size_bytes
-        self._read_into([piece for piece in pieces if piece.nbytes], self._data_offset + entries[0].offset_bytes)
+            if entry.offset_bytes - position >= ALIGNMENT_BYTES:  # not all of the neighbours were asked for
+                self._read_into(pieces, self._data_offset + begin)
+                pieces, begin = [], entry.offset_bytes
+            elif entry.offset_bytes > position:
+                pieces.append(memoryview(bytearray(entry.offset_bytes - position)))
+            pieces.append(buffer)
+            position = entry.offset_bytes + entry.size_bytes
+        self._read_into(pieces, self._data_offset + begin)
         return [f"{xxhash.xxh3_64_intdigest(buffer):016x}" for buffer in buffers]
 
-    def _copy_long(self, entry: Entry, buffer: memoryview) -> str:
+    def _copy_long(self, entry: Entry, buffer: memoryview | None) -> str:
+        """One tensor in chunks, into a buffer of its length, or only for its checksum."""
         digest = xxhash.xxh3_64()
+        scratch = memoryview(bytearray(0 if buffer is not None else min(CHUNK_BYTES, entry.size_bytes)))
         for begin in range(0, entry.size_bytes, CHUNK_BYTES):
-            chunk = buffer[begin : begin + CHUNK_BYTES]
+            end = min(begin + CHUNK_BYTES, entry.size_bytes)
+            chunk = buffer[begin:end] if buffer is not None else scratch[: end - begin]
             self._read_into([chunk], self._data_offset + entry.offset_bytes + begin)
             digest.update(chunk)
         return f"{digest.intdigest():016x}"
 
-    def _read_into(self, pieces: list[memoryview], begin: int) -> None:
-        wanted = sum(piece.nbytes for piece in pieces)
-        with explained("read the checkpoint", self.path):
-            got = os.preadv(self._descriptor, pieces, begin) if wanted else 0
-        if got == wanted:
-            return
-        if got == 0:
-            raise CorruptCheckpointError(f"the shard {self.path} was cut while it was read")
-        while pieces and got >= pieces[0].nbytes:  # a short read: go on behind it
-            got, begin, pieces = got - pieces[0].nbytes, begin + pieces[0].nbytes, pieces[1:]
-        self._read_into([pieces[0][got:], *pieces[1:]], begin + got)
+    def _read_into(self, pieces: Sequence[memoryview], begin: int) -> None:
+        pieces = [piece for piece in pieces if piece.nbytes]
+        while pieces:
+            with explained("read the checkpoint", self.path):
+                got = self._read_some(pieces, begin)
+            if got == 0:
+                raise CorruptCheckpointError(f"the shard {self.path} was cut while it was read")
+            begin += got
+            while pieces and got >= pieces[0].nbytes:
+                got -= pieces.pop(0).nbytes
+            if got:  # a short read: go on behind it
+                pieces[0] = pieces[0][got:]
+
+    def _read_some(self, pieces: list[memoryview], begin: int) -> int:
+        """One system call; returns how many bytes arrived."""
+        return os.preadv(self._descriptor, pieces, begin)
 
     def _compare(self, entry: Entry, checksum: str) -> None:
         if checksum != entry.checksum:
@@ -224,10 +249,16 @@ def require_whole(entries: Iterable[Entry], place: str) -> None:
 def _target(entry: Entry, given: torch.Tensor | None) -> torch.Tensor:
     dtype = dtype_named(entry.dtype)
     if given is None:
-        return torch.empty(entry.size_bytes, dtype=torch.uint8).view(dtype).view(entry.box.sizes)
-    if given.dtype != dtype or tuple(given.shape) != entry.box.sizes or not given.is_contiguous():
+        return torch.empty(entry.box.sizes, dtype=dtype)
+    if given.dtype != dtype or given.shape != entry.box.sizes or not is_plain_memory(given):
         raise ValueError(
-            f"{entry.name!r} is a contiguous {entry.dtype} of shape {entry.box.sizes} in the checkpoint, and a "
-            f"{given.dtype} of shape {tuple(given.shape)} was given for it"
+            f"{entry.name!r} is a {entry.dtype} of shape {entry.box.sizes} in the checkpoint, and a {given.dtype} of "
+            f"shape {tuple(given.shape)} was given for it: it must be the same, contiguous and on the CPU"
         )
     return given.detach()
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be written one after the other, without torch."""
+    is_strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

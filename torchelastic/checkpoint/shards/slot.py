@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
 from torchelastic.checkpoint.shards.header import PAGE_BYTES, align
+from torchelastic.checkpoint.shards.writing import share_lock
 
 
 class Slot:
@@ -46,24 +48,32 @@ class Slot:
         self.disk = disk
         self._pinned = False
         self._descriptor = -1
-        self._map = mmap.mmap(-1, self.capacity_bytes) if path is None else self._create(path)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.memory.zero_()  # touched once, so that no save pays for a page fault
-        if pinned:
-            self._pin()
-
-    def _create(self, path: Path) -> mmap.mmap:
-        self._descriptor = self.disk.create(path)
+        self._map: mmap.mmap | None = None
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if path is not None:
+            self._descriptor = self.disk.create(path)
         try:
-            self.disk.allocate(self._descriptor, self.capacity_bytes, path)
-            return mmap.mmap(self._descriptor, self.capacity_bytes)
+            self._map = self._allocate()
+            self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+            self.memory.zero_()  # touched once, so that no save pays for a page fault
+            if pinned:
+                self._pin()
         except BaseException:
-            os.close(self._descriptor)
-            self.disk.remove(path)
+            self.close()
+            if path is not None:
+                self.disk.remove(path)
             raise
+
+    def _allocate(self) -> mmap.mmap:
+        if self.path is not None:
+            self.disk.allocate(self._descriptor, self.capacity_bytes, self.path)
+        with explained("map memory for the checkpoint", self.path or Path("anonymous memory")):
+            return mmap.mmap(self._descriptor, self.capacity_bytes)
 
     def view(self) -> memoryview:
         """All of it as bytes, without a copy."""
+        if self._map is None:
+            raise ValueError("the slot is closed")
         return memoryview(self._map)
 
     def store(self, begin: int, data: bytes) -> None:
@@ -79,12 +89,13 @@ class Slot:
         """Gives the file the name under which it is read, in one step. Raises: CheckpointError if the name is taken."""
         if self.path is None:
             raise ValueError("anonymous memory has no name")
-        share_lock(self._descriptor)  # as long as the slot lives: it keeps others from taking the file for a left-over
+        # shared as long as the slot lives: it keeps others from taking the file for a left-over
+        share_lock(self._descriptor, self.path)
         self.disk.publish(self.path, target)
         self.path = target
 
     def withdraw(self, hidden: Path) -> bool:
-        """Hides a published file, so that it can be written again; false if somebody is still reading it.
+        """Hides a published file, so that it can be written again; false if somebody may still be reading it.
 
         Raises:
             CheckpointError: the file is gone, or cannot be renamed.
@@ -93,11 +104,11 @@ class Slot:
             raise ValueError("anonymous memory has no name")
         self.disk.rename(self.path, hidden)
         self.path = hidden
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        with explained("lock the checkpoint", hidden):
+            try:
+                return lock_file(self._descriptor, fcntl.LOCK_EX)
+            except BlockingIOError:
+                return False
 
     def close(self) -> None:
         """Gives the memory back as soon as nobody uses a view of it; the file stays."""
@@ -108,10 +119,7 @@ class Slot:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # a view is still alive: the memory goes with the last of them
+        self._map = None  # the memory goes with the last view of it: a place of a stage, a shard that is being sent
 
     def _pin(self) -> None:
         outcome = _cudart().cudaHostRegister(self.memory.data_ptr(), self.capacity_bytes, 0)

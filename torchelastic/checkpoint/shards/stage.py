@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import xxhash
@@ -22,7 +23,7 @@ from torchelastic.checkpoint.shards.header import (
     encode_preamble,
 )
 from torchelastic.checkpoint.shards.slot import Slot
-from torchelastic.checkpoint.shards.tensors import as_bytes, dtype_named
+from torchelastic.checkpoint.shards.tensors import as_bytes, copyable, dtype_named
 
 #: Room that is left behind the header, so that the next save, with more plain values in it, fits into the same slot.
 SPARE_HEADER_BYTES = 32 * 1024
@@ -62,6 +63,24 @@ class Stage:
         places = tuple(_place(slot.memory, offset, entry) for entry in header.entries)
         return cls(slot, header, offset, places)
 
+    def require_fitting(self, sources: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError where a source is of another dtype or shape than its place: torch would convert it."""
+        shapes, dtypes = self._expected
+        if [source.shape for source in sources] == shapes and [source.dtype for source in sources] == dtypes:
+            return
+        if len(sources) != len(self.places):
+            raise ValueError(f"{len(sources)} tensors were given for a shard of {len(self.places)}")
+        for source, place, entry in zip(sources, self.places, self.header.entries, strict=True):
+            if (source.shape, source.dtype) != (place.shape, place.dtype):
+                raise ValueError(
+                    f"{entry.name!r} was laid out as a {place.dtype} of shape {tuple(place.shape)} and is now a "
+                    f"{source.dtype} of shape {tuple(source.shape)}: lay the state out again"
+                )
+
+    @cached_property
+    def _expected(self) -> tuple[list[torch.Size], list[torch.dtype]]:
+        return [place.shape for place in self.places], [place.dtype for place in self.places]
+
     def invalidate(self) -> None:
         """What the slot held before is no shard any more; call it before the first byte is copied."""
         self.slot.store(0, bytes(PREAMBLE_BYTES))
@@ -72,12 +91,17 @@ class Stage:
         Args:
             sources: as many as the header has entries, with their dtypes and shapes; on the CPU or on a GPU (then use
                 `torchelastic.checkpoint.shards.cuda.copy_beside`, which does not wait).
+
+        Raises:
+            ValueError: a source is not what the entry says; nothing was copied.
         """
+        self.require_fitting(sources)
         self.invalidate()
         copy_all(self.places, sources)
 
     def copy_and_hash(self, sources: Sequence[torch.Tensor], threads: int = DEFAULT_THREADS) -> list[str]:
         """The same, and the checksums on the way: each piece is hashed while it is in the processor's cache."""
+        self.require_fitting(sources)
         self.invalidate()
 
         def work(batch: range) -> list[str]:
@@ -147,7 +171,7 @@ def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
             torch._foreach_copy_(list(places), list(sources))
         except (RuntimeError, NotImplementedError):  # dtypes without a kernel, such as int4
             for place, source in zip(places, sources, strict=True):
-                as_bytes(place).copy_(as_bytes(source.contiguous()))
+                copyable(place).copy_(copyable(source))
 
 
 def _place(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:

@@ -7,6 +7,7 @@ so each is stored for itself, but the same view twice is stored once.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,13 +56,25 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous CPU tensor as one row of bytes, sharing its memory."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.view(-1).view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    array: Any = as_bytes(tensor).numpy()
-    return memoryview(array)
+    """The bytes of a contiguous CPU tensor, without a copy; valid as long as somebody keeps the tensor.
+
+    `tensor.numpy()` would mark its memory as one that cannot be resized any more, which breaks FSDP.
+    """
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes == 0:
+        return memoryview(b"")
+    view: memoryview = _memoryview_from(tensor.data_ptr(), size_bytes, _PYBUF_WRITE)
+    return view
+
+
+_PYBUF_WRITE = 0x200  # of Include/cpython/object.h
+_memoryview_from = ctypes.pythonapi.PyMemoryView_FromMemory
+_memoryview_from.restype = ctypes.py_object
+_memoryview_from.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
     if tensor.layout is torch.strided and not tensor.is_quantized:
         shape = tuple(tensor.shape)
         recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device}
-        return Leaf(_identity(tensor, value), recipe, (Part("data", name, tensor, shape, Box.whole(shape)),))
+        return Leaf(_identity(tensor, value, name), recipe, (Part("data", name, tensor, shape, Box.whole(shape)),))
     recipe, parts = _quantized(tensor, name) if tensor.is_quantized else _sparse(tensor, name)
     named = [
         Part(role, name if role == "data" else f"{name}~{role}", part, tuple(part.shape), Box.whole(part.shape))
@@ -182,7 +195,7 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
 
 
 def _shard(part: Part, value: torch.Tensor) -> Leaf:
-    identity = ("shard", part.shape, part.box, _identity(part.tensor, value))
+    identity = ("shard", part.shape, part.box, _identity(part.tensor, value, part.name))
     return Leaf(identity, {"kind": "shard", "device": str(part.tensor.device)}, (part,))
 
 
@@ -243,7 +256,9 @@ def _with_strides(data: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 def _quantized(tensor: torch.Tensor, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if tensor.dtype not in _QUANTIZED or tensor.qscheme() is torch.per_channel_affine_float_qparams:
-        raise TypeError(f"the tensor {name!r} is quantised as {tensor.dtype}: save it dequantised, or as its int_repr()")
+        raise TypeError(
+            f"the tensor {name!r} is quantised as {tensor.dtype}: save it dequantised, or as its int_repr()"
+        )
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         recipe = {"kind": "per_tensor", "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
         return recipe, {"data": tensor.int_repr()}
@@ -273,12 +288,12 @@ def _sparse(tensor: torch.Tensor, name: str) -> tuple[dict[str, Any], dict[str, 
 _COMPRESSED = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 
-def _identity(tensor: torch.Tensor, value: torch.Tensor) -> object:
+def _identity(tensor: torch.Tensor, value: torch.Tensor, name: str) -> object:
     """Equal for two tensors that are the same view of the same memory; where there is none, for the same object."""
     address = tensor.data_ptr()
     if address == 0:
         if tensor.numel():
-            raise TypeError("a tensor in the state has no data: its memory was freed (as FSDP does) before saving")
+            raise TypeError(f"the tensor {name!r} has no data: its memory was freed (as FSDP does) before saving")
         return "object", id(value)
     # a conjugated view of the same memory holds other values
     flags = (tensor.is_conj(), tensor.is_neg())

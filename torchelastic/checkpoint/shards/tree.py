@@ -11,7 +11,7 @@ import base64
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.boxes import Box
-from torchelastic.checkpoint.shards.tensors import Leaf, decode_leaf, dtype_name, dtype_named, encode_leaf
+from torchelastic.checkpoint.shards.tensors import LEAF_TYPES, decode_leaf, dtype_name, dtype_named, encode_leaf
 
 #: What JSON can hold.
 Plain = Any
 
 #: Bytes longer than this are stored as a tensor, not as text in the header.
 MAX_INLINE_BYTES = 4096
-MAX_DEPTH = 200
+MAX_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -70,32 +70,45 @@ def flatten(tree: Any, *, allow_pickles: bool = False) -> Flat:
         ValueError: the tree contains itself, or is nested too deeply.
     """
     walk = _Flattening(allow_pickles)
-    structure = walk.encode(tree, ())
+    try:
+        structure = walk.encode(tree, ())
+    except RecursionError as error:
+        raise ValueError("the state is nested too deeply for the interpreter's stack: not saved") from error
     return Flat(structure, tuple(walk.tensors))
 
 
-def unflatten(structure: Plain, tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = False) -> Any:
+def unflatten(
+    structure: Plain,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    allow_pickles: bool = False,
+    in_place: Container[str] = (),
+) -> Any:
     """Puts a tree together again; the inverse of `flatten`.
 
     Args:
         structure: what `flatten` made.
         tensors: by name; used as they are, so tensors that were one object are one again.
         allow_pickles: run the pickles that are in it. Only for checkpoints that you wrote yourself.
+        in_place: names of tensors that stay as they are given, also where others were saved with other strides.
 
     Raises:
         CheckpointError: it holds pickles, and they are not allowed; or a tensor is missing.
         CorruptCheckpointError: the structure is none that `flatten` makes.
     """
     try:
-        return _Unflattening(tensors, allow_pickles).decode(structure)
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        return _Unflattening(tensors, allow_pickles, in_place).decode(structure)
+    except _NONSENSE as error:
         raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
 
 
 def tensor_names(structure: Plain) -> set[str]:
-    """The names of all tensors that a structure refers to."""
+    """The names of all tensors that a structure refers to. Raises CorruptCheckpointError as `unflatten`."""
     names: set[str] = set()
-    _collect_names(structure, names)
+    try:
+        _collect_names(structure, names)
+    except _NONSENSE as error:
+        raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
     return names
 
 
@@ -107,11 +120,7 @@ def _collect_names(node: Plain, names: set[str]) -> None:
         (kind, value), *_ = node.items()
         if kind == "leaf":
             names.update(value["names"].values())
-        elif kind in ("numpy", "long_bytes"):
-            _collect_names(value, names)
-        elif kind in ("dict", "ordered"):
-            _collect_names([pair[1] for pair in value], names)
-        elif kind in ("tuple", "set", "frozenset", "list"):
+        elif kind not in _SCALARS and kind != "pickle":
             _collect_names(value, names)
 
 
@@ -120,30 +129,35 @@ class _Flattening:
     allow_pickles: bool
     tensors: list[NamedTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
-    _leaves: dict[object, Plain] = field(default_factory=dict)
+    _leaves: dict[object, tuple[Plain, Any]] = field(default_factory=dict)  # with the value: an id is of what lives
     _inside: set[int] = field(default_factory=set)
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Plain:
-        if value is None or type(value) in (bool, int, str):
-            return value
-        if type(value) is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
-        if isinstance(value, Leaf.TYPES):
+        if isinstance(value, LEAF_TYPES):
             return self._leaf(value, path)
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is int:
+            return value if -_JSON_INT < value < _JSON_INT else {"int": hex(value)}
+        if kind is str:
+            return value if _is_text(value) else {"text": base64.b64encode(_surrogates_as_bytes(value)).decode()}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
         plain = self._scalar(value, path)
         return plain if plain is not None else self._container(value, path)
 
     def _leaf(self, value: Any, path: tuple[str, ...]) -> Plain:
         leaf = encode_leaf(value, "/".join(path))
         if leaf.identity in self._leaves:
-            return self._leaves[leaf.identity]  # one tensor in two places stays one
+            return self._leaves[leaf.identity][0]  # one tensor in two places stays one
         renamed = {}
         for part in leaf.parts:
             name = self._unused(part.name or "tensor")
             renamed[part.role] = name
             self.tensors.append(NamedTensor(name, part.tensor, part.shape, part.box, part.is_shard))
         node: Plain = {"leaf": {"names": renamed, **leaf.recipe}}
-        self._leaves[leaf.identity] = node
+        self._leaves[leaf.identity] = (node, value)
         return node
 
     def _unused(self, name: str) -> str:
@@ -169,10 +183,10 @@ class _Flattening:
             return {"dtype": dtype_name(value)}
         if kind is torch.device:
             return {"device": str(value)}
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        if (kind is np.ndarray or isinstance(value, np.generic)) and _torch_knows(value.dtype):
             array = np.array(value, order="C")  # a copy: torch wants it writable and in native byte order
             native = array.astype(array.dtype.newbyteorder("="), copy=False)
-            return {"numpy": self._leaf(torch.from_numpy(native), path), "scalar": isinstance(value, np.generic)}
+            return {"numpy": self._leaf(torch.from_numpy(native), path), "scalar": kind is not np.ndarray}
         return None
 
     def _container(self, value: Any, path: tuple[str, ...]) -> Plain:
@@ -199,7 +213,7 @@ class _Flattening:
             ordered = sorted(value, key=repr)  # so that equal states give equal bytes
             return {kind.__name__: [self.encode(item, (*path, str(index))) for index, item in enumerate(ordered)]}
         if self.allow_pickles:
-            return {"pickle": base64.b64encode(pickle.dumps(value)).decode()}
+            return {"pickle": base64.b64encode(_pickle(value, path)).decode()}
         raise TypeError(
             f"{_place(path)} is a {kind.__module__}.{kind.__qualname__}: save plain values and tensors, such as "
             "a state_dict(), or pass allow_pickles=True when saving and when loading"
@@ -210,6 +224,8 @@ class _Flattening:
 class _Unflattening:
     tensors: Mapping[str, torch.Tensor]
     allow_pickles: bool
+    in_place: Container[str]
+    _leaves: dict[object, torch.Tensor] = field(default_factory=dict)
 
     def decode(self, node: Plain) -> Any:
         if isinstance(node, list):
@@ -236,12 +252,20 @@ class _Unflattening:
             return self._pickled(value)
         raise ValueError(f"unknown kind {kind!r}")
 
-    def _leaf(self, recipe: Mapping[str, Any]) -> Any:
+    def _leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:
+        key = tuple(recipe["names"].items())
+        if key not in self._leaves:
+            self._leaves[key] = self._decode_leaf(recipe)
+        return self._leaves[key]
+
+    def _decode_leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:
         parts = {}
         for role, name in recipe["names"].items():
             if name not in self.tensors:
                 raise CheckpointError(f"the tensor {name!r} of the saved state is missing")
             parts[role] = self.tensors[name]
+        if recipe["kind"] == "strided" and recipe["names"]["data"] in self.in_place:
+            return parts["data"]
         return decode_leaf(recipe, parts)
 
     def _pickled(self, text: str) -> Any:
@@ -253,7 +277,22 @@ class _Unflattening:
         return pickle.loads(base64.b64decode(text))  # noqa: S301 - the caller said that it trusts the writer
 
 
+#: What reading a structure that `flatten` did not make can raise, here and in torch.
+_NONSENSE = (
+    KeyError,
+    ValueError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+)
+_JSON_INT = 2**63  # Python turns longer numbers into decimal digits slowly, and beyond 4300 digits not at all
+
 _SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "text": lambda text: base64.b64decode(text).decode("utf-8", "surrogatepass"),
     "float": float,
     "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
     "bytes": base64.b64decode,
@@ -265,9 +304,50 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
+def _is_text(value: str) -> bool:
+    """Whether JSON gives back the same; it would join two halves of a character that are two in the state."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _surrogates_as_bytes(value: str) -> bytes:
+    return value.encode("utf-8", "surrogatepass")
+
+
+def _torch_knows(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+
+
+def _pickle(value: Any, path: tuple[str, ...]) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{_place(path)} cannot be pickled: {error}") from error
+
+
 def _token(key: object) -> str:
-    """A key as a part of a name; `~` and `/` are escaped as in RFC 6901."""
-    return str(key).replace("~", "~0").replace("/", "~1")
+    """A key as a part of a name; `~` and `/` are escaped as in RFC 6901.
+
+    What could be taken for another key is marked by a `~`, so that a name does not depend on the order of a dict:
+
+    >>> [_token(key) for key in ("a/b", 1, "1", None, "None")]
+    ['a~1b', '1', "~'1'", '~None', 'None']
+    """
+    if type(key) is int:
+        return str(key) if -_JSON_INT < key < _JSON_INT else f"~{key:x}"
+    if type(key) is str:
+        escaped = key.replace("~", "~0").replace("/", "~1")
+        if not _is_text(key):
+            escaped = escaped.encode("utf-8", "backslashreplace").decode()
+            return f"~'{escaped}'"
+        is_plain = key and not key.removeprefix("-").isdecimal()
+        return escaped if is_plain else f"~'{escaped}'"
+    return "~" + str(key).replace("~", "~0").replace("/", "~1").encode("utf-8", "backslashreplace").decode()
 
 
 def _place(path: tuple[str, ...]) -> str:

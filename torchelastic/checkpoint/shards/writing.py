@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import xxhash
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.batches import over_batches
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
     Header,
@@ -75,7 +75,7 @@ def write_shard(path: Path, flat: Flat, meta: Mapping[str, Any], *, disk: Disk =
     try:
         _write_all(descriptor, header, sources, hidden, disk)
         disk.sync(descriptor, hidden)
-        share_lock(descriptor)
+        share_lock(descriptor, hidden)
         disk.publish(hidden, path)
     except BaseException:
         try:
@@ -89,9 +89,10 @@ def write_shard(path: Path, flat: Flat, meta: Mapping[str, Any], *, disk: Disk =
     return header
 
 
-def share_lock(descriptor: int) -> None:
+def share_lock(descriptor: int, path: Path) -> None:
     """Before a file is published: lets readers in, and still tells `pool.remove_left_overs` that the writer lives."""
-    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with explained("lock the checkpoint", path):
+        lock_file(descriptor, fcntl.LOCK_SH)
 
 
 def checksum_of(tensor: torch.Tensor) -> str:
@@ -106,9 +107,7 @@ def _write_all(descriptor: int, header: Header, sources: list[torch.Tensor], pat
     buffers = [memoryview(bytes(PREAMBLE_BYTES) + encoded + bytes(gap))]
     position = 0
     for entry, source in zip(header.entries, sources, strict=True):
-        if entry.size_bytes:
-            buffers += [memoryview(bytes(entry.offset_bytes - position)), memory_of(source)]
-            position = entry.offset_bytes + entry.size_bytes
+        buffers += [memoryview(bytes(entry.offset_bytes - position)), memory_of(source)]
+        position = entry.offset_bytes + entry.size_bytes
     disk.write(descriptor, buffers, path)
     disk.write_at(descriptor, encode_preamble(encoded, data_offset, header.data_bytes), 0, path)
-

@@ -1,0 +1,348 @@
+"""Slots: used again and again, and never under the eyes of a reader."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.shards import ShardReader, Slot, SlotPool, Stage, flatten, load_tree
+from torchelastic.checkpoint.shards.header import Header, lay_out
+from torchelastic.checkpoint.shards.pool import remove_left_overs
+from torchelastic.checkpoint.shards.stage import capacity_for
+
+
+def layout(tree: Any, meta: dict[str, Any] | None = None) -> tuple[Header, list[torch.Tensor]]:
+    flat = flatten(tree)
+    return lay_out(flat, meta or {}), [named.tensor for named in flat.tensors]
+
+
+def filled(pool: SlotPool, tree: Any) -> Stage:
+    header, sources = layout(tree)
+    stage = pool.take(header)
+    stage.copy(sources)
+    return pool.seal(stage, header.with_checksums(stage.checksums()))
+
+
+def save(pool: SlotPool, path: Path, tree: Any) -> Stage:
+    stage = filled(pool, tree)
+    pool.publish(stage, path)
+    return stage
+
+
+def state(number: int, length: int = 1000) -> dict[str, Any]:
+    return {"w": torch.full((length,), float(number)), "n": number}
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_thousand_saves_take_two_files_and_no_memory(tmp_path: Path, one_thread: None) -> None:
+    pool, process, inodes = SlotPool(tmp_path), psutil.Process(), set()
+    for number in range(1000):
+        save(pool, tmp_path / str(number), state(number, 5000))
+        if number:
+            pool.retire(tmp_path / str(number - 1))
+        inodes.add((tmp_path / str(number)).stat().st_ino)
+        if number == 10:
+            before = process.num_fds(), process.memory_info().rss
+    assert len(inodes) == 2
+    assert len(names(tmp_path)) == 2
+    assert process.num_fds() == before[0]
+    assert process.memory_info().rss - before[1] < 200 * 20_000, "it grew by a fifth of what was saved"
+    assert load_tree(tmp_path / "999")["n"] == 999
+    pool.close()
+    assert names(tmp_path) == ["999"]
+    assert process.num_fds() == before[0] - 4  # a slot has two: its own, and that of its map
+
+
+def test_a_reader_of_a_retired_shard_goes_on_reading_it(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    save(pool, tmp_path / "0", state(0))
+    with ShardReader(tmp_path / "0") as reader:
+        pool.retire(tmp_path / "0")
+        for number in (1, 2, 3):
+            save(pool, tmp_path / str(number), state(number))
+        assert torch.equal(reader.read()["w"], torch.zeros(1000))
+        reader.verify()
+    pool.close()
+
+
+def test_a_slot_is_used_again_as_soon_as_nobody_reads_it(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    save(pool, tmp_path / "0", state(0))
+    inode = (tmp_path / "0").stat().st_ino
+    with ShardReader(tmp_path / "0"):
+        pass
+    pool.retire(tmp_path / "0")
+    save(pool, tmp_path / "1", state(1))
+    assert (tmp_path / "1").stat().st_ino == inode
+    assert names(tmp_path) == ["1"]
+    pool.close()
+
+
+def test_a_shard_that_is_being_written_again_cannot_be_opened(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    save(pool, tmp_path / "0", state(0))
+    os.link(tmp_path / "0", tmp_path / "late")  # a reader that had looked the name up before it was retired
+    pool.retire(tmp_path / "0")
+    with pytest.raises(CheckpointError, match="was removed by its owner while it was opened"):
+        ShardReader(tmp_path / "late")
+    pool.close()
+
+
+def test_a_name_that_is_renamed_between_opening_and_locking_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SlotPool(tmp_path)
+    save(pool, tmp_path / "0", state(0))
+    real_flock = fcntl.flock
+    raced: list[int] = []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH | fcntl.LOCK_NB and not raced:
+            raced.append(operation)
+            monkeypatch.setattr(fcntl, "flock", real_flock)
+            pool.retire(tmp_path / "0")
+            save(pool, tmp_path / "1", state(1))
+            monkeypatch.setattr(fcntl, "flock", flock)
+        real_flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(CheckpointError, match="was removed by its owner"):
+        ShardReader(tmp_path / "0")
+    assert raced
+    pool.close()
+
+
+def test_readers_that_race_with_a_writer_never_see_a_mixture(tmp_path: Path) -> None:
+    """The names are used again as well, as those of slots in memory are."""
+    pool, stop, seen, faults = SlotPool(tmp_path), threading.Event(), [0, 0], []
+
+    def read_on() -> None:
+        while not stop.is_set():
+            for name in ("a", "b"):
+                try:
+                    loaded = load_tree(tmp_path / name)
+                except CorruptCheckpointError as error:
+                    faults.append(error)
+                except CheckpointError:
+                    seen[1] += 1  # gone, or being removed
+                else:
+                    seen[0] += 1
+                    if not bool((loaded["w"] == loaded["n"]).all()):
+                        faults.append(loaded)
+
+    readers = [threading.Thread(target=read_on) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for number in range(20_000):
+        if number >= 1500 and seen[0] > 50:
+            break
+        name, other = ("a", "b") if number % 2 else ("b", "a")
+        save(pool, tmp_path / name, state(number, 2000))
+        if number:
+            pool.retire(tmp_path / other)
+    stop.set()
+    for reader in readers:
+        reader.join(20)
+    assert not faults
+    assert seen[0] > 50, "the readers hardly read"
+    assert len(names(tmp_path)) <= 4
+    pool.close()
+
+
+def test_a_name_that_is_taken_is_an_error_and_the_stage_can_take_another(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    save(pool, tmp_path / "0", state(0))
+    stage = filled(pool, state(1))
+    with pytest.raises(CheckpointError, match="something else is in the way"):
+        pool.publish(stage, tmp_path / "0")
+    assert load_tree(tmp_path / "0")["n"] == 0
+    pool.publish(stage, tmp_path / "1")
+    assert load_tree(tmp_path / "1")["n"] == 1
+    pool.retire(tmp_path / "0")
+    pool.close()
+    assert names(tmp_path) == ["1"]
+
+
+def test_what_is_copied_is_not_read_before_it_is_sealed(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    stage = save(pool, tmp_path / "0", state(0))
+    pool.retire(tmp_path / "0")
+    header, sources = layout(state(1))
+    again = pool.take(header)
+    assert again.slot is stage.slot
+    again.copy(sources)
+    pool.publish(again, tmp_path / "torn")
+    with pytest.raises(CorruptCheckpointError, match="does not begin like a finished shard"):
+        load_tree(tmp_path / "torn")
+    pool.close()
+
+
+def test_a_stage_that_is_given_back_is_taken_again(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    stage = filled(pool, state(0))
+    pool.give_back(stage)
+    assert pool.take(layout(state(1))[0]) is stage
+    assert pool.take(layout(state(1))[0]) is not stage
+    pool.close()
+
+
+def test_slots_that_are_too_small_are_dropped_and_larger_ones_are_cut_anew(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    pool.give_back(filled(pool, state(0, 1000)))
+    large = filled(pool, state(1, 100_000))
+    assert len(names(tmp_path)) == 1, "the small one is still there"
+    pool.give_back(large)
+    smaller = filled(pool, {"v": torch.arange(5)})
+    assert smaller.slot is large.slot
+    pool.publish(smaller, tmp_path / "v")
+    assert torch.equal(load_tree(tmp_path / "v")["v"], torch.arange(5))
+    pool.close()
+
+
+def test_a_header_that_outgrows_its_slot_moves_to_a_larger_one(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    header, sources = layout(state(7))
+    stage = pool.take(header)
+    stage.copy(sources)
+    grown, _ = layout({**state(7), "text": "x" * 4000, "list": list(range(30_000))})
+    grown = grown.with_checksums(stage.checksums())
+    with pytest.raises(ValueError, match="does not fit in front of the data"):
+        stage.seal(grown)
+    sealed = pool.seal(stage, grown)
+    assert sealed is not stage
+    pool.publish(sealed, tmp_path / "0")
+    assert load_tree(tmp_path / "0")["list"] == list(range(30_000))
+    assert names(tmp_path) == ["0"]
+    pool.close()
+
+
+def test_a_shard_of_somebody_else_is_removed(tmp_path: Path) -> None:
+    first, second = SlotPool(tmp_path), SlotPool(tmp_path)
+    save(first, tmp_path / "0", state(0))
+    second.retire(tmp_path / "0")
+    second.retire(tmp_path / "0")  # it is gone: no error
+    first.retire(tmp_path / "0")
+    assert names(tmp_path) == []
+    save(first, tmp_path / "1", state(1))
+    first.close()
+    second.close()
+
+
+def test_left_overs_of_the_living_stay(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    stage = filled(pool, state(0))
+    (tmp_path / ".tmp-1-dead").write_bytes(b"x")
+    (tmp_path / ".tmp-2-folder").mkdir()
+    (tmp_path / ".tmp-3-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(b"y")
+    assert remove_left_overs(tmp_path) == 1
+    pool.publish(stage, tmp_path / "0")
+    assert load_tree(tmp_path / "0")["n"] == 0
+    assert (tmp_path / "elsewhere").exists()
+    assert remove_left_overs(tmp_path / "absent") == 0
+    pool.close()
+
+
+def test_a_pool_without_files(tmp_path: Path) -> None:
+    pool = SlotPool(None)
+    header, sources = layout(state(4))
+    stage = pool.take(header)
+    stage.copy(sources)
+    length = stage.seal(header.with_checksums(stage.checksums()))
+    (tmp_path / "copy").write_bytes(stage.slot.view()[:length])
+    assert load_tree(tmp_path / "copy")["n"] == 4
+    with pytest.raises(ValueError, match="anonymous memory has no name"):
+        pool.publish(stage, tmp_path / "0")
+    with pytest.raises(ValueError, match="anonymous memory has no name"):
+        stage.slot.withdraw(tmp_path / "0")
+    stage.slot.flush()
+    pool.give_back(stage)
+    assert pool.take(header) is stage
+    pool.close()
+
+
+def test_a_closed_pool_gives_everything_back(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    held, before = filled(pool, state(0)), psutil.Process().num_fds()
+    save(pool, tmp_path / "1", state(1))
+    pool.give_back(filled(pool, state(2)))
+    view = held.slot.view()[:64]
+    pool.close()
+    pool.close()
+    pool.give_back(held)
+    assert names(tmp_path) == ["1"]
+    assert psutil.Process().num_fds() == before - 1  # the view keeps the map of one slot, and the map its descriptor
+    assert bytes(view[:7]) == b"TESHARD"  # a view that is still in use stays valid
+    with pytest.raises(ValueError, match="the pool of slots is closed"):
+        pool.take(layout(state(3))[0])
+    with pytest.raises(ValueError, match="the slot is closed"):
+        held.slot.view()
+    assert load_tree(tmp_path / "1")["n"] == 1
+
+
+def test_a_slot_is_as_long_as_its_file(tmp_path: Path) -> None:
+    with Slot(5000, tmp_path / "slot") as slot:
+        assert slot.capacity_bytes == 8192 == (tmp_path / "slot").stat().st_size
+        slot.memory[100] = 7
+        slot.flush()
+        assert (tmp_path / "slot").read_bytes()[100] == 7
+        assert (tmp_path / "slot").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_slot_that_is_too_small_is_refused() -> None:
+    header, _ = layout(state(0, 100_000))
+    with Slot(capacity_for(header) - 4096) as slot, pytest.raises(ValueError, match="is too small for"):
+        Stage.prepare(slot, header)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_change_after_the_copy_does_not_reach_the_shard(tmp_path: Path, at_once: bool) -> None:
+    pool = SlotPool(tmp_path)
+    tensors = {"own": torch.ones(400_000), "shared": shared(torch.ones(1000)), "view": torch.ones(9)[::2]}
+    header, sources = layout(tensors)
+    stage = pool.take(header)
+    checksums = []
+    if at_once:
+        checksums = stage.copy_and_hash(sources)
+    else:
+        stage.copy(sources)
+    for tensor in tensors.values():
+        tensor.zero_()
+    stage.seal(header.with_checksums(checksums or stage.checksums()))
+    pool.publish(stage, tmp_path / "0")
+    assert all(bool((tensor == 1).all()) for tensor in load_tree(tmp_path / "0").values())
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [torch.zeros(4, dtype=torch.float64), torch.zeros(1), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32)],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_source_of_another_kind_is_refused_and_nothing_is_copied(source: torch.Tensor, at_once: bool) -> None:
+    pool = SlotPool(None)
+    header, _ = layout({"w": torch.ones(4)})
+    stage = pool.take(header)
+    stage.copy([torch.ones(4)])
+    with pytest.raises(ValueError, match=r"'w' was laid out as a torch.float32 of shape \(4,\) and is now"):
+        (stage.copy_and_hash if at_once else stage.copy)([source])
+    with pytest.raises(ValueError, match="2 tensors were given for a shard of 1"):
+        stage.copy([torch.ones(4)] * 2)
+    assert torch.equal(stage.places[0], torch.ones(4))
+    pool.close()

@@ -1,0 +1,222 @@
+"""The format of a shard: places, round trips, and every changed byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.header import (
+    ALIGNMENT_BYTES,
+    PAGE_BYTES,
+    PREAMBLE_BYTES,
+    Header,
+    NotAShardError,
+    align,
+    data_offset_bytes,
+    decode_header,
+    decode_preamble,
+    encode_header,
+    encode_preamble,
+    lay_out,
+    place,
+)
+from torchelastic.checkpoint.shards.tree import NamedTensor, flatten
+
+DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.bool])
+CHECKSUMS = st.text("0123456789abcdef", min_size=16, max_size=16)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[NamedTensor]:
+    found = []
+    for number in range(draw(st.integers(0, 6))):
+        shape = tuple(draw(st.lists(st.integers(0, 40), max_size=2)))
+        tensor = torch.empty(shape, dtype=draw(DTYPES))
+        found.append(NamedTensor(f"t/{number}", tensor, shape, Box.whole(shape), draw(st.booleans())))
+    return found
+
+
+def example() -> Header:
+    state = {"w": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.bfloat16), "n": [1, 2.5, "é"], "e": torch.empty(0)}
+    header = lay_out(flatten(state), {"iteration": 3})
+    return header.with_checksums([f"{number:016x}" for number in range(len(header.entries))])
+
+
+def encoded(header: Header) -> tuple[bytes, bytes]:
+    body = encode_header(header)
+    return encode_preamble(body, data_offset_bytes(len(body)), header.data_bytes), body
+
+
+@given(tensors())
+def test_tensors_lie_aligned_one_behind_the_other(named: list[NamedTensor]) -> None:
+    end = 0
+    for one, entry in zip(named, place(named), strict=True):
+        assert entry.offset_bytes % ALIGNMENT_BYTES == 0
+        assert 0 <= entry.offset_bytes - end < ALIGNMENT_BYTES
+        assert entry.size_bytes == one.tensor.numel() * one.tensor.element_size()
+        assert (entry.name, entry.shape, entry.box, entry.is_shard) == (one.name, one.shape, one.box, one.is_shard)
+        end = entry.offset_bytes + entry.size_bytes
+
+
+@given(st.integers(0, 10**9), st.sampled_from([64, 4096]))
+def test_align_gives_the_next_multiple(number: int, to: int) -> None:
+    assert align(number, to) % to == 0
+    assert 0 <= align(number, to) - number < to
+
+
+@given(st.integers(1, 10**7))
+def test_the_data_begins_on_a_page_behind_the_header(header_bytes: int) -> None:
+    offset = data_offset_bytes(header_bytes)
+    assert offset % PAGE_BYTES == 0
+    assert 0 <= offset - header_bytes - PREAMBLE_BYTES < PAGE_BYTES
+
+
+@given(tensors(), st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none())), st.data())
+def test_a_header_comes_back(named: list[NamedTensor], meta: dict[str, Any], data: st.DataObject) -> None:
+    checksums = data.draw(st.lists(CHECKSUMS, min_size=len(named), max_size=len(named)))
+    header = Header({"dict": []}, place(named), meta).with_checksums(checksums)
+    preamble, body = encoded(header)
+    decoded = decode_header(body, decode_preamble(preamble))
+    assert decoded == header
+    assert decoded.data_bytes == header.data_bytes
+    assert decoded.tensor_bytes == sum(one.tensor.numel() * one.tensor.element_size() for one in named)
+
+
+@given(tensors(), st.data())
+def test_the_length_of_a_header_does_not_depend_on_checksums(named: list[NamedTensor], data: st.DataObject) -> None:
+    header = Header(None, place(named))
+    checksums = data.draw(st.lists(CHECKSUMS, min_size=len(named), max_size=len(named)))
+    assert len(encode_header(header.with_checksums(checksums))) == len(encode_header(header))
+
+
+def test_every_changed_byte_is_noticed() -> None:
+    preamble, body = encoded(example())
+    both = preamble + body
+    for position in range(len(both)):
+        for change in (0x01, 0x80, 0xFF):
+            damaged = bytearray(both)
+            damaged[position] ^= change
+            head, rest = bytes(damaged[:PREAMBLE_BYTES]), bytes(damaged[PREAMBLE_BYTES:])
+            with pytest.raises(CorruptCheckpointError):
+                decode_header(rest, decode_preamble(head))
+
+
+@pytest.mark.parametrize("length", range(PREAMBLE_BYTES))
+def test_a_cut_preamble_is_none(length: int) -> None:
+    preamble, _ = encoded(example())
+    with pytest.raises(NotAShardError):
+        decode_preamble(preamble[:length])
+
+
+def test_zeros_are_no_preamble() -> None:
+    with pytest.raises(NotAShardError, match="does not begin like a finished shard"):
+        decode_preamble(bytes(PREAMBLE_BYTES))
+
+
+def test_a_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchelastic.checkpoint.shards.header.VERSION", 2)
+    newer, _ = encoded(example())
+    monkeypatch.undo()
+    with pytest.raises(CorruptCheckpointError, match="version 2; this release reads version 1"):
+        decode_preamble(newer)
+
+
+def entry(**changes: Any) -> list[Any]:
+    fields = {
+        "name": "w",
+        "dtype": "float32",
+        "shape": [2, 3],
+        "offsets": [0, 0],
+        "sizes": [2, 3],
+        "offset_bytes": 0,
+        "size_bytes": 24,
+        "checksum": "0" * 16,
+        "is_shard": False,
+    }
+    return list({**fields, **changes}.values())
+
+
+NONSENSE: dict[str, Any] = {
+    "a list": [],
+    "a number": 7,
+    "nothing": None,
+    "no tensors": {"structure": None, "meta": {}},
+    "no meta": {"structure": None, "tensors": []},
+    "meta is a list": {"structure": None, "meta": [], "tensors": []},
+    "tensors is a number": {"structure": None, "meta": {}, "tensors": 3},
+    "tensors is text": {"structure": None, "meta": {}, "tensors": "abc"},
+    "an entry too short": [entry()[:-1]],
+    "an entry too long": [[*entry(), 1]],
+    "an entry is no list": [5],
+    "a name that is none": [entry(name=3)],
+    "a name that is a list": [entry(name=[])],
+    "an unknown dtype": [entry(dtype="float33")],
+    "a dtype of torch's, but no such": [entry(dtype="Tensor")],
+    "a dtype that is none": [entry(dtype=4)],
+    "a quantised dtype": [entry(dtype="qint8", size_bytes=6)],
+    "a dtype of bits": [entry(dtype="bits8", size_bytes=6)],
+    "a negative place": [entry(offset_bytes=-64)],
+    "a place behind the data": [entry(offset_bytes=64)],
+    "a crooked place": [entry(offset_bytes=1)],
+    "a huge place": [entry(offset_bytes=2**80)],
+    "a place with a fraction": [entry(offset_bytes=0.0)],
+    "a place that is a bool": [entry(offset_bytes=False)],
+    "a wrong length": [entry(size_bytes=23)],
+    "a negative length": [entry(size_bytes=-24)],
+    "a shape with a fraction": [entry(shape=[2.0, 3])],
+    "a negative shape": [entry(shape=[-2, -3], sizes=[-2, -3])],
+    "a huge shape": [entry(shape=[2**40, 2**40], sizes=[2**40, 2**40], size_bytes=4 * 2**80)],
+    "a huge shape of nothing": [entry(shape=[0, 2**70], sizes=[0, 2**70], size_bytes=0)],
+    "a shape that overflows beside a nothing": [entry(shape=[0, 2**61, 8], sizes=[0, 2**61, 8], size_bytes=0)],
+    "a shape that is none": [entry(shape=None)],
+    "a part outside of the whole": [entry(offsets=[1, 0])],
+    "a part of another number of dimensions": [entry(offsets=[0], sizes=[6])],
+    "offsets and sizes of different lengths": [entry(offsets=[0])],
+    "a checksum that is none": [entry(checksum=0)],
+    "a mark that is none": [entry(is_shard=1)],
+    "two of one name": [entry(), entry(offset_bytes=64)],
+    "two in one place": [entry(), entry(name="v")],
+    "a gap between": [entry(), entry(name="v", offset_bytes=128)],
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_header_that_makes_no_sense_is_corrupt(name: str) -> None:
+    case = NONSENSE[name]
+    is_entries = isinstance(case, list) and case
+    document = {"structure": None, "meta": {}, "tensors": case} if is_entries else case
+    require_corrupt(json.dumps(document).encode(), 24 if len(case or [] if is_entries else []) < 2 else 256)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: b"", lambda: b"\xff\xfe", lambda: b"{", lambda: b"[" * 100_000, lambda: b"9" * 5000],
+    ids=["empty", "no text", "cut", "a hundred thousand brackets", "a number of 5000 digits"],
+)
+def test_a_header_that_is_no_json_is_corrupt(make: Callable[[], bytes]) -> None:
+    require_corrupt(make(), 0)
+
+
+def test_the_entry_of_these_tests_is_a_good_one() -> None:
+    body = json.dumps({"structure": None, "meta": {}, "tensors": [entry()]}).encode()
+    assert decode_header(body, decode_preamble(encode_preamble(body, PAGE_BYTES, 24))).entries[0].size_bytes == 24
+
+
+def test_data_that_begins_inside_of_the_header_is_corrupt() -> None:
+    body = json.dumps({"structure": None, "meta": {}, "tensors": [entry()]}).encode()
+    with pytest.raises(CorruptCheckpointError, match="inside of its header"):
+        decode_header(body, decode_preamble(encode_preamble(body, PREAMBLE_BYTES, 24)))
+
+
+def require_corrupt(body: bytes, data_bytes: int) -> None:
+    preamble = decode_preamble(encode_preamble(body, data_offset_bytes(len(body)), data_bytes))
+    with pytest.raises(CorruptCheckpointError, match="makes no sense"):
+        decode_header(body, preamble)

@@ -1,0 +1,365 @@
+"""Trees: what goes in comes out, under the same types; what cannot is refused by name."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import json
+import math
+import warnings
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.shards import ShardOf, flatten, unflatten
+from torchelastic.checkpoint.shards.header import (
+    decode_header,
+    decode_preamble,
+    encode_header,
+    encode_preamble,
+    lay_out,
+)
+from torchelastic.checkpoint.shards.tree import MAX_DEPTH, MAX_INLINE_BYTES, tensor_names
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|prototype stage)")  # of torch's own kinds
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2]
+SURROGATES = st.text(st.characters(), max_size=6)  # also halves of characters, alone and in pairs
+TENSORS = st.builds(
+    lambda data, dtype: torch.tensor(list(data), dtype=torch.uint8).repeat(dtype.itemsize).view(dtype),
+    st.binary(max_size=5).map(lambda data: bytes(byte & 1 for byte in data)),
+    st.sampled_from(DTYPES),
+)
+ARRAYS = st.builds(
+    lambda values, dtype: np.array(values).astype(dtype),
+    st.one_of(st.integers(0, 1), st.lists(st.integers(0, 1), max_size=3)),
+    st.sampled_from(["?", "i1", "u2", "<i4", ">i4", "u8", "f2", ">f4", "f8", "c8", ">c16"]),
+)
+KEYS = st.one_of(
+    st.integers(-2, 2), st.sampled_from(["1", "-1", "a/b", "a~b", "~1", "", "None"]), SURROGATES, st.none()
+)
+HASHABLE = st.one_of(st.none(), st.booleans(), st.integers(), SURROGATES, st.binary(max_size=9), st.floats())
+PLAIN = st.one_of(
+    HASHABLE,
+    st.integers(-(10**5000), 10**5000),
+    st.complex_numbers(),
+    st.just(math.nan),
+    st.binary(max_size=3).map(bytearray),
+    st.integers(1, 9).map(lambda number: bytes(range(256)) * 16 + bytes(number)),
+    st.lists(st.integers(0, 9), max_size=3).map(torch.Size),
+    st.sampled_from([torch.float32, torch.qint8, torch.device("cpu"), torch.device("cuda", 3)]),
+    st.sampled_from([np.float32(0.1), np.float64("nan"), np.int8(-3), np.bool_(True), np.complex64(1j)]),
+)
+TREES = st.recursive(
+    st.one_of(PLAIN, TENSORS, ARRAYS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+        st.sets(HASHABLE, max_size=3),
+        st.frozensets(HASHABLE, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def stored(tree: Any, **options: Any) -> Any:
+    """What comes back, by way of the header's bytes."""
+    flat = flatten(tree, **options)
+    header = lay_out(flat, {})
+    body = encode_header(header)
+    header = decode_header(body, decode_preamble(encode_preamble(body, 4096 + len(body), header.data_bytes)))
+    return unflatten(header.structure, {named.name: named.tensor.clone() for named in flat.tensors}, **options)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, order and bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        return bool(is_alike) and torch.equal(
+            one.contiguous().view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)
+        )
+    if isinstance(one, (np.ndarray, np.generic)):
+        native: Any = one.astype(one.dtype.newbyteorder("="))
+        return bool(native.dtype == other.dtype and native.shape == other.shape and native.tobytes() == other.tobytes())
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return len(one) == len(other) and all(same(a, c) and same(b, d) for (a, b), (c, d) in pairs)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, (set, frozenset)):
+        return sorted(map(repr, one)) == sorted(map(repr, other))
+    return repr(one) == repr(other) if isinstance(one, (float, complex)) else bool(one == other)
+
+
+@given(TREES)
+def test_a_tree_comes_back(tree: Any) -> None:
+    assert same(tree, stored(tree))
+
+
+@given(TREES)
+def test_flatten_is_determined_by_the_tree_and_changes_nothing_in_it(tree: Any) -> None:
+    first, second = flatten(tree), flatten(tree)
+    assert json.dumps(first.structure) == json.dumps(second.structure)
+    assert same(tree, unflatten(first.structure, {named.name: named.tensor for named in first.tensors}))
+    assert tensor_names(first.structure) == {named.name for named in first.tensors}
+    assert len({named.name for named in first.tensors}) == len(first.tensors)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\ud83d\ude00", "a/\udc00~", "é", "\U0001f600", "\\ud800"])
+def test_halves_of_characters_stay_halves(text: str) -> None:
+    tree = {text: text, "t": {text: torch.ones(1)}}
+    assert same(tree, stored(tree))
+
+
+@given(st.permutations([1, "1", "-1", -1, "a/b", "a~1b", "~", "~0", None, "None", True, "", "tensor", 0.5, "0.5"]))
+def test_the_name_of_a_tensor_does_not_depend_on_the_order_of_a_dict(keys: list[Any]) -> None:
+    keys = [key for key in keys if key is not True]  # which is 1
+    names = {
+        keys[int(named.tensor)]: named.name
+        for named in flatten({k: torch.tensor(i) for i, k in enumerate(keys)}).tensors
+    }
+    ordered = sorted(keys, key=repr)
+    again = flatten({key: torch.tensor(index) for index, key in enumerate(ordered)}).tensors
+    assert names == {ordered[int(named.tensor)]: named.name for named in again}
+
+
+def test_names_are_json_pointers() -> None:
+    tree = {"model": {"a/b": [torch.zeros(1), torch.ones(1)]}, "state": {0: {"x~y": torch.ones(2)}}}
+    assert [named.name for named in flatten(tree).tensors] == ["model/a~1b/0", "model/a~1b/1", "state/0/x~0y"]
+
+
+def test_a_tree_may_be_one_tensor() -> None:
+    assert torch.equal(stored(torch.arange(3)), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(2, 2),
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+        lambda: torch.empty(0, 2),
+        lambda: torch.nn.Parameter(torch.randn(2)),
+    ],
+    ids=["plain", "channels_last", "coo", "csr", "quantised", "empty", "parameter"],
+)
+def test_a_tensor_in_two_places_is_one_tensor_again(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    flat = flatten({"a": tensor, "b": [tensor]})
+    assert len(flat.tensors) == len(flatten({"a": tensor}).tensors)
+    loaded = stored({"a": tensor, "b": [tensor]})
+    assert loaded["a"] is loaded["b"][0]
+
+
+def test_views_of_one_memory_are_different_tensors() -> None:
+    base = torch.arange(6.0)
+    tree = {"all": base, "half": base[:3], "shaped": base.view(2, 3), "bits": base.view(torch.int32)}
+    assert same(tree, stored(tree))
+    assert len(flatten(tree).tensors) == 4
+
+
+def test_a_conjugated_view_is_another_tensor() -> None:
+    base = torch.randn(3, dtype=torch.complex64)
+    loaded = stored({"plain": base, "conj": base.conj(), "imag": base.imag, "negative": base.conj().imag})
+    assert torch.equal(loaded["conj"], base.conj().resolve_conj())
+    assert torch.equal(loaded["negative"], -base.imag)
+    assert torch.equal(loaded["imag"], base.imag)
+
+
+def test_a_part_and_the_tensor_itself_are_different_tensors() -> None:
+    half = torch.arange(4.0)
+    flat = flatten({"part": ShardOf(half, (8,), (4,)), "whole": half, "other": ShardOf(half, (8,), (0,))})
+    assert [(named.shape, named.box.offsets, named.is_shard) for named in flat.tensors] == [
+        ((8,), (4,), True),
+        ((4,), (0,), False),
+        ((8,), (0,), True),
+    ]
+
+
+def test_empty_arrays_are_not_mixed_up() -> None:
+    tree = [np.empty(0, dtype=kind) for kind in ("f4", "i8", "u1", "f8") * 20]
+    assert same(tree, stored(tree))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+@pytest.mark.parametrize("size", [0, MAX_INLINE_BYTES, MAX_INLINE_BYTES + 1])
+def test_long_bytes_are_a_tensor(kind: type, size: int) -> None:
+    data = kind(b"\xff" * size)
+    assert same(data, stored(data))
+    assert bool(flatten(data).tensors) == (size > MAX_INLINE_BYTES)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    pass
+
+
+class Wrapper(torch.Tensor):
+    """A tensor made of another, as those of quantisation libraries."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.held = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: None, size: Any, stride: Any) -> Wrapper:
+        return Wrapper(inner["held"])
+
+    @classmethod
+    def __torch_dispatch__(cls, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError("nobody asked for an operation")
+
+
+def nested_tensor() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+def freed_tensor() -> torch.Tensor:
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+UNSUPPORTED = {
+    "an object": object(),
+    "a function": len,
+    "a lambda": lambda: 0,
+    "a class": int,
+    "a module": torch.nn.Linear(1, 1),
+    "a named tuple": Pair(1, 2),
+    "an enum": Colour.RED,
+    "a str of another class": Text("x"),
+    "a defaultdict": defaultdict(list),
+    "a counter": Counter("ab"),
+    "a path": Path("/x"),
+    "a date": datetime.date(2020, 1, 1),
+    "a decimal": decimal.Decimal(1),
+    "a range": range(3),
+    "a generator": iter(()),
+    "a memoryview": memoryview(b"x"),
+    "text of numpy": np.array(["a"]),
+    "objects of numpy": np.array([None]),
+    "dates of numpy": np.array(["2020-01-01"], dtype="M8[D]"),
+    "records of numpy": np.zeros(2, dtype=[("x", "i4")]),
+    "long floats of numpy": np.longdouble(1),
+    "a masked array": np.ma.masked_array([1, 2], mask=[True, False]),
+    "a meta tensor": torch.empty(2, device="meta"),
+    "a part on meta": ShardOf(torch.empty(2, device="meta"), (4,), (0,)),
+    "a sparse part": ShardOf(torch.eye(2).to_sparse(), (4, 2), (0, 0)),
+    "a nested tensor": nested_tensor(),
+    "a freed tensor": freed_tensor(),
+    "a tensor made of another": Wrapper(torch.zeros(2)),
+    "a storage": torch.zeros(1).untyped_storage(),
+    "a generator of random numbers": torch.Generator(),
+    "a layout": torch.strided,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_cannot_be_saved_is_refused_by_its_path(name: str) -> None:
+    with pytest.raises(TypeError, match="'model/x~1y/1'"):
+        flatten({"model": {"x/y": [0, UNSUPPORTED[name]]}})
+
+
+def test_an_unknown_key_is_refused_by_its_path() -> None:
+    with pytest.raises(TypeError, match="'model/~key' is a pathlib"):
+        flatten({"model": {Path("a"): 1}})
+
+
+class Opened:
+    """As a pickle, it opens a file for writing when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_runs_only_if_both_sides_allow_it(tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    with pytest.raises(TypeError, match="allow_pickles=True"):
+        flatten({"x": Opened(written)})
+    flat = flatten({"x": Opened(written)}, allow_pickles=True)
+    with pytest.raises(CheckpointError, match="allow_pickles=True if you trust"):
+        unflatten(flat.structure, {})
+    assert not written.exists(), "reading ran a pickle"
+    unflatten(flat.structure, {}, allow_pickles=True)["x"].close()
+    assert written.exists(), "the pickle of this test does nothing"
+
+
+def test_a_pickle_comes_back() -> None:
+    assert stored({"d": datetime.date(2020, 1, 2)}, allow_pickles=True) == {"d": datetime.date(2020, 1, 2)}
+
+
+def test_what_cannot_be_pickled_is_refused_by_its_path() -> None:
+    with pytest.raises(TypeError, match="'a/b' cannot be pickled"):
+        flatten({"a": {"b": lambda: 0}}, allow_pickles=True)
+
+
+def test_a_tree_that_contains_itself_is_refused() -> None:
+    loop: dict[str, Any] = {"x": [1]}
+    loop["x"].append((loop,))
+    with pytest.raises(ValueError, match="'x/1/0/x' contains itself"):
+        flatten({**loop})
+    assert flatten({"twice": [loop["x"][:1]] * 2})  # the same list twice is no loop
+
+
+def deep(levels: int, kind: type) -> Any:
+    tree: Any = 1
+    for _ in range(levels):
+        tree = {"k": tree} if kind is dict else kind([tree])
+    return tree
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict, frozenset])
+def test_deep_trees_come_back_and_deeper_ones_are_refused(kind: type) -> None:
+    assert stored(deep(MAX_DEPTH, kind)) == deep(MAX_DEPTH, kind)
+    for levels in (MAX_DEPTH + 2, 100_000 if kind is list else 200):
+        with pytest.raises(ValueError, match="nested"):
+            flatten(deep(levels, kind))
+
+
+def test_a_nearly_full_stack_is_a_plain_error() -> None:
+    def dive(levels: int) -> None:
+        if levels:
+            dive(levels - 1)
+        else:
+            flatten(deep(MAX_DEPTH, dict))
+
+    errors = set()
+    for levels in range(0, 1000, 10):
+        try:
+            dive(levels)
+        except (ValueError, RecursionError) as error:
+            errors.add(type(error))
+    assert ValueError in errors, "no depth at which flatten ran out of the stack"
