@@ -57,6 +57,36 @@ def is_all(tensors: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
+def test_everything_is_mapped(path: Path, threads: int) -> None:
+    with ShardReader(path) as shard:
+        mapped = shard.map(threads=threads)
+    assert is_all(mapped)  # the reader is closed, and the map is not
+
+
+def test_what_is_mapped_may_be_changed_and_the_file_does_not_change(path: Path) -> None:
+    before = path.read_bytes()
+    with ShardReader(path) as shard:
+        mapped = shard.map()
+    for tensor in mapped.values():
+        tensor.add_(1)
+    assert torch.equal(mapped["small"], TENSORS["small"] + 1)
+    assert path.read_bytes() == before
+
+
+def test_a_mapped_tensor_has_a_memory_of_its_own_length(path: Path) -> None:
+    with ShardReader(path) as shard:
+        mapped = shard.map()
+    assert mapped["small"].untyped_storage().nbytes() == 28
+
+
+@pytest.mark.parametrize("name", [name for name, tensor in TENSORS.items() if tensor.numel()])
+def test_a_damaged_tensor_is_not_mapped(path: Path, name: str) -> None:
+    damage(path, name)
+    with ShardReader(path) as shard, pytest.raises(CorruptCheckpointError, match=f"tensor '{name}' does not match"):
+        shard.map()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
 def test_everything_is_read(shard: ShardReader, threads: int) -> None:
     assert is_all(shard.read(threads=threads))
     assert is_all(shard.read(threads=threads)), "a second time"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import threading
 from pathlib import Path
@@ -78,6 +79,25 @@ def test_a_reader_of_a_retired_shard_goes_on_reading_it(tmp_path: Path) -> None:
             save(pool, tmp_path / str(number), state(number))
         assert torch.equal(reader.read()["w"], torch.zeros(1000))
         reader.verify()
+    pool.close()
+
+
+def test_a_slot_is_not_used_again_while_a_tensor_that_was_mapped_lives(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path)
+    save(pool, tmp_path / "0", state(0))
+    inode = (tmp_path / "0").stat().st_ino
+    with ShardReader(tmp_path / "0") as reader:
+        mapped = reader.map()
+    pool.retire(tmp_path / "0")
+    save(pool, tmp_path / "1", state(1))
+    assert torch.equal(mapped["w"], torch.zeros(1000))
+    assert (tmp_path / "1").stat().st_ino != inode
+    del mapped
+    gc.collect()
+    inode = (tmp_path / "1").stat().st_ino
+    pool.retire(tmp_path / "1")
+    save(pool, tmp_path / "2", state(2))
+    assert (tmp_path / "2").stat().st_ino == inode
     pool.close()
 
 
