@@ -20,7 +20,7 @@ from tests.process.replicas import (
 )
 from torchelastic.checkpoint.replication import (
     AuthenticationError,
-    FencedError,
+    OutdatedRoundError,
     PeerLostError,
     ProtocolError,
     ReplicaBusyError,
@@ -121,7 +121,7 @@ def test_an_older_round_is_refused(server: ReplicaServer, shelf: RecordingShelf)
     server.fence(5)
     server.fence(4)
     assert server.round == 5
-    with pytest.raises(FencedError, match="x comes from round 4, and round 5 has begun"):
+    with pytest.raises(OutdatedRoundError, match="x comes from round 4, and round 5 has begun"):
         client_of(server).push("x", content_of(1), token_round=4)
     client_of(server).push("x", content_of(2), token_round=5)
     assert shelf.bytes_of("x") == content_of(2)
@@ -131,7 +131,7 @@ def test_a_round_that_ends_in_the_middle_of_a_push_publishes_nothing(
     server: ReplicaServer, shelf: RecordingShelf
 ) -> None:
     client = client_that_calls(server, lambda _: server.fence(5))
-    with pytest.raises(FencedError, match="its sender was replaced and must stop"):
+    with pytest.raises(OutdatedRoundError, match="its sender was replaced and must stop"):
         client.push("x", content_of(1), token_round=4)
     assert shelf.ids() == []
     assert shelf.abandoned == ["x"]

@@ -11,9 +11,9 @@ import xxhash
 from torchelastic.checkpoint.replication import (
     CorruptReplicaError,
     DamagedFrameError,
-    FencedError,
     IncomingObject,
     MemoryShelf,
+    OutdatedRoundError,
     ReplicaBusyError,
     ReplicaRefusedError,
     digest_of,
@@ -222,9 +222,9 @@ def test_the_fence_holds_at_the_beginning_and_at_the_end() -> None:
     feed(incoming, CONTENT, 1000)
     desk.reception.fence(5)
     desk.reception.fence(3)
-    with pytest.raises(FencedError, match="x comes from round 4, and round 5 has begun"):
+    with pytest.raises(OutdatedRoundError, match="x comes from round 4, and round 5 has begun"):
         desk.reception.complete(incoming, 4)
-    with pytest.raises(FencedError, match="its sender was replaced and must stop"):
+    with pytest.raises(OutdatedRoundError, match="its sender was replaced and must stop"):
         desk.begin("x", round_number=4)
     assert desk.shelf.ids() == []
     assert desk.begin("x", round_number=5).verified_bytes == 0

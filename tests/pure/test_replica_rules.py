@@ -11,7 +11,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.replication import (
     CorruptReplicaError,
     DamagedFrameError,
-    FencedError,
+    OutdatedRoundError,
     PeerStalledError,
     ProtocolError,
     TokenBucket,
@@ -127,7 +127,7 @@ def test_a_short_token_is_refused_without_printing_it() -> None:
 def test_errors_are_what_callers_catch() -> None:
     assert issubclass(PeerStalledError, TimeoutError)
     assert issubclass(CorruptReplicaError, CorruptCheckpointError)
-    assert issubclass(FencedError, CheckpointError)
+    assert issubclass(OutdatedRoundError, CheckpointError)
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "model_state": 4,
     "train_loop": 4,
     "p2p": 4,
+    "adapters": 5,
     "agent": 5,
     "launch": 6,
     "testing": 7,

@@ -1,6 +1,6 @@
 """Replicas of checkpoints on other hosts: who keeps them, how they get there, and who gives them back.
 
-Names are loaded on first use (PEP 562). Nothing here imports torch.
+Names are loaded on first use (PEP 562). Nothing here but the strategies imports torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
         AuthenticationError,
         CorruptReplicaError,
         DamagedFrameError,
-        FencedError,
         NoReplicasAvailableError,
+        OutdatedRoundError,
         PeerLostError,
         PeerStalledError,
         ProtocolError,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from torchelastic.checkpoint.replication.exchange import ExchangePlan, ExchangePlanEntry, retrieve_plan
+    from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
     from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
     from torchelastic.checkpoint.replication.placement import FailureDomains, Level, Member, survival
     from torchelastic.checkpoint.replication.planner import (
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.rate import TokenBucket
     from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.shelf import MemoryShelf, ReplicaShelf
+    from torchelastic.checkpoint.replication.strategies import (
+        CliqueReplicationStrategy,
+        LazyCliqueReplicationStrategy,
+        LazyReplicationStrategyBuilder,
+        ReplicationStrategy,
+    )
 
 #: The module of each name; to add one, name it here and above.
 _NAMES_OF_HOME = {
@@ -48,7 +55,7 @@ _NAMES_OF_HOME = {
         "AuthenticationError",
         "CorruptReplicaError",
         "DamagedFrameError",
-        "FencedError",
+        "OutdatedRoundError",
         "NoReplicasAvailableError",
         "PeerLostError",
         "PeerStalledError",
@@ -59,17 +66,25 @@ _NAMES_OF_HOME = {
         "TransferError",
     ),
     "exchange": ("ExchangePlan", "ExchangePlanEntry", "retrieve_plan"),
+    "group_wrapper": ("GroupWrapper",),
     "incoming": ("IncomingObject", "digest_of"),
     "placement": ("FailureDomains", "Level", "Member", "survival"),
     "planner": ("Copy", "CoveragePlan", "Loss", "coverage_plan", "proof", "rereplication_plan"),
     "rate": ("TokenBucket",),
     "server": ("ReplicaServer",),
     "shelf": ("MemoryShelf", "ReplicaShelf"),
+    "strategies": (
+        "CliqueReplicationStrategy",
+        "LazyCliqueReplicationStrategy",
+        "LazyReplicationStrategyBuilder",
+        "ReplicationStrategy",
+    ),
 }
 _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
 
 __all__ = [
     "AuthenticationError",
+    "CliqueReplicationStrategy",
     "Copy",
     "CorruptReplicaError",
     "CoveragePlan",
@@ -77,13 +92,16 @@ __all__ = [
     "ExchangePlan",
     "ExchangePlanEntry",
     "FailureDomains",
-    "FencedError",
+    "GroupWrapper",
     "IncomingObject",
+    "LazyCliqueReplicationStrategy",
+    "LazyReplicationStrategyBuilder",
     "Level",
     "Loss",
     "Member",
     "MemoryShelf",
     "NoReplicasAvailableError",
+    "OutdatedRoundError",
     "PeerLostError",
     "PeerStalledError",
     "ProtocolError",
@@ -93,6 +111,7 @@ __all__ = [
     "ReplicaServer",
     "ReplicaShelf",
     "ReplicationError",
+    "ReplicationStrategy",
     "Sent",
     "TokenBucket",
     "TransferError",

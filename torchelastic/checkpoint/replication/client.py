@@ -103,7 +103,7 @@ class ReplicaClient:
             digest: `digest_of` the content, if it is known; else it is computed first.
 
         Raises:
-            FencedError: the peer has seen a newer round: this process was replaced.
+            OutdatedRoundError: the peer has seen a newer round: this process was replaced.
             CorruptReplicaError: the content does not have this digest (any more).
             ReplicaRefusedError, ReplicaBusyError, PeerLostError, PeerStalledError, AuthenticationError: as they say.
             ValueError: this is no id.

@@ -37,7 +37,7 @@ class ReplicaBusyError(TransferError):
     """The receiver takes no further object now; later it may."""
 
 
-class FencedError(TransferError):
+class OutdatedRoundError(TransferError):
     """The sender's round was replaced by a newer one: it must not publish anything any more."""
 
 

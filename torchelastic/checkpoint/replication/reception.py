@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from torchelastic.checkpoint.replication.errors import (
-    FencedError,
+    OutdatedRoundError,
     ReplicaBusyError,
     ReplicaRefusedError,
     ReplicationError,
@@ -63,7 +63,7 @@ class Reception:
             `interrupt` and `abandon` has to be called with it.
 
         Raises:
-            FencedError: the round is older than the fence.
+            OutdatedRoundError: the round is older than the fence.
             ReplicaBusyError: no room now, or somebody is sending the same object.
             ReplicaRefusedError: too large, or the shelf does not want it.
         """
@@ -93,7 +93,7 @@ class Reception:
         """Publishes an object after a last look at its digest and at the fence.
 
         Raises:
-            FencedError: a newer round has begun meanwhile; the object is abandoned.
+            OutdatedRoundError: a newer round has begun meanwhile; the object is abandoned.
             CorruptReplicaError: it is not what was announced; the object is abandoned.
         """
         with self.lock:
@@ -138,7 +138,7 @@ class Reception:
 
     def _check_round(self, object_id: str, round_number: int) -> None:
         if round_number < self.round:
-            raise FencedError(
+            raise OutdatedRoundError(
                 f"{object_id} comes from round {round_number}, and round {self.round} has begun: its sender was "
                 f"replaced and must stop"
             )

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     CorruptReplicaError,
-    FencedError,
     NoReplicasAvailableError,
+    OutdatedRoundError,
     ProtocolError,
     ReplicaBusyError,
     ReplicaRefusedError,
@@ -41,7 +41,7 @@ _GREETING_S = 5.0
 #: What a member is told; after anything else it is not there to be told.
 _ANSWERED = (
     CorruptReplicaError,
-    FencedError,
+    OutdatedRoundError,
     NoReplicasAvailableError,
     ProtocolError,
     ReplicaBusyError,

@@ -1,0 +1,249 @@
+"""Real trainers on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.process.local_ranks import crew_of, succeeded
+from torchelastic.adapters.lightning import (
+    LOCAL_CHECKPOINT,
+    LOCAL_CKPT_OPTS_KEY,
+    HierarchicalCheckpointIO,
+    LocalCheckpointCallback,
+    classes_for,
+)
+from torchelastic.checkpoint.local import LocalCheckpointManager
+from torchelastic.testing.clock import FakeClock
+
+STEPS = 12
+PER_EPOCH = 4
+
+
+class Model(LightningModule):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, width)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen.append(int(self.trainer.global_step))
+        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class KilledAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def data() -> DataLoader[Any]:
+    """Equal batches, because a trainer that goes on in the middle of an epoch begins with its first batch."""
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(2, 4, generator=generator).repeat(PER_EPOCH, 1)), batch_size=2)
+
+
+def global_step_of(path: Any) -> int:
+    return int(torch.load(path, weights_only=False)["global_step"])
+
+
+def trainer_at(folder: Path, *callbacks: Callback, async_save: bool = False, **options: Any) -> Trainer:
+    manager = LocalCheckpointManager(folder / "local", timeout_s=30)
+    plugin = HierarchicalCheckpointIO(TorchCheckpointIO(), manager, global_step_of, async_save)
+    options = {"max_steps": STEPS, "accelerator": "cpu", "devices": 1, **options}
+    return Trainer(
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        plugins=[plugin],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def plugin_of(trainer: Trainer) -> HierarchicalCheckpointIO:
+    plugin = trainer.strategy.checkpoint_io
+    assert isinstance(plugin, HierarchicalCheckpointIO)
+    return plugin
+
+
+def weights_without_interruption(folder: Path) -> torch.Tensor:
+    model = Model()
+    trainer_at(folder / "plain", enable_checkpointing=False).fit(model, data())
+    return model.layer.weight.detach()
+
+
+def latest(folder: Path) -> int:
+    return LocalCheckpointManager(folder / "local").find_latest()
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_trainer_saves_every_n_steps_and_goes_on_from_there(tmp_path: Path, async_save: bool) -> None:
+    trainer = trainer_at(tmp_path, LocalCheckpointCallback(5), async_save=async_save, enable_checkpointing=False)
+    trainer.fit(Model(), data())
+    assert latest(tmp_path) == 10
+    model = Model()
+    trainer_at(tmp_path, LocalCheckpointCallback(100), enable_checkpointing=False).fit(
+        model, data(), ckpt_path=LOCAL_CHECKPOINT
+    )
+    assert model.seen == [10, 11]
+    assert torch.equal(model.layer.weight, weights_without_interruption(tmp_path))
+
+
+def test_a_killed_run_goes_on_from_the_local_checkpoint_if_it_is_newer(tmp_path: Path) -> None:
+    code = f"from tests.process import test_lightning_local as it; it.train_and_die(it.Path({str(tmp_path)!r}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    (durable,) = (tmp_path / "durable").glob("*.ckpt")
+    assert (global_step_of(durable), latest(tmp_path)) == (4, 6)
+    model = Model()
+    trainer = trainer_at(tmp_path, LocalCheckpointCallback(100), enable_checkpointing=False)
+    trainer.fit(model, data(), ckpt_path=durable)
+    assert model.seen == list(range(6, STEPS))
+    assert torch.equal(model.layer.weight, weights_without_interruption(tmp_path))
+
+
+def train_and_die(folder: Path) -> None:
+    durable = ModelCheckpoint(folder / "durable", every_n_train_steps=4, save_top_k=-1)
+    trainer = trainer_at(folder, LocalCheckpointCallback(3), durable, KilledAt(7))
+    trainer.fit(Model(), data())
+
+
+def test_the_durable_checkpoint_is_loaded_if_it_is_newer_or_to_test(tmp_path: Path) -> None:
+    durable = ModelCheckpoint(tmp_path / "durable", every_n_train_steps=4, save_top_k=-1)
+    trainer_at(tmp_path, LocalCheckpointCallback(5), durable).fit(Model(), data())
+    assert latest(tmp_path) == 10
+    found = {global_step_of(path): path for path in (tmp_path / "durable").glob("*.ckpt")}
+    assert sorted(found) == [4, 8, 12], "local saves have replaced none of them"
+    newer = trainer_at(tmp_path, LocalCheckpointCallback(100))
+    assert plugin_of(newer).load_checkpoint(found[12])["global_step"] == 12
+    assert plugin_of(newer).load_checkpoint(found[8])["global_step"] == 10
+    plugin_of(newer).get_global_ckpt_iteration_fn = lambda _: 10
+    assert plugin_of(newer).load_checkpoint(found[12])["global_step"] == 10, "of equals the local one"
+    callback = LocalCheckpointCallback(100)
+    callback.setup(newer, None, "test")
+    assert plugin_of(newer).load_checkpoint(found[8])["global_step"] == 8
+
+
+def test_a_local_save_is_no_durable_one(tmp_path: Path) -> None:
+    trainer = trainer_at(tmp_path, LocalCheckpointCallback(2))
+    assert not isinstance(trainer.checkpoint_callback, LocalCheckpointCallback)
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint), "the trainer still adds its own"
+    trainer.fit(Model(), data())
+    assert global_step_of(trainer.checkpoint_callback.best_model_path) == STEPS
+    (files,) = {tuple(sorted(path.name for path in (tmp_path / "local" / "0").iterdir()))}
+    plugin_of(trainer).remove_checkpoint(trainer.checkpoint_callback.best_model_path)
+    assert not Path(trainer.checkpoint_callback.best_model_path).exists()
+    assert tuple(sorted(path.name for path in (tmp_path / "local" / "0").iterdir())) == files
+
+
+def test_a_damaged_local_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    durable = ModelCheckpoint(tmp_path / "durable", every_n_train_steps=4, save_top_k=-1)
+    trainer_at(tmp_path, LocalCheckpointCallback(6), durable).fit(Model(), data())
+    for path in (tmp_path / "local" / "0").glob("*.shard"):
+        content = bytearray(path.read_bytes())
+        content[-5000:] = bytes(5000)
+        path.write_bytes(content)
+    (newest,) = (tmp_path / "durable").glob("*step=12*.ckpt")
+    trainer = trainer_at(tmp_path, LocalCheckpointCallback(100))
+    assert plugin_of(trainer).load_checkpoint(newest)["global_step"] == 12
+    assert "is passed over" in caplog.text
+    with pytest.raises(OSError, match="there is no local checkpoint"):
+        plugin_of(trainer).load_checkpoint(LOCAL_CHECKPOINT)
+
+
+def test_by_time_the_clock_decides(tmp_path: Path) -> None:
+    clock = FakeClock()
+    callback = LocalCheckpointCallback(train_time_interval=timedelta(seconds=10), clock=clock)
+
+    class Hours(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+            clock.advance(4.0)
+
+    trainer_at(tmp_path, Hours(), callback, enable_checkpointing=False).fit(Model(), data())
+    assert latest(tmp_path) == 12
+    manager = LocalCheckpointManager(tmp_path / "local")
+    assert manager.load()[0].to_tree()["global_step"] == 12
+    (file,) = manager.local_ckpt_dir.glob("*.shard")
+    assert "_gen_00000003_" in file.name, "it was saved at steps 3, 6, 9 and 12"
+
+
+def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="either every_n_train_steps or train_time_interval"):
+        LocalCheckpointCallback()
+    with pytest.raises(ValueError, match="every_n_train_steps is 0"):
+        LocalCheckpointCallback(0)
+    plain = Trainer(accelerator="cpu", max_steps=1, callbacks=[LocalCheckpointCallback(1)], logger=False)
+    with pytest.raises(TypeError, match="plugins="):
+        plain.fit(Model(), data())
+    plugin = plugin_of(trainer_at(tmp_path))
+    with pytest.raises(ValueError, match="ckpt_type is 'global'"):
+        plugin.save_checkpoint({}, None, {LOCAL_CKPT_OPTS_KEY: {"ckpt_type": "global", "iteration": 1}})
+
+
+def test_both_packages_of_lightning_are_served() -> None:
+    import lightning.pytorch
+    import pytorch_lightning
+
+    for package in (lightning.pytorch, pytorch_lightning):
+        classes = classes_for(package.__name__)
+        assert issubclass(classes["LocalCheckpointCallback"], package.callbacks.Callback)
+        assert issubclass(classes["HierarchicalCheckpointIO"], package.plugins.io.CheckpointIO)
+    assert LocalCheckpointCallback is classes_for("lightning.pytorch")["LocalCheckpointCallback"]
+
+
+def test_importing_the_adapter_imports_no_lightning() -> None:
+    code = "import sys, torchelastic.adapters.lightning; print('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_all_ranks_of_a_distributed_trainer_save_and_load(tmp_path: Path) -> None:
+    with crew_of(2) as crew:
+        assert succeeded(crew.run(train_distributed, tmp_path, None, 6, ranks=2)) == [[6, 1], [6, 1]]
+        assert succeeded(crew.run(train_distributed, tmp_path, LOCAL_CHECKPOINT, 8, ranks=2)) == [[8, 1], [8, 1]]
+
+
+def train_distributed(folder: Path, ckpt_path: str | None, max_steps: int) -> list[int]:
+    """Returns the step of the newest local checkpoint, and how many shards this rank has."""
+    rank = dist.get_rank()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    trainer = trainer_at(
+        folder,
+        LocalCheckpointCallback(2),
+        async_save=True,
+        max_steps=max_steps,
+        devices=2,
+        strategy="ddp",
+        enable_checkpointing=False,
+    )
+    model = Model()
+    trainer.fit(model, data(), ckpt_path=ckpt_path)
+    assert ckpt_path is None or model.seen[0] == 6
+    manager = plugin_of(trainer).local_ckpt_manager
+    assert isinstance(manager, LocalCheckpointManager)
+    return [manager.latest_iteration, len(list(manager.local_ckpt_dir.glob("*.shard")))]

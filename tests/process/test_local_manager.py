@@ -1,0 +1,538 @@
+"""One process, real files."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.local import (
+    BaseCheckpointManager,
+    BasicTensorAwareStateDict,
+    CkptID,
+    LocalCheckpointManager,
+    OutOfStepError,
+    TensorAwareStateDict,
+)
+from torchelastic.checkpoint.local.names import Save, Shard
+from torchelastic.checkpoint.local.neighbours import own_address
+from torchelastic.checkpoint.local.shard_folder import Held
+from torchelastic.checkpoint.local.shard_write import Peers
+from torchelastic.checkpoint.policy import KeepEvery, KeepLast
+from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
+from torchelastic.checkpoint.shards import Disk
+
+
+def state(value: float, size: int = 100) -> BasicTensorAwareStateDict:
+    return BasicTensorAwareStateDict({"w": torch.full((size,), value), "step": int(value)})
+
+
+def value_of(manager: LocalCheckpointManager) -> float:
+    loaded, ckpt_id = manager.load()
+    tree = loaded.to_tree()
+    assert tree["step"] == ckpt_id.iteration
+    return float(tree["w"].unique().item())
+
+
+def names(manager: LocalCheckpointManager) -> list[str]:
+    return sorted(path.name for path in manager.local_ckpt_dir.iterdir())
+
+
+def iterations(manager: LocalCheckpointManager) -> list[int]:
+    return sorted(int(name.split("_")[1]) for name in names(manager) if name.startswith("iter"))
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[LocalCheckpointManager]:
+    made = LocalCheckpointManager(tmp_path, timeout_s=20)
+    yield made
+    made.close()
+
+
+# Alone, without a process group
+
+
+def test_a_fresh_folder_has_nothing(manager: LocalCheckpointManager, tmp_path: Path) -> None:
+    assert (manager.find_latest(), manager.latest_iteration, manager.latest_world_size) == (-1, -1, 0)
+    assert (manager.rank, manager.local_ckpt_dir) == (0, tmp_path / "0")
+    with pytest.raises(CheckpointError, match="no rank holds any part"):
+        manager.load()
+
+
+def test_what_was_saved_is_found_and_loaded_by_the_next_manager(
+    manager: LocalCheckpointManager, tmp_path: Path
+) -> None:
+    assert manager.save(state(5), 5) is None
+    assert manager.latest_iteration == 5
+    fresh = LocalCheckpointManager(tmp_path)
+    assert (fresh.find_latest(), fresh.latest_world_size) == (5, 1)
+    assert fresh.globally_available_ids == {0: [CkptID(5, 0, "")]}
+    loaded, ckpt_id = fresh.load()
+    assert isinstance(loaded, BasicTensorAwareStateDict)
+    assert torch.equal(loaded.state_dict["w"], torch.full((100,), 5.0))
+    assert ckpt_id == (5, 0, "")
+
+
+def test_sessions_do_not_see_each_other(tmp_path: Path) -> None:
+    one, other = (LocalCheckpointManager(tmp_path, session) for session in ("one", "other"))
+    one.save(state(5), 5)
+    assert other.find_latest() == -1
+    assert one.local_ckpt_dir == tmp_path / "one" / "0"
+
+
+@pytest.mark.parametrize("worker", ["thread", "persistent"])
+def test_the_background_may_be_a_thread_or_a_process(manager: LocalCheckpointManager, worker: Any) -> None:
+    live = torch.full((100,), 1.0)
+    with AsyncCallsQueue(worker=worker, timeout_s=60) as queue:
+        for iteration in (1, 2, 3):
+            live.fill_(iteration)
+            wrapped = BasicTensorAwareStateDict({"w": live, "step": iteration})
+            request = manager.save(wrapped, iteration, is_async=True)
+            live.fill_(-1.0)  # training goes on at once
+            assert request is not None
+            queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert (manager.latest_iteration, iterations(manager)) == (3, [3])
+        assert value_of(manager) == 3.0
+
+
+def test_a_request_can_be_done_on_the_spot(manager: LocalCheckpointManager) -> None:
+    request = manager.save(state(4), 4, is_async=True)
+    assert request is not None
+    assert manager.latest_iteration == -1
+    request.execute_sync()
+    assert manager.find_latest() == 4
+
+
+class CountingDisk(Disk):
+    allocations = 0
+
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        self.allocations += 1
+        super().allocate(descriptor, size_bytes, path)
+
+
+def test_slots_are_used_again_so_a_long_run_allocates_nothing(tmp_path: Path) -> None:
+    disk = CountingDisk()
+    manager = LocalCheckpointManager(tmp_path, disk=disk)
+    for iteration in range(6):
+        manager.save(state(iteration), iteration)
+    assert disk.allocations == 2
+    assert value_of(manager) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(1, [6]), (3, [4, 5, 6]), (KeepLast(2), [5, 6]), (KeepEvery(3) | KeepLast(1), [3, 6])]
+)
+def test_the_policy_says_what_stays(tmp_path: Path, keep: Any, kept: list[int]) -> None:
+    manager = LocalCheckpointManager(tmp_path, keep=keep)
+    for iteration in range(1, 7):
+        manager.save(state(iteration), iteration)
+    assert iterations(manager) == kept
+
+
+def test_after_a_rollback_the_new_save_wins_over_a_stale_later_iteration(tmp_path: Path) -> None:
+    before = LocalCheckpointManager(tmp_path, keep=3)
+    for iteration in (4, 10):
+        before.save(state(iteration), iteration)
+    before.close()
+    after = LocalCheckpointManager(tmp_path, keep=3)
+    after.save(state(5), 5)  # without a look at what is there
+    assert iterations(after) == [4, 5, 10]
+    assert LocalCheckpointManager(tmp_path).find_latest() == 5
+    assert value_of(after) == 5.0
+
+
+def test_a_save_changes_neither_the_given_dict_nor_the_state(manager: LocalCheckpointManager) -> None:
+    given: dict[str, Any] = {"list": [torch.ones(2)], "pair": (torch.zeros(1), 1)}
+    inner, tensor = given["list"], given["list"][0]
+    wrapped = BasicTensorAwareStateDict(given)
+    manager.save(wrapped, 1)
+    assert given["list"] is inner
+    assert inner[0] is tensor
+    assert not wrapped.is_hollow
+    assert wrapped.state_dict["list"][0] is tensor
+
+
+def test_a_closed_manager_can_be_used_again(manager: LocalCheckpointManager) -> None:
+    manager.save(state(1), 1)
+    manager.close()
+    assert manager.find_latest() == 1
+    manager.save(state(2), 2)
+    assert value_of(manager) == 2.0
+
+
+# States of other classes
+
+
+class Boxed(TensorAwareStateDict):
+    """A state that only a pickle can hold."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.content: list[Any] = [tensor, "note"]
+
+    def pop_tensors(self) -> list[torch.Tensor]:
+        popped, self.content = [self.content[0]], [None, self.content[1]]
+        return popped
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [self.content[0]]
+
+    @property
+    def is_hollow(self) -> bool:
+        return self.content[0] is None
+
+    def insert_tensors(self, tensor_data: Any) -> None:
+        self.content = [next(iter(tensor_data)), self.content[1]]
+
+    def init_tensors(self) -> None:
+        self.content = [torch.empty(2), self.content[1]]
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        self.content = [self.content[0].cpu(), self.content[1]]
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        pass
+
+
+class Storable(Boxed):
+    def to_tree(self) -> Any:
+        return {"tensor": self.content[0]}
+
+    @classmethod
+    def from_tree(cls, tree: Any, devices: Sequence[torch.device]) -> Storable:
+        assert [device.type for device in devices] == ["cpu"]
+        return cls(tree["tensor"])
+
+
+def test_a_class_of_your_own_is_stored_by_its_tree(manager: LocalCheckpointManager) -> None:
+    manager.save(Storable(torch.ones(2)), 1)
+    loaded, _ = manager.load()
+    assert type(loaded) is Storable
+    assert loaded.content[0].tolist() == [1.0, 1.0]
+
+
+def test_one_without_a_tree_is_pickled_only_if_that_is_allowed(manager: LocalCheckpointManager, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="allow_pickles=True"):
+        manager.save(Boxed(torch.ones(2)), 1)
+    trusting = LocalCheckpointManager(tmp_path, allow_pickles=True)
+    boxed = Boxed(torch.ones(2))
+    trusting.save(boxed, 1)
+    assert not boxed.is_hollow
+    loaded, _ = trusting.load()
+    assert isinstance(loaded, Boxed)
+    assert (loaded.content[0].tolist(), loaded.content[1]) == ([1.0, 1.0], "note")
+    with pytest.raises(CheckpointError, match="allow_pickles=True"):
+        manager.load()
+
+
+def test_a_class_that_is_not_defined_is_named_and_never_imported(manager: LocalCheckpointManager) -> None:
+    manager.save(Storable(torch.ones(2)), 1)
+    classes = TensorAwareStateDict._classes
+    hidden = classes.pop(Storable.class_name())
+    try:
+        with pytest.raises(CheckpointError, match=r"test_local_manager:Storable, which is not defined"):
+            manager.load()
+    finally:
+        classes[Storable.class_name()] = hidden
+
+
+class InMemory(BaseCheckpointManager):
+    """A manager of somebody's own: the five methods say where the parts lie."""
+
+    def __init__(self) -> None:
+        super().__init__("session")
+        self.parts: dict[Shard, TensorAwareStateDict] = {}
+
+    def _my_ckpt_ids(self) -> list[Held]:
+        return [Held(shard, 0) for shard in self.parts]
+
+    def _load(self, shard: Shard) -> TensorAwareStateDict:
+        return self.parts[shard]
+
+    def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
+        return AsyncRequest(self.parts.__setitem__, (shard, prepared), [])
+
+    def _cleanup(self, save: Save) -> None:
+        self.parts = {shard: part for shard, part in self.parts.items() if shard.save == save}
+
+    def _cleanup_failed_save(self, save: Save) -> None:
+        self.parts.pop(save.shard(0), None)
+
+
+def test_where_the_parts_lie_is_the_business_of_a_subclass() -> None:
+    manager = InMemory()
+    assert manager.find_latest() == -1
+    first, second = state(1), state(2)
+    manager.save(first, 1)
+    request = manager.save(second, 2, is_async=True)
+    assert manager.load()[0] is first
+    assert request is not None
+    request.execute_sync()
+    assert (manager.load()[0], manager.load()[1], len(manager.parts)) == (second, CkptID(2, 0, "session"), 1)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("wrong", [{"w": torch.ones(1)}, None, 5])
+def test_only_states_are_saved(manager: LocalCheckpointManager, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="BasicTensorAwareStateDict"):
+        manager.save(wrong, 1)
+
+
+def test_wrong_arguments_are_refused_and_nothing_is_left(manager: LocalCheckpointManager, tmp_path: Path) -> None:
+    hollow = state(1)
+    hollow.pop_tensors()
+    with pytest.raises(RuntimeError, match="insert_tensors"):
+        manager.save(hollow, 1)
+    with pytest.raises(ValueError, match="iteration is -1"):
+        manager.save(state(1), -1)
+    with pytest.raises(TypeError, match=r"the value at 'what'"):
+        manager.save(BasicTensorAwareStateDict({"what": object()}), 1)
+    assert iterations(manager) == []
+    with pytest.raises(ValueError, match="session_id"):
+        LocalCheckpointManager(tmp_path, "../elsewhere")
+    with pytest.raises(ValueError, match="timeout_s"):
+        LocalCheckpointManager(tmp_path, timeout_s=0)
+
+
+def test_a_strategy_without_cliques_is_told_what_it_lacks(tmp_path: Path) -> None:
+    class Old(ReplicationStrategy):
+        def replicate(self, local_ckpt: Any, id_: Any) -> Any: ...
+        def retrieve_plan(self, globally_available_ids: Any, wanted: Any) -> Any: ...
+        def retrieve_execute(self, plan: Any, my_data: Any) -> Any: ...
+
+    with pytest.raises(NotImplementedError, match=r"Old has no method clique"):
+        LocalCheckpointManager(tmp_path, repl_strategy=Old()).find_latest()
+
+
+def test_a_rank_that_is_alone_has_nobody_to_keep_copies_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alone = LocalCheckpointManager(tmp_path, repl_strategy=LazyCliqueReplicationStrategy(1, 2))
+    alone.save(state(1), 1)
+    assert value_of(alone) == 1.0
+    assert caplog.text.count("keeps no copies with others") == 1
+
+
+def test_a_left_over_of_a_dead_writer_harms_nothing_and_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / ".tmp-1-dead").write_bytes(b"half a checkpoint")
+    (folder / "iter_0000005_0000_of_0001_gen_00000009_00000000_local.shard").write_bytes(b"")
+    (folder / "notes.txt").write_text("not ours")
+    manager = LocalCheckpointManager(tmp_path)
+    assert manager.find_latest() == -1
+    manager.save(state(5), 5)
+    assert value_of(manager) == 5.0
+    assert (folder / "notes.txt").exists()
+    assert not (folder / ".tmp-1-dead").exists()
+
+
+def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = LocalCheckpointManager(tmp_path, keep=2)
+    for iteration in (5, 6):
+        manager.save(state(iteration), iteration)
+    manager.close()
+    older, newer = sorted(manager.local_ckpt_dir.iterdir())
+    older.replace(newer)
+    assert manager.find_latest() == -1
+    assert "something else than its name says" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["the files", "the folder", "the root"])
+def test_a_manager_goes_on_after_somebody_has_removed_its_files(tmp_path: Path, what: str) -> None:
+    manager = LocalCheckpointManager(tmp_path / "root", keep=2)
+    for iteration in (1, 2, 3):
+        manager.save(state(iteration), iteration)
+    shutil.rmtree(tmp_path / "root" if what == "the root" else manager.local_ckpt_dir)
+    if what == "the files":
+        manager.local_ckpt_dir.mkdir()
+    manager.save(state(4), 4)
+    assert (value_of(manager), iterations(manager)) == (4.0, [4])
+    manager.save(state(5), 5)
+    assert iterations(manager) == [4, 5]
+
+
+class FullDisk(Disk):
+    is_full = False
+
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        if self.is_full:
+            raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        super().allocate(descriptor, size_bytes, path)
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        if self.is_full:
+            raise CheckpointError(errno.EIO, os.strerror(errno.EIO), str(path))
+        super().sync(descriptor, path)
+
+
+def test_a_full_disk_is_an_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
+    disk = FullDisk()
+    manager = LocalCheckpointManager(tmp_path, disk=disk)
+    manager.save(state(1), 1)
+    disk.is_full = True
+    with pytest.raises(CheckpointError, match="No space left"):
+        manager.save(state(2, size=10**6), 2)
+    disk.is_full = False
+    assert value_of(manager) == 1.0
+    manager.save(state(3, size=10**6), 3)
+    assert (value_of(manager), iterations(manager)) == (3.0, [3])
+
+
+def save_through(
+    queue: AsyncCallsQueue, manager: LocalCheckpointManager, wrapped: BasicTensorAwareStateDict, is_async: bool
+) -> None:
+    request = manager.save(wrapped, 3, is_async=is_async)
+    assert request is not None
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_write_that_fails_leaves_nothing_of_itself(tmp_path: Path, is_async: bool) -> None:
+    disk = FullDisk()
+    manager = LocalCheckpointManager(tmp_path, disk=disk)
+    for iteration in (1, 2):
+        manager.save(state(iteration), iteration)
+    disk.is_full = True
+    with AsyncCallsQueue(worker="thread", timeout_s=20) as queue:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save_through(queue, manager, state(3), is_async)
+        assert (manager.find_latest(), iterations(manager)) == (2, [2])
+        disk.is_full = False
+        manager.save(state(4), 4)
+    assert (value_of(manager), iterations(manager)) == (4.0, [4])
+    manager.close()
+    assert len(names(manager)) == 1
+
+
+def test_a_request_that_is_run_late_is_no_newer_for_it(manager: LocalCheckpointManager) -> None:
+    late = manager.save(state(1), 1, is_async=True)
+    manager.save(state(2), 2)
+    assert (value_of(manager), iterations(manager)) == (2.0, [2])
+    assert late is not None
+    late.execute_sync()
+    assert (manager.latest_iteration, value_of(manager), iterations(manager)) == (2, 2.0, [2])
+
+
+def test_a_request_that_nobody_runs_is_given_up(
+    manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    forgotten = manager.save(state(1), 1, is_async=True)
+    for iteration in (2, 3, 4):
+        manager.save(state(iteration), iteration)
+    assert "iteration 1 (save 0 of 1 rank(s)) was begun and never finished" in caplog.text
+    assert forgotten is not None
+    with pytest.raises(AsyncCheckpointError):
+        forgotten.execute_sync()  # too late, and it must not do any harm
+    assert (value_of(manager), iterations(manager)) == (4.0, [4])
+    manager.close()
+    assert len(names(manager)) == 1
+
+
+class Deadly(Disk):
+    """Kills the process at the n-th call of one method."""
+
+    def __init__(self, method: str, call: int) -> None:
+        self.method, self.left = method, call
+
+    def _count(self, method: str) -> None:
+        if method == self.method:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        self._count("allocate")
+        super().allocate(descriptor, size_bytes, path)
+
+    def store(self, memory: memoryview, begin: int, data: bytes) -> None:
+        self._count("store")
+        super().store(memory, begin, data)
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        self._count("sync")
+        super().sync(descriptor, path)
+
+    def publish(self, source: Path, target: Path) -> None:
+        self._count("publish")
+        super().publish(source, target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count("rename")
+        super().rename(source, target)
+
+
+def save_until_killed(root: Path, method: str, call: int) -> None:
+    manager = LocalCheckpointManager(root, disk=Deadly(method, call))
+    for iteration in (1, 2, 3):
+        manager.save(state(iteration), iteration)
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "survivor"),
+    [
+        ("allocate", 2, 1),  # the second slot is made
+        ("store", 4, 1),  # three stores per save: preamble off, header, preamble
+        ("store", 5, 1),
+        ("store", 6, 1),
+        ("sync", 2, 1),
+        ("publish", 2, 1),
+        ("rename", 1, 2),  # the older one is withdrawn
+        ("store", 9, 2),
+    ],
+)
+def test_a_writer_that_is_killed_anywhere_leaves_the_older_checkpoint(
+    tmp_path: Path, method: str, call: int, survivor: int
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchelastic.checkpoint.local.local_manager"])  # torch is imported once for all
+    process = context.Process(target=save_until_killed, args=(tmp_path, method, call))
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    manager = LocalCheckpointManager(tmp_path)
+    assert manager.find_latest() == survivor
+    assert value_of(manager) == survivor
+    manager.save(state(9), 9)
+    assert (value_of(manager), iterations(manager)) == (9.0, [9])
+    manager.close()
+    assert len(names(manager)) == 1
+
+
+def test_the_token_is_not_shown_and_the_work_of_a_request_pickles(manager: LocalCheckpointManager) -> None:
+    request = manager.save(state(1), 1, is_async=True)
+    assert request is not None
+    (write,) = request.async_fn_args
+    secret = replace(write, peers=Peers({1: ("host", 1)}, "not for anybody's eyes"))
+    assert "not for" not in repr(secret)
+    assert pickle.loads(pickle.dumps(secret)).peers == secret.peers
+
+
+def test_a_host_without_an_address_for_others_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
+    with pytest.raises(CheckpointError, match="replica_host"):
+        own_address()
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
+    assert own_address() == "10.0.0.7"
+
+
+def test_out_of_step_is_a_checkpoint_error() -> None:
+    assert issubclass(OutOfStepError, CheckpointError)

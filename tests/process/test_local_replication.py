@@ -1,0 +1,130 @@
+"""Copies by hand, through collectives over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
+from torchelastic.checkpoint.replication import group_wrapper
+from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
+from torchelastic.checkpoint.replication.strategies import (
+    CliqueReplicationStrategy,
+    LazyCliqueReplicationStrategy,
+    ReplicationStrategy,
+    default_jump,
+)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(4) as started:
+        yield started
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    base = torch.arange(40 + 10 * rank) + rank
+    return {
+        "fp8": base.to(torch.float8_e4m3fn),
+        "int16": base.to(torch.int16),
+        "nested": [(torch.full((3,), float(rank)), rank)],
+        "empty": torch.empty(0, 2),
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    pairs = [(a[key], b[key]) for key in ("fp8", "int16", "empty")] + [(a["nested"][0][0], b["nested"][0][0])]
+    same = all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.float(), y.float()) for x, y in pairs)
+    return same and a["nested"][0][1] == b["nested"][0][1]
+
+
+@pytest.mark.parametrize(("jump", "expected"), [(1, [[0, 1], [0, 1], [2, 3], [2, 3]]), (2, [[0, 2], [1, 3]] * 2)])
+def test_replicate_gives_copies_of_the_whole_clique_and_leaves_the_state(
+    crew: Crew, jump: int, expected: list[list[int]]
+) -> None:
+    answers = succeeded(crew.run(replicate, jump, ranks=4))
+    assert [ranks for ranks, _ in answers] == expected
+    assert all(all_right for _, all_right in answers)
+
+
+def replicate(jump: int) -> tuple[list[int], bool]:
+    rank = dist.get_rank()
+    group_wrapper.BUCKET_BYTES = 64  # so that there are many buckets
+    strategy: ReplicationStrategy = LazyCliqueReplicationStrategy(jump, 2)
+    given = BasicTensorAwareStateDict(state_of(rank))
+    before = list(given.tensors)
+    states, ids = strategy.replicate(given, CkptID(7, rank, "s"))
+    right = all(equal(state.to_tree(), state_of(id_.rank)) for state, id_ in zip(states, ids, strict=True))
+    untouched = not given.is_hollow and all(a is b for a, b in zip(before, given.tensors, strict=True))
+    copies = not {t.data_ptr() for t in before if t.numel()} & {t.data_ptr() for s in states for t in s.tensors}
+    named = all(isinstance(id_, CkptID) and (id_.iteration, id_.session_id) == (7, "s") for id_ in ids)
+    return [id_.rank for id_ in ids], right and untouched and copies and named
+
+
+def test_what_a_rank_lost_is_given_back_by_its_clique(crew: Crew) -> None:
+    assert succeeded(crew.run(retrieve, 1, ranks=4)) == [True] * 4
+    failures = crew.run(retrieve, 4, ranks=4)
+    assert all(isinstance(answer, Failed) and answer.kind == "NoReplicasAvailableError" for answer in failures)
+
+
+def retrieve(losers: int) -> bool:
+    """Of a clique of four, some have lost everything, and nobody else has the states of the lost ranks if all have."""
+    rank = dist.get_rank()
+    strategy = CliqueReplicationStrategy.from_replication_params(1, 4)
+    ids = [CkptID(7, each, "s") for each in range(4)]
+    held = {each: ids if each >= losers else [] for each in range(4)}
+    plan = strategy.retrieve_plan(held, [ids[rank]])
+    mine = {id_: BasicTensorAwareStateDict(state_of(id_.rank)) for id_ in held[rank]}
+    received = strategy.retrieve_execute(plan, mine)
+    return list(received) == [ids[rank]] and equal(received[ids[rank]].to_tree(), state_of(rank))
+
+
+def test_the_members_of_the_group_wrapper(crew: Crew) -> None:
+    assert succeeded(crew.run(use_group, ranks=4)) == [True] * 4
+
+
+def use_group() -> bool:
+    rank = dist.get_rank()
+    group = GroupWrapper.from_list_of_groups([[0, 2], [1, 3]])
+    other = {0: 2, 2: 0, 1: 3, 3: 1}[rank]
+    checks = [
+        GroupWrapper.wrap(group) is group,
+        GroupWrapper.wrap(group.group).ranks == group.ranks == sorted([rank, other]),
+        (group.world_size, group.my_global_rank, group.get_global_rank(group.my_group_rank)) == (2, rank, rank),
+        (group.backend, group.get_device().type) == ("gloo", "cpu"),
+        group.all_gather_object({"rank": rank}) == [{"rank": each} for each in group.ranks],
+    ]
+    batches = group.all_gather_batch([torch.full((rank + 1,), rank, dtype=torch.int16), torch.ones(1).bool()])
+    checks.append([batch[0].tolist() for batch in batches] == [[each] * (each + 1) for each in group.ranks])
+    if rank < other:
+        group.send_object([1, "a"], other)
+        group.send_state_dict(BasicTensorAwareStateDict(state_of(rank)), other, "name")
+    else:
+        checks.append(group.recv_object(other) == [1, "a"])
+        state, name = group.recv_state_dict(other)
+        checks.append(name == "name" and equal(state.to_tree(), state_of(other)))
+    return all(checks)
+
+
+def test_the_jump_is_the_number_of_ranks_on_a_host_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = LazyCliqueReplicationStrategy()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert (default_jump(), lazy.clique(0, 4)) == (1, [0, 1])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (default_jump(), lazy.clique(0, 4)) == (2, [0, 2])
+    with pytest.raises(ValueError, match="no multiple"):
+        lazy.clique(0, 6)
+
+
+def test_a_strategy_for_one_group_knows_no_other_ranks() -> None:
+    strategy = CliqueReplicationStrategy(GroupWrapper(ranks=[0, 1]))
+    assert strategy.clique(1, 2) == [0, 1]
+    with pytest.raises(ValueError, match="rank 2 of 4 is not in the clique"):
+        strategy.clique(2, 4)
+    with pytest.raises(ValueError, match="either a process group or the ranks"):
+        GroupWrapper()

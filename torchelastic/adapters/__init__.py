@@ -1,0 +1,1 @@
+"""What makes this library usable from other training frameworks; each module needs its own one only."""

@@ -1,0 +1,47 @@
+"""Checkpoints that lie on the hosts that train, and copies of them on other hosts; see docs/local-checkpoints.md.
+
+Names are loaded on first use (PEP 562), so that importing this package costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
+    from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict, TensorPlaceholder
+    from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
+    from torchelastic.checkpoint.local.errors import OutOfStepError
+    from torchelastic.checkpoint.local.local_manager import LocalCheckpointManager
+    from torchelastic.checkpoint.local.names import CkptID
+
+__all__ = [
+    "BaseCheckpointManager",
+    "BasicTensorAwareStateDict",
+    "CkptID",
+    "LocalCheckpointManager",
+    "OutOfStepError",
+    "TensorAwareStateDict",
+    "TensorPlaceholder",
+]
+
+_HOME_OF_NAME = {
+    "BaseCheckpointManager": "base_manager",
+    "BasicTensorAwareStateDict": "basic_state_dict",
+    "CkptID": "names",
+    "LocalCheckpointManager": "local_manager",
+    "OutOfStepError": "errors",
+    "TensorAwareStateDict": "base_state_dict",
+    "TensorPlaceholder": "base_state_dict",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF_NAME})

@@ -1,0 +1,364 @@
+"""What every manager of local checkpoints does with the other ranks: agree on saves, on what there is, and on loads."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchelastic.checkpoint.async_ckpt import AsyncRequest
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
+from torchelastic.checkpoint.local.choice import Survey
+from torchelastic.checkpoint.local.errors import OutOfStepError
+from torchelastic.checkpoint.local.names import CkptID, Save, Shard, check_iteration, check_session_id
+from torchelastic.checkpoint.local.roll_call import RollCall, listed
+from torchelastic.checkpoint.local.shard_folder import Held
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from torchelastic.checkpoint.replication.strategies import ReplicationStrategy
+
+log = logging.getLogger(__name__)
+
+Loaded = TypeVar("Loaded")
+_NOBODY = object()
+#: A save in the background is given up when so many later ones were finalised before it.
+_GIVEN_UP_AFTER = 3
+#: Of how many failing ranks an error tells the reason.
+_TOLD = 4
+
+
+class BaseCheckpointManager(ABC):
+    """Saves and loads one part of a checkpoint per rank; where the parts lie is the business of a subclass.
+
+    All ranks call every method, in the same order, from the thread that trains. Whoever is out of step is named in an
+    `OutOfStepError` on all ranks that came. Where one rank fails, all raise.
+
+    Args:
+        session_id: tells the checkpoints of several jobs in one folder apart.
+        repl_strategy: which ranks keep copies of which parts.
+        timeout_s: for how long a rank that does not come is waited for.
+        process_group: whose ranks save together; None: the default one, as it is at each call. Without one, this
+            process is rank 0 of 1.
+
+    Attributes:
+        latest_iteration: of the newest complete checkpoint that this object knows of; -1 before that.
+        globally_available_ids: per rank, the parts that it held at the last `find_latest` or `load`.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        timeout_s: float = 600.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is {timeout_s}: give seconds, more than 0")
+        self.session_id = check_session_id(session_id)
+        self.repl_strategy = repl_strategy
+        self.latest_iteration = -1
+        self.globally_available_ids: dict[int, list[CkptID]] = {}
+        self._timeout_s = timeout_s
+        self._roll = RollCall(process_group, timeout_s)
+        self._world: object = _NOBODY
+        self._survey = Survey()
+        self._complete: dict[Save, float] = {}
+        self._unreadable: set[Save] = set()
+        self._pending: dict[Save, int] = {}  # begun and not finalised; how many later ones were finalised since
+        self._generation = -1
+
+    # --- what a subclass does -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _my_ckpt_ids(self) -> Sequence[Held]:
+        """The parts that this rank holds, its own and those of others."""
+
+    @abstractmethod
+    def _load(self, shard: Shard) -> TensorAwareStateDict:
+        """Reads a part, checked, from wherever it lies. Raises: CorruptCheckpointError if no good copy is left."""
+
+    @abstractmethod
+    def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
+        """Takes the snapshot, and returns what is left to be done in the background (without finalize functions)."""
+
+    @abstractmethod
+    def _cleanup(self, save: Save) -> None:
+        """A save is complete on all ranks: removes what is not to be kept beside it."""
+
+    @abstractmethod
+    def _cleanup_failed_save(self, save: Save) -> None:
+        """A save has failed on some rank: removes what is here of it."""
+
+    def _prepare(self, state_dict: TensorAwareStateDict) -> Any:
+        """Everything of a save that can fail on one rank alone, before the ranks agree on it."""
+        return state_dict
+
+    def _discard(self, prepared: Any) -> None:  # noqa: B027 - most have nothing to undo
+        """Undoes `_prepare`: another rank has failed."""
+
+    def _arrive(self, call: str) -> None:  # noqa: B027 - most need nobody's address
+        """The ranks are new to each other: the process group was formed (anew), or this is the first call."""
+
+    # --- what everybody calls -----------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group; 0 without one."""
+        return self._roll.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are now."""
+        return self._roll.world_size
+
+    def find_latest(self) -> int:
+        """Looks for the newest checkpoint of which every part is still somewhere. Called on all ranks.
+
+        Newest is what was saved last, also if its iteration is lower than that of an older one (after a rollback).
+
+        Returns:
+            Its iteration; -1 if there is none.
+
+        Raises:
+            OutOfStepError, CheckpointError: see the class.
+        """
+        self._begin("find_latest()", look=True)
+        newest = self._newest()
+        self.latest_iteration = newest.iteration if newest is not None else -1
+        return self.latest_iteration
+
+    @property
+    def latest_world_size(self) -> int:
+        """How many ranks saved the newest checkpoint that `find_latest` found; 0 if there is none."""
+        newest = self._newest()
+        return newest.world_size if newest is not None else 0
+
+    def load(self, shard: int | None = None) -> tuple[TensorAwareStateDict, CkptID]:
+        """Reads this rank's part of the newest complete checkpoint. Called on all ranks.
+
+        A part that is damaged here is replaced by another rank's copy, with a warning; if there is no good copy of some
+        part, all ranks take the next older checkpoint, with a warning. `find_latest` may be called before, or not.
+
+        Args:
+            shard: the rank (among those that saved) whose part to read; each rank may ask for another one. None: the
+                own rank's.
+
+        Returns:
+            The state, its tensors back on their devices, and what it is a part of.
+
+        Raises:
+            CheckpointError: there is no (readable) checkpoint, or it was saved by another number of ranks and `shard`
+                is not given; on all ranks alike.
+            OutOfStepError: see the class.
+        """
+        wishes: list[Any] = []
+
+        def check(save: Save) -> None:
+            for rank, wish in enumerate(wishes):
+                _check_wish(save, rank, wish, len(wishes))
+
+        def attempt(save: Save) -> tuple[TensorAwareStateDict, CkptID]:
+            wanted = save.shard(self.rank if shard is None else shard)
+            state = self._load(wanted)
+            return state, CkptID(save.iteration, wanted.rank, self.session_id)
+
+        self._begin("load()", look=True)
+        wishes += self._together("load()", lambda: None if shard is None else int(shard))
+        state, ckpt_id = self._first_loadable("load()", check, attempt)
+        state.restore_tensor_device()
+        return state, ckpt_id
+
+    def save(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False) -> AsyncRequest | None:
+        """Saves this rank's part of a checkpoint; the state may differ from rank to rank. Called on all ranks.
+
+        When it returns, the state may change: it was copied. `state_dict` is not changed.
+
+        Args:
+            state_dict: the state.
+            iteration: of training; 0 or more. It may be lower than that of an older checkpoint, and then replaces it as
+                the newest one.
+            is_async: leave all but the copy to an `AsyncCallsQueue`.
+
+        Returns:
+            With `is_async`, the request to be given to the queue: by all ranks, in the order of the saves. Else None,
+            and the checkpoint is complete on all ranks.
+
+        Raises:
+            TypeError, ValueError: the state or the iteration cannot be saved; nothing was done, on all ranks.
+            CheckpointError: a rank cannot save; nothing is left of it.
+            OutOfStepError: see the class.
+        """
+        call = f"save(iteration={iteration!r}, is_async={bool(is_async)})"
+        self._begin(call, look=False)
+        prepared: list[Any] = []
+
+        def prepare() -> list[Any]:
+            check_iteration(iteration)
+            prepared.append(self._prepare(state_dict))
+            return [self._generation, secrets.token_hex(4), time.time()]
+
+        try:
+            answers = self._together(call, prepare)
+        except BaseException:
+            for each in prepared:
+                self._discard(each)
+            raise
+        self._generation = max(int(generation) for generation, _, _ in answers) + 1
+        _, token, saved_s = answers[0]
+        save = Save(self._generation, iteration, self.world_size, str(token))
+        self._pending[save] = 0
+        request = self._save(prepared[0], save.shard(self.rank), float(saved_s), is_async=is_async)
+        request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s))])
+        if is_async:
+            return request
+        self._finish(request, save, f"{call}, writing")
+        return None
+
+    def close(self) -> None:
+        """Lets everything go that is not a file. Not a collective; the object can be used on."""
+        self._roll.close()
+        self._world = _NOBODY
+
+    # --- how --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, call: str, *, look: bool) -> None:
+        """Has the ranks meet if they are new to each other, and then or if that is wanted look at what there is."""
+        source = self._roll.source
+        is_new = self._world is not source
+        if is_new:
+            self._arrive(call)
+            self._world = source
+        if is_new or look:
+            self._look(call)
+
+    def _together(self, call: str, work: Callable[[], Any]) -> list[Any]:
+        """Does this rank's part, tells the others, and returns what each rank's part returned (JSON can hold it).
+
+        Raises:
+            CheckpointError: another rank failed; names it. The own failure is raised as it is.
+        """
+        failure: Exception | None = None
+        try:
+            answer = {"value": work()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+            failure, answer = error, {"error": f"{type(error).__name__}: {error}"[:2000]}
+        answers = self._roll.gather(call, answer)
+        if failure is not None:
+            raise failure
+        failed = {rank: each["error"] for rank, each in enumerate(answers) if "error" in each}
+        if failed:
+            raise CheckpointError(f"{call} failed on {listed(list(failed))}: {next(iter(failed.values()))}")
+        return [each["value"] for each in answers]
+
+    def _look(self, call: str) -> None:
+        """Has all ranks tell what they hold."""
+
+        def report() -> list[list[Any]]:
+            return [[held.shard.file_name, held.folder, held.saved_s] for held in self._my_ckpt_ids()]
+
+        reports = self._together(f"{call}, looking", report)
+        known = [
+            [(shard, int(folder), float(saved_s)) for name, folder, saved_s in each if (shard := Shard.parse(name))]
+            for each in reports
+        ]
+        self._survey = survey = Survey.of(known)
+        self._generation = max(self._generation, survey.newest_generation)
+        self._complete = {save: survey.saved_s[save] for save in survey.complete() if save not in self._unreadable}
+        self.globally_available_ids = {
+            rank: sorted({CkptID(shard.save.iteration, shard.rank, self.session_id) for shard, _, _ in each})
+            for rank, each in enumerate(known)
+        }
+        newest = self._newest()
+        for save, missing in survey.incomplete().items():
+            if newest is None or save > newest:
+                log.warning("%s cannot be loaded: nobody holds the part(s) of %s", save, listed(missing))
+
+    def _newest(self) -> Save | None:
+        return max(self._complete, default=None)
+
+    def _first_loadable(self, call: str, check: Callable[[Save], None], attempt: Callable[[Save], Loaded]) -> Loaded:
+        """Tries the complete checkpoints, newest first, until all ranks could read one of them.
+
+        Args:
+            call: for errors.
+            check: raises, on all ranks alike, if this checkpoint must not be read.
+            attempt: reads it.
+        """
+        failures: list[str] = []
+        for save in sorted(self._complete, reverse=True):
+            check(save)
+            failure: Exception | None = None
+            try:
+                loaded = attempt(save)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
+                failure = error
+            is_bad_data = failure is None or isinstance(failure, CorruptCheckpointError)
+            own = None if failure is None else [is_bad_data, f"{type(failure).__name__}: {failure}"[:2000]]
+            answers = self._roll.gather(f"{call} of iteration {save.iteration}", own)
+            failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+            if not failed:
+                self.latest_iteration = save.iteration
+                return loaded
+            told = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in list(failed.items())[:_TOLD])
+            if not all(is_data for is_data, _ in failed.values()):  # a fault of the program: an older one helps nobody
+                raise CheckpointError(f"{save} could not be loaded on {listed(list(failed))}: {told}") from failure
+            failures.append(f"{save} is damaged ({told})")
+            log.warning("%s cannot be loaded (%s); looking for an older one", save, told)
+            self._unreadable.add(save)
+            del self._complete[save]
+        self.latest_iteration = -1
+        raise CheckpointError(self._nothing_to_load(failures))
+
+    def _nothing_to_load(self, failures: Sequence[str]) -> str:
+        incomplete = [f"{save} lacks {listed(missing)}" for save, missing in self._survey.incomplete().items()]
+        reasons = "; ".join([*failures, *incomplete]) or "no rank holds any part of one"
+        return (
+            f"there is no local checkpoint of session {self.session_id!r} that {self.world_size} rank(s) could load: "
+            f"{reasons}. Load a durable one, or start from scratch"
+        )
+
+    def _finish(self, request: AsyncRequest, save: Save, call: str) -> None:
+        try:
+            self._together(call, request.work)
+        except OutOfStepError:
+            raise  # who is lost may have written its part: what is here stays, and find_latest tells what it is worth
+        except BaseException:
+            del self._pending[save]
+            self._cleanup_failed_save(save)
+            raise
+        for finalize_fn in request.finalize_fns:
+            finalize_fn()
+
+    def _finalize(self, save: Save, saved_s: float) -> None:
+        """All ranks have written it. Called on the thread that trains."""
+        self._pending.pop(save, None)
+        self._complete[save] = saved_s
+        self.latest_iteration = max(self._complete).iteration
+        for older in [older for older in self._pending if older < save]:
+            self._pending[older] += 1
+            if self._pending[older] >= _GIVEN_UP_AFTER:
+                log.warning("%s was begun and never finished: it is given up", older)
+                del self._pending[older]
+                self._cleanup_failed_save(older)
+        self._cleanup(save)
+
+
+def _check_wish(save: Save, rank: int, wish: int | None, world_size: int) -> None:
+    if wish is None and save.world_size != world_size:
+        raise CheckpointError(
+            f"{save} was saved by {save.world_size} rank(s), and there are {world_size} now: say which part each rank "
+            f"is to read, load(shard=rank % {save.world_size}) for example if they all hold the same; or read all of "
+            "them, with load_all() or load_resharded(template)"
+        )
+    if wish is not None and not 0 <= wish < save.world_size:
+        raise CheckpointError(
+            f"rank {rank} asked for the part of rank {wish} of {save}: there are 0 to {save.world_size - 1}"
+        )

@@ -1,0 +1,68 @@
+"""A shard in memory instead of a file: for sending a state, and for checking what was received."""
+
+from __future__ import annotations
+
+import torch
+
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.shards import Header, Slot, Stage
+from torchelastic.checkpoint.shards.batches import over_batches
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_header, decode_preamble
+from torchelastic.checkpoint.shards.stage import capacity_for
+from torchelastic.checkpoint.shards.tensors import dtype_named
+from torchelastic.checkpoint.shards.writing import checksum_of
+
+
+def image_of(header: Header, sources: list[torch.Tensor]) -> torch.Tensor:
+    """A shard with these tensors as one row of bytes (uint8), checksums included; copies them once."""
+    slot = Slot(capacity_for(header))
+    stage = Stage.prepare(slot, header)
+    checksums = stage.copy_and_hash(sources)
+    return slot.memory[: stage.seal(header.with_checksums(checksums))]
+
+
+def read_header(memory: memoryview, name: str) -> tuple[Header, int]:
+    """The header of a shard in memory, and where its data begins, in bytes.
+
+    Args:
+        memory: the shard; what follows behind its end is ignored.
+        name: what errors call it.
+
+    Raises:
+        CorruptCheckpointError: it is no shard, or it was cut or damaged.
+    """
+    try:
+        preamble = decode_preamble(bytes(memory[:PREAMBLE_BYTES]))
+        end = preamble.data_offset_bytes + preamble.data_bytes
+        if memory.nbytes < end:
+            raise CorruptCheckpointError(f"it has {memory.nbytes} bytes of {end}: it was cut")
+        encoded = bytes(memory[PREAMBLE_BYTES : PREAMBLE_BYTES + preamble.header_bytes])
+        return decode_header(encoded, preamble), preamble.data_offset_bytes
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{name} cannot be used: {error}") from error
+
+
+def tensors_of(image: torch.Tensor, name: str) -> tuple[Header, dict[str, torch.Tensor]]:
+    """Reads a shard in memory; every tensor is compared with its checksum.
+
+    Args:
+        image: a contiguous row of bytes (uint8) on the CPU.
+        name: what errors call it.
+
+    Returns:
+        Its header, and the tensors by name; they share the memory of the image.
+
+    Raises:
+        CorruptCheckpointError: it is no shard, or it was cut or damaged.
+    """
+    header, data_offset = read_header(memoryview(image.numpy()), name)  # type: ignore[arg-type]
+    tensors = []
+    for entry in header.entries:
+        begin = data_offset + entry.offset_bytes
+        data = image[begin : begin + entry.size_bytes]
+        tensors.append(data.view(dtype_named(entry.dtype)).view(entry.box.sizes))
+    found = over_batches(header.entries, lambda batch: [checksum_of(tensors[index]) for index in batch])
+    for entry, checksum in zip(header.entries, found, strict=True):
+        if checksum != entry.checksum:
+            raise CorruptCheckpointError(f"{name} is damaged: the checksum of {entry.name!r} does not match")
+    return header, {entry.name: tensor for entry, tensor in zip(header.entries, tensors, strict=True)}

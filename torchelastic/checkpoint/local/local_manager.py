@@ -1,0 +1,288 @@
+"""Local checkpoints on tmpfs or a disk of each host, with copies on other hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from torchelastic.checkpoint.async_ckpt import AsyncRequest
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
+from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
+from torchelastic.checkpoint.local.choice import folders_of, to_prune
+from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
+from torchelastic.checkpoint.local.fetching import from_any
+from torchelastic.checkpoint.local.names import CkptID, Save, Shard
+from torchelastic.checkpoint.local.neighbours import Neighbours, meet
+from torchelastic.checkpoint.local.roll_call import listed
+from torchelastic.checkpoint.local.shard_folder import Held, ShardFolder
+from torchelastic.checkpoint.local.shard_write import Peers, ShardWrite, write_shard
+from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
+from torchelastic.checkpoint.shards import Disk, Header, ShardReader, Stage, read_into
+from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.shards.recurring import RecurringLayout
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from torchelastic.checkpoint.replication.strategies import ReplicationStrategy
+
+log = logging.getLogger(__name__)
+
+Used = TypeVar("Used")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A state with its place in a warm slot; nothing is copied yet."""
+
+    stage: Stage
+    header: Header
+    sources: list[torch.Tensor]
+
+
+class LocalCheckpointManager(BaseCheckpointManager):
+    """Saves each rank's part on its own host, and on those of its clique; see docs/local-checkpoints.md.
+
+    A save stops training for one copy into memory that is used again and again; checksums, the file and the copies to
+    other hosts are the background's. Nothing is read that does not match its checksums.
+
+    Args:
+        root_local_ckpt_dir: a folder of each host, on tmpfs to be fast; it need not exist. There must be room for one
+            checkpoint more than are kept (two more if one is begun while another is written), times the replication
+            factor.
+        session_id: tells the checkpoints of several jobs in one folder apart.
+        repl_strategy: which ranks keep copies of each other's parts; None: nobody does.
+        keep: how many complete checkpoints stay, or a policy that says which.
+        timeout_s: for how long a rank that does not come is waited for.
+        process_group: see `BaseCheckpointManager`.
+        allow_pickles: store and load what is neither plain nor a tensor as pickles, which can run any code.
+        replica_host: the address of this host for the others; found out if it is not given.
+        disk: what touches files.
+
+    Raises:
+        CheckpointError: the folder cannot be created.
+        TypeError, ValueError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        root_local_ckpt_dir: str | os.PathLike[str],
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        keep: int | KeepPolicy = 1,
+        timeout_s: float = 600.0,
+        process_group: dist.ProcessGroup | None = None,
+        allow_pickles: bool = False,
+        replica_host: str | None = None,
+        disk: Disk = REAL_DISK,
+    ) -> None:
+        super().__init__(session_id, repl_strategy, timeout_s=timeout_s, process_group=process_group)
+        self._root = Path(root_local_ckpt_dir).absolute() / session_id
+        self._keep = keep if isinstance(keep, KeepPolicy) else KeepLast(keep)
+        self._allow_pickles, self._replica_host, self._disk = allow_pickles, replica_host, disk
+        self._folder: ShardFolder | None = None
+        self._neighbours: Neighbours | None = None
+        self._copies_to = Peers()
+        self._layout = RecurringLayout()
+        disk.make_folder(self._root)
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """The folder of this rank: its own parts, and the copies that it keeps for others."""
+        return self._root / str(self.rank)
+
+    def load_all(self) -> list[tuple[TensorAwareStateDict, CkptID]]:
+        """Reads the parts of all ranks that saved the newest complete checkpoint, on every rank. Called on all ranks.
+
+        For another number of ranks than saved it, if you know how to put the parts together. There must be memory for
+        all of them; tensors stay on the CPU until `restore_tensor_device`.
+
+        Returns:
+            One state per rank that saved, in the order of the ranks.
+
+        Raises:
+            CheckpointError, OutOfStepError: see `load`.
+        """
+
+        def attempt(save: Save) -> list[tuple[TensorAwareStateDict, CkptID]]:
+            return [
+                (self._read(save.shard(rank), keep=False), CkptID(save.iteration, rank, self.session_id))
+                for rank in range(save.world_size)
+            ]
+
+        self._begin("load_all()", look=True)
+        return self._first_loadable("load_all()", lambda _: None, attempt)
+
+    def load_resharded(self, template: Any, *, strict: bool = True) -> tuple[Any, CkptID]:
+        """Copies the newest complete checkpoint into a state that is there, whatever number of ranks saved it.
+
+        A DTensor or `ShardOf` of the template gets its own part, put together from whatever parts were saved; what
+        every rank held whole is taken from one of them. Called on all ranks, each with its own template. Parts that lie
+        on other hosts are fetched into memory, all of them.
+
+        Args:
+            template: a state dict (or `BasicTensorAwareStateDict`) of the saved structure; its tensors are overwritten.
+            strict: see `torchelastic.checkpoint.shards.read_into`.
+
+        Returns:
+            The state with the tensors of the template, and what it is a part of.
+
+        Raises:
+            CheckpointError, OutOfStepError: see `load`.
+        """
+        tree = plain_basic(template)
+
+        def attempt(save: Save) -> tuple[Any, CkptID]:
+            readers: list[ShardReader] = []
+            try:
+                for rank in range(save.world_size):
+                    readers.append(self._from_any(save.shard(rank), _verified, keep=False))
+                state = read_into(readers, tree, strict=strict, allow_pickles=self._allow_pickles)
+            finally:
+                for reader in readers:
+                    reader.close()
+            return state, CkptID(save.iteration, self.rank, self.session_id)
+
+        self._begin("load_resharded()", look=True)
+        return self._first_loadable("load_resharded()", lambda _: None, attempt)
+
+    def close(self) -> None:
+        """Stops serving copies, gives memory back, calls off what is being written. Not a collective.
+
+        Files stay. The object can be used on, by all ranks.
+        """
+        if self._neighbours is not None:
+            self._neighbours.close()
+        if self._folder is not None:
+            self._folder.close()
+        self._neighbours = self._folder = None
+        super().close()
+
+    # --- meeting ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, call: str) -> None:
+        if self._neighbours is not None:
+            self._neighbours.close()
+            self._neighbours = None
+        if self._folder is not None and self._folder.rank != self.rank:
+            self._folder.close()
+            self._folder = None
+
+        def own_folder() -> list[int]:
+            self._folder = self._folder or ShardFolder(self._root, self.rank, self.session_id, self._disk)
+            return self._clique()
+
+        cliques = self._together(f"{call}, arriving", own_folder)
+        self._neighbours = meet(self._files, self._together, call, self._timeout_s, self._replica_host)
+        clique = [rank for rank in cliques[self.rank] if rank != self.rank]
+        self._copies_to = self._neighbours.peers_of(clique)
+        if self.repl_strategy is not None and not clique:
+            log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
+        hosts = self._neighbours.hosts
+        if clique and self.rank < min(clique) and len({hosts[rank] for rank in [self.rank, *clique]}) == 1:
+            log.warning("%s keep copies of each other on one host, and are lost with it", listed(cliques[self.rank]))
+
+    def _clique(self) -> list[int]:
+        return [] if self.repl_strategy is None else sorted(self.repl_strategy.clique(self.rank, self.world_size))
+
+    @property
+    def _files(self) -> ShardFolder:
+        if self._folder is None:
+            raise CheckpointError("this manager was closed while it was in use")
+        return self._folder
+
+    def _folders(self) -> list[int]:
+        roots = self._neighbours.roots if self._neighbours is not None else [""]
+        return folders_of(self.rank, roots, self._files.folders())
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, state_dict: TensorAwareStateDict) -> _Prepared:
+        self._files.settle()
+        header, sources = encode(state_dict, self._layout, allow_pickles=self._allow_pickles)
+        stage = self._files.take(header)
+        try:
+            stage.require_fitting(sources)
+        except BaseException:
+            self._files.give_back(stage)
+            raise
+        return _Prepared(stage, header, sources)
+
+    def _discard(self, prepared: Any) -> None:
+        self._files.give_back(prepared.stage)
+
+    def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
+        stage: Stage = prepared.stage
+        checksums: tuple[str, ...] | None = None
+        try:
+            if is_async:
+                stage.copy(prepared.sources)
+            else:
+                checksums = tuple(stage.copy_and_hash(prepared.sources))
+        except BaseException:
+            self._files.give_back(stage)
+            raise
+        meta = {**prepared.header.meta, **shard.meta(self.session_id), "saved_s": saved_s}
+        write = ShardWrite(
+            hidden=stage.slot.path or Path(),
+            target=self._files.path_of(shard, self.rank),
+            data_offset=stage.data_offset,
+            structure=prepared.header.structure,
+            entries=prepared.header.entries,
+            meta=meta,
+            checksums=checksums,
+            generation=shard.save.generation,
+            peers=self._copies_to,
+            disk=self._disk,
+        )
+        self._files.begin(shard, stage, write)
+        return AsyncRequest(write_shard, (write,), [])
+
+    def _cleanup(self, save: Save) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
+        if self._folder is None:
+            return  # closed meanwhile; the next save prunes
+        files = self._files
+        files.settle()
+        folders = self._folders()
+        held = files.saves_in(folders)
+        doomed = to_prune(self._keep, self._complete, held, {*self._pending, *files.busy})
+        files.prune(doomed, folders)
+        self._complete = {kept: saved_s for kept, saved_s in self._complete.items() if kept not in doomed}
+
+    def _cleanup_failed_save(self, save: Save) -> None:
+        if self._folder is not None:
+            self._folder.call_off(save)
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _my_ckpt_ids(self) -> Sequence[Held]:
+        return self._files.held(self._folders())
+
+    def _load(self, shard: Shard) -> TensorAwareStateDict:
+        return self._read(shard, keep=True)
+
+    def _read(self, shard: Shard, *, keep: bool) -> TensorAwareStateDict:
+        def use(reader: ShardReader) -> TensorAwareStateDict:
+            with reader:
+                return decode(reader.header, reader.read(), allow_pickles=self._allow_pickles)
+
+        return self._from_any(shard, use, keep=keep)
+
+    def _from_any(self, shard: Shard, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
+        if self._neighbours is None:
+            raise CheckpointError("this manager was closed while it was in use")
+        places = self._survey.places(shard, self.rank, self._neighbours.roots)
+        return from_any(shard, places, use, files=self._files, neighbours=self._neighbours, keep=keep)
+
+
+def _verified(reader: ShardReader) -> ShardReader:
+    reader.verify()
+    return reader

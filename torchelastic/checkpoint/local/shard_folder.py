@@ -1,0 +1,306 @@
+"""The shards that lie on this host: one folder per rank, of which each rank fills its own.
+
+    <root>/<session_id>/<rank>/iter_0000010_0001_of_0004_gen_00000003_9f3a12cd_local.shard
+
+The middle numbers are the shard's rank and how many ranks saved: replicas lie in the folder of who holds them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.local.image import read_header
+from torchelastic.checkpoint.local.names import Save, Shard
+from torchelastic.checkpoint.local.shard_write import ShardWrite
+from torchelastic.checkpoint.shards import Box, Disk, Entry, Header, ShardReader, SlotPool, Stage
+from torchelastic.checkpoint.shards.pool import remove_left_overs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A shard that lies here.
+
+    Attributes:
+        shard: which.
+        folder: the number of the rank folder that it lies in.
+        saved_s: when its save began, in seconds of wall time.
+    """
+
+    shard: Shard
+    folder: int
+    saved_s: float = 0.0
+
+
+class _DoneElsewhere(Disk):
+    """For the moment in which a slot learns that the background part of the save gave it its name."""
+
+    def publish(self, source: Path, target: Path) -> None:
+        pass
+
+
+class ShardFolder:
+    """A rank's folder, its slots, and a look into the folders beside it. A `ReplicaShelf` for the server.
+
+    Args:
+        root: the folder of the session on this host.
+        rank: whose folder it is.
+        session_id: of the manager.
+        disk: what touches files.
+
+    Attributes:
+        path: the rank's folder.
+
+    Raises:
+        CheckpointError: it cannot be created.
+    """
+
+    def __init__(self, root: Path, rank: int, session_id: str, disk: Disk) -> None:
+        self.root, self.rank, self.path = root, rank, root / str(rank)
+        self._session_id, self.disk = session_id, disk
+        disk.make_folder(self.path)
+        for number in self.folders():
+            remove_left_overs(root / str(number), disk)
+        self._own, self._replicas = SlotPool(self.path, disk=disk), SlotPool(self.path, disk=disk)
+        self._lock = threading.RLock()  # guards the rest; the server's threads come here too
+        self._in_flight: dict[Shard, tuple[Stage, ShardWrite]] = {}
+        self._incoming: dict[str, Stage] = {}
+        self._digests: dict[str, str] = {}
+        self._replica_paths: set[Path] = set()
+
+    # --- what is here -------------------------------------------------------------------------------------------------
+
+    def folders(self) -> list[int]:
+        """The rank folders on this host, sorted."""
+        try:
+            return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdecimal() and entry.is_dir())
+        except FileNotFoundError:
+            return []  # somebody has removed it
+
+    def path_of(self, shard: Shard, folder: int) -> Path:
+        """Where a shard lies, or would."""
+        return self.root / str(folder) / shard.file_name
+
+    def held(self, folders: Iterable[int]) -> list[Held]:
+        """The shards in some of the folders whose headers are as they should be; warnings name the others."""
+        self._require_folder()
+        self.settle()
+        found = []
+        for folder in folders:
+            for shard in self._shards_in(folder):
+                try:
+                    with ShardReader(self.path_of(shard, folder)) as reader:
+                        self._check(reader.header, shard, str(reader.path))
+                        found.append(Held(shard, folder, float(reader.header.meta.get("saved_s", 0.0))))
+                except CorruptCheckpointError as error:
+                    log.warning("%s; it is passed over", error)
+                except (CheckpointError, TypeError, ValueError) as error:
+                    log.info("passed over: %s", error)  # removed meanwhile, or still being written
+        return found
+
+    def saves_in(self, folders: Iterable[int]) -> set[Save]:
+        """The saves of which anything lies in some of the folders."""
+        return {shard.save for folder in folders for shard in self._shards_in(folder)}
+
+    def _shards_in(self, folder: int) -> Iterator[Shard]:
+        try:
+            names = sorted(path.name for path in (self.root / str(folder)).iterdir())
+        except FileNotFoundError:
+            return
+        for name in names:
+            shard = Shard.parse(name)
+            if shard is not None:
+                yield shard
+
+    def _check(self, header: Header, shard: Shard, where: str) -> None:
+        expected = shard.meta(self._session_id)
+        if {key: header.meta.get(key) for key in expected} != expected:
+            raise CorruptCheckpointError(f"{where} says of itself that it is something else than its name says")
+
+    def _require_folder(self) -> None:
+        """Makes the folder again if somebody has removed it, as a disk that was replaced."""
+        with self._lock:
+            if self.path.is_dir():
+                return
+            log.warning("the folder %s was removed from outside, with all checkpoints in it", self.path)
+            self._own.close()
+            self._replicas.close()
+            self.disk.make_folder(self.path)
+            self._own, self._replicas = SlotPool(self.path, disk=self.disk), SlotPool(self.path, disk=self.disk)
+            self._replica_paths.clear()
+            self._digests.clear()
+
+    # --- own saves ----------------------------------------------------------------------------------------------------
+
+    def take(self, header: Header) -> Stage:
+        """A warm place for the tensors of a save. Raises: CheckpointError if there is no room for it."""
+        self._require_folder()
+        return _take(self._own, header)
+
+    def give_back(self, stage: Stage) -> None:
+        """The save was called off before it was begun."""
+        self._own.give_back(stage)
+
+    def begin(self, shard: Shard, stage: Stage, write: ShardWrite) -> None:
+        """The tensors are copied; now the file is the background's, until `settle` finds that it has its name."""
+        with self._lock:
+            self._in_flight[shard] = stage, write
+
+    @property
+    def busy(self) -> set[Save]:
+        """The saves that are being written here, or received."""
+        with self._lock:
+            coming = {shard.save for name in self._incoming if (shard := Shard.parse(name))}
+            return {shard.save for shard in self._in_flight} | coming
+
+    def settle(self) -> None:
+        """Takes back the slots of saves whose background part has ended, well or badly."""
+        with self._lock:
+            for shard, (stage, write) in list(self._in_flight.items()):
+                if write.hidden.exists():
+                    continue
+                del self._in_flight[shard]
+                if write.target.exists():
+                    self._adopt(stage, write.target)
+                else:
+                    self._drop(stage)
+
+    def call_off(self, save: Save) -> None:
+        """A save has failed somewhere: what is here of it goes."""
+        with self._lock:
+            for shard in [shard for shard in self._in_flight if shard.save == save]:
+                stage, _ = self._in_flight.pop(shard)
+                self._drop(stage)
+        self.prune({save}, [self.rank])
+
+    def _adopt(self, stage: Stage, target: Path) -> None:
+        """Tells slot and pool that the file has its name now; unlocks it, so that it can be read."""
+        disk, stage.slot.disk = stage.slot.disk, _DoneElsewhere()
+        try:
+            self._own.publish(stage, target)
+        finally:
+            stage.slot.disk = disk
+
+    def _drop(self, stage: Stage) -> None:
+        """Gives memory back that the background may still write to: it is not used again."""
+        path = stage.slot.path
+        stage.slot.close()
+        if path is not None:
+            self._remove(path)
+
+    def prune(self, doomed: Collection[Save], folders: Iterable[int]) -> None:
+        """Removes all shards of some saves from some folders; a failure is logged, and tried again the next time."""
+        with self._lock:
+            for folder in folders:
+                for shard in [shard for shard in self._shards_in(folder) if shard.save in doomed]:
+                    self._digests.pop(shard.file_name, None)
+                    self._retire(self.path_of(shard, folder))
+
+    def _retire(self, path: Path) -> None:
+        pool = self._replicas if path in self._replica_paths else self._own
+        self._replica_paths.discard(path)
+        try:
+            pool.retire(path)
+        except CheckpointError as error:
+            log.warning("a local checkpoint could not be removed: %s", error)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            self.disk.remove(path)
+        except CheckpointError as error:
+            log.warning("a left-over of a local checkpoint could not be removed: %s", error)
+
+    # --- shards of others ---------------------------------------------------------------------------------------------
+
+    def destination(self, object_id: str, size_bytes: int) -> memoryview:
+        """See `ReplicaShelf`: a warm slot. Raises: ValueError if that is no shard's name."""
+        if Shard.parse(object_id) is None:
+            raise ValueError(f"{object_id!r} is no name of a shard")
+        whole = Entry("shard", "uint8", (size_bytes,), Box.whole((size_bytes,)), 0, size_bytes)
+        self._require_folder()
+        stage = _take(self._replicas, Header(None, (whole,)))
+        with self._lock:
+            self._incoming[object_id] = stage
+        return stage.slot.view()[:size_bytes]
+
+    def received(self, object_id: str, digest: str) -> None:
+        """See `ReplicaShelf`: gives it its name, in place of what has it already.
+
+        Not flushed to the disk first: what a power failure takes is noticed by its checksums, and others hold it too.
+
+        Raises:
+            CorruptCheckpointError: it is not the shard that its name says.
+        """
+        shard = Shard.parse(object_id)
+        with self._lock:
+            stage = self._incoming.pop(object_id)
+            try:
+                if shard is None:
+                    raise CorruptCheckpointError(f"{object_id!r} is no name of a shard")
+                name = f"what was received as {object_id}"
+                self._check(read_header(stage.slot.view(), name)[0], shard, name)
+                target = self.path_of(shard, self.rank)
+                if target.exists():
+                    self._retire(target)
+                self._replicas.publish(stage, target)
+            except BaseException:
+                self._replicas.give_back(stage)
+                raise
+            self._replica_paths.add(target)
+            self._digests[object_id] = digest
+
+    def abandon(self, object_id: str) -> None:
+        """See `ReplicaShelf`."""
+        with self._lock:
+            stage = self._incoming.pop(object_id, None)
+            if stage is not None:
+                self._replicas.give_back(stage)
+
+    def source(self, object_id: str) -> memoryview | None:
+        """See `ReplicaShelf`: from any rank's folder on this host, the own one first."""
+        shard = Shard.parse(object_id)
+        if shard is None:
+            return None
+        for folder in [self.rank, *self.folders()]:
+            try:
+                reader = ShardReader(self.path_of(shard, folder))
+            except CheckpointError:
+                continue
+            view = reader.view()  # stays valid; if it is written again meanwhile, the receiver notices
+            reader.close()
+            return view
+        return None
+
+    def digest(self, object_id: str) -> str | None:
+        """See `ReplicaShelf`."""
+        with self._lock:
+            return self._digests.get(object_id)
+
+    def ids(self) -> list[str]:
+        """See `ReplicaShelf`."""
+        return sorted(shard.file_name for folder in self.folders() for shard in self._shards_in(folder))
+
+    def close(self) -> None:
+        """Gives the memory back; what has its name stays, what is being written is called off."""
+        with self._lock:
+            self.settle()
+            for stage, _ in self._in_flight.values():
+                self._drop(stage)
+            self._in_flight.clear()
+            self._own.close()
+            self._replicas.close()
+
+
+def _take(pool: SlotPool, header: Header) -> Stage:
+    """A stage whose file is still there: somebody may have removed it from outside."""
+    while True:
+        stage = pool.take(header)
+        if stage.slot.path is None or stage.slot.path.exists():
+            return stage
+        stage.slot.close()

@@ -1,0 +1,131 @@
+"""The background part of a save: checksums, header, the file's name, and copies to the peers.
+
+It works by paths and not by memory of the trainer, so it runs in a thread of the trainer and in a process of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.replication import ReplicaClient
+from torchelastic.checkpoint.shards import Disk, Entry, Header
+from torchelastic.checkpoint.shards.batches import over_batches
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header, encode_preamble
+
+#: For how long a save tries to reach a peer that is lost, before it fails.
+PUSH_RETRY_S = 3.0
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that get a copy.
+
+    Attributes:
+        addresses: of their replica servers, by rank.
+        token: the secret of this group of managers; not shown.
+        timeout_s: how long a peer may be silent.
+    """
+
+    addresses: dict[int, tuple[str, int]] = field(default_factory=dict)
+    token: str = field(default="", repr=False)
+    timeout_s: float = 10.0
+
+    def client(self, rank: int, retry_s: float) -> ReplicaClient:
+        """Reaches one of them; one that is lost or busy is tried again for so many seconds."""
+        return ReplicaClient(self.addresses[rank], self.token, timeout_s=self.timeout_s, retry_s=retry_s)
+
+
+@dataclass(frozen=True)
+class ShardWrite:
+    """One rank's shard on its way; it pickles.
+
+    Attributes:
+        hidden: the file that the tensors were copied into.
+        target: the name that it gets.
+        data_offset: where the data begins in it, in bytes.
+        structure: the plain values of the state.
+        entries: its tensors.
+        meta: what the header says besides.
+        checksums: of the tensors, if they were computed already.
+        generation: of the save.
+        peers: who gets a copy.
+        disk: what touches files.
+    """
+
+    hidden: Path
+    target: Path
+    data_offset: int
+    structure: Any
+    entries: tuple[Entry, ...]
+    meta: dict[str, Any]
+    checksums: tuple[str, ...] | None
+    generation: int
+    peers: Peers
+    disk: Disk
+
+    def run(self) -> None:
+        """Does it all; when it returns, the shard is here and at all peers.
+
+        Raises:
+            CheckpointError: the disk or a peer failed. The shard is removed here; peers may have it.
+        """
+        try:
+            self._seal_and_send()
+        except BaseException:
+            for path in (self.hidden, self.target):
+                try:
+                    self.disk.remove(path)
+                except CheckpointError:
+                    pass  # the first error is the one to see; the next save removes what is left
+            raise
+
+    def _seal_and_send(self) -> None:
+        with explained("write the checkpoint", self.hidden):
+            descriptor = os.open(self.hidden, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
+                size_bytes = self._seal(view)
+                self.disk.sync(descriptor, self.hidden)
+                self.disk.publish(self.hidden, self.target)
+                self.disk.sync_folder(self.target.parent)
+                with view[:size_bytes] as content:
+                    self._send(content)
+        finally:
+            os.close(descriptor)
+
+    def _seal(self, view: memoryview) -> int:
+        """Writes header and preamble, the preamble last, and returns how long the shard is."""
+        checksums = self.checksums or over_batches(
+            self.entries, lambda batch: [self._hash(view, self.entries[index]) for index in batch]
+        )
+        header = Header(self.structure, self.entries, self.meta).with_checksums(checksums)
+        encoded = encode_header(header)
+        if PREAMBLE_BYTES + len(encoded) > self.data_offset:
+            raise CheckpointError(f"a header of {len(encoded)} bytes does not fit in front of {self.data_offset}")
+        self.disk.store(view, PREAMBLE_BYTES, encoded)
+        self.disk.store(view, 0, encode_preamble(encoded, self.data_offset, header.data_bytes))
+        return self.data_offset + header.data_bytes
+
+    def _hash(self, view: memoryview, entry: Entry) -> str:
+        begin = self.data_offset + entry.offset_bytes
+        with view[begin : begin + entry.size_bytes] as data:
+            return f"{xxhash.xxh3_64_intdigest(data):016x}"
+
+    def _send(self, content: memoryview) -> None:
+        for rank in self.peers.addresses:
+            try:
+                self.peers.client(rank, PUSH_RETRY_S).push(self.target.name, content, token_round=self.generation)
+            except CheckpointError as error:
+                raise CheckpointError(f"rank {rank} could not get a copy of {self.target.name}: {error}") from error
+
+
+def write_shard(write: ShardWrite) -> None:
+    """The function of the asynchronous request: does a `ShardWrite`."""
+    write.run()
