@@ -46,6 +46,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.recovery --model 25M
 	$(BIN)/python -m benchmarks.death
 	$(BIN)/python -m benchmarks.join
+	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.checkpoint.replicated
+	$(BIN)/python -m benchmarks.replica_transfer
 	$(BIN)/python -m benchmarks.agent_footprint
 	$(BIN)/python -m benchmarks.rendezvous --members 2,32,128 --runs 3 --peers c10d --limit-s 20
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from torchelastic.checkpoint.tiered.peers import Peers
     from torchelastic.state import State
     from torchelastic.worker_stats import WorkerStats
 
@@ -108,10 +109,20 @@ class Coordinator(ABC):
         """
         return False
 
-    def save_together(self, due: bool, rank: int, save: Callable[[], None]) -> None:
+    def save_together(self, due: bool, rank: int, save: Callable[[], None], *, everywhere: bool = False) -> None:
         """Let rank 0 run `save` if it finds it `due`; the others go on only when it is durable.
 
-        The default does not make the others wait, for it knows no group.
+        With `everywhere` every rank runs `save` at this step if rank 0 finds it due, and nobody waits. The default
+        makes nobody wait, and lets rank 0 alone save: it knows no group.
         """
+        del everywhere
         if due and rank == 0:
             save()
+
+    def peers(self) -> Peers | None:
+        """The present group, for saving and restoring together. None: it is not known, and rank 0 does it alone."""
+        return None
+
+    def somebody_leaves(self) -> bool:
+        """Whether a member of the present group was asked to leave the run, so that a checkpoint may be wanted."""
+        return False

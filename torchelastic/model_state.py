@@ -14,6 +14,7 @@ from torchelastic.coordinator import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import compiled, digest, random_state, wrapping
 from torchelastic.model.companions import level_companions
+from torchelastic.model.in_checkpoints import InCheckpoints
 from torchelastic.model.optimizers import Optimizers, Progress
 from torchelastic.model.random_state import RandomState
 from torchelastic.model.refused import refuse_sharded
@@ -33,7 +34,7 @@ SNAPSHOT_MODES = ("commit", "full")
 UNLEVEL_MODES = ("log", "raise")
 
 
-class ModelState(State):
+class ModelState(InCheckpoints, State):
     """Model, optimizer, scheduler, sampler, random numbers and counters, kept level and whole.
 
     In a train step use `state.model` (wrapped for the present group), `state.optimizer` and so on. Gradients are

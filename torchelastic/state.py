@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from typing import Any, BinaryIO
 
 from torchelastic.coordinator import NonRetryableException
@@ -67,6 +68,26 @@ class State(ABC):
         import torch
 
         self.apply(torch.load(stream, map_location="cpu", weights_only=True))
+
+    def checkpoint_tree(self) -> Any:
+        """The whole state as plain values and tensors (not copied), for a `TieredCheckpointManager`.
+
+        Called on every rank after the same committed step. None: there is no such thing, and rank 0 calls `save`.
+        """
+        return None
+
+    def load_checkpoint_tree(self, tree: Any) -> None:
+        """The inverse of `checkpoint_tree`; on rank 0 only, when nobody in the group has progress."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no load_checkpoint_tree: write it beside checkpoint_tree, as load beside save"
+        )
+
+    def replicated(self, names: Sequence[str]) -> Collection[str]:  # noqa: ARG002 - part of the contract
+        """Which of these tensors of the tree every rank holds with the same bits, so that each may write a part.
+
+        Names are paths, such as "module/0.weight". The default: none, so rank 0 writes all.
+        """
+        return ()
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - part of the contract
         """Whether to save after this step; the answer of rank 0 counts."""

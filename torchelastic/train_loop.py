@@ -21,7 +21,9 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from torchelastic import metrics
-from torchelastic.checkpoint import api as checkpoints
+from torchelastic.checkpoint.api import CheckpointManager
+from torchelastic.checkpoint.in_loop import LoopCheckpoints
+from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator, StopException, is_retryable
 from torchelastic.state import State, call_sync, check_can_roll_back
 from torchelastic.worker_stats import WorkerStats
@@ -41,7 +43,7 @@ def train(
     train_step: TrainStep,
     state: State,
     *,
-    checkpoint: checkpoints.CheckpointManager | None = None,
+    checkpoint: CheckpointManager | SavePolicy | None = None,
     max_failures: int | None = None,
 ) -> State:
     """Train until the step raises StopIteration on any rank; every rank calls this, on its main thread.
@@ -50,7 +52,9 @@ def train(
         coordinator: finds the other workers.
         train_step: called with the state; returns None, a `WorkerStats`, or (state, worker_stats).
         state: what must survive failures; every rank builds it with the same arguments.
-        checkpoint: where checkpoints go; default: what `set_checkpoint_manager` was given, else none are taken.
+        checkpoint: a manager, which says where checkpoints go (a `TieredCheckpointManager` also says when); or a
+            policy, which says when, for the manager that `set_checkpoint_manager` was given. Default: that manager,
+            else none are taken. `should_save_checkpoint` of the state and the coordinator count beside a policy.
         max_failures: failures in a row, without a committed step, after which to give up; default: `MAX_FAILURES`.
 
     Returns:
@@ -63,9 +67,12 @@ def train(
         Exception: whatever else the step or the state raised, unchanged.
     """
     loop = TrainLoop(coordinator, state, checkpoint, max_failures)
-    for step in loop.steps():
-        with step:
-            step.returned(train_step(loop.state))
+    try:
+        for step in loop.steps():
+            with step:
+                step.returned(train_step(loop.state))
+    finally:
+        loop.finish_saves()
     return loop.state
 
 
@@ -73,7 +80,7 @@ def steps(
     coordinator: Coordinator,
     state: State,
     *,
-    checkpoint: checkpoints.CheckpointManager | None = None,
+    checkpoint: CheckpointManager | SavePolicy | None = None,
     max_failures: int | None = None,
 ) -> Iterator[Step]:
     """The same loop for people who keep their own; arguments and errors as for `train`.
@@ -96,7 +103,7 @@ class TrainLoop:
         self,
         coordinator: Coordinator,
         state: State,
-        checkpoint: checkpoints.CheckpointManager | None,
+        checkpoint: CheckpointManager | SavePolicy | None,
         max_failures: int | None,
     ) -> None:
         if not isinstance(state, State):
@@ -104,7 +111,7 @@ class TrainLoop:
         self.coordinator = coordinator
         self.state = state
         self.rank = -1
-        self._checkpoint = checkpoint
+        self._checkpoints = LoopCheckpoints(coordinator, checkpoint)
         self._max_failures = max_failures
         self._failures = 0
         self._last_error: BaseException | None = None
@@ -132,7 +139,13 @@ class TrainLoop:
             if step is not None and step.committed and _is_left_on_purpose(sys._getframe(1)):
                 self.coordinator.signal_training_done()
             raise
+        finally:
+            self.finish_saves()
         _publish_duration("outer_train_loop", began_s)
+
+    def finish_saves(self) -> None:
+        """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
+        self._checkpoints.close()
 
     # --- the parts, in the order in which they happen ---------------------------------------------------------------
 
@@ -144,14 +157,14 @@ class TrainLoop:
             _, self.rank, world_size = self.coordinator.rendezvous_barrier()
             self.coordinator.init_process_group()
         except StopException:
-            if self._manager is not None and self.coordinator.leaves_last():
-                self._save(self._manager)
+            if self.coordinator.leaves_last():
+                self._checkpoints.leaves_last(self.state)
             raise
         except Exception as error:  # noqa: BLE001 - sorted by type in _failed
             self._failed(error)  # there was no group yet, so there is nothing to undo
             return False
         try:
-            self._load_checkpoint()
+            self._checkpoints.enter_group(self.state, self.rank, synced_before=self._synced_before)
             self._sync(world_size)
         except StopException:
             raise
@@ -161,26 +174,19 @@ class TrainLoop:
             return False
         return True
 
-    def _load_checkpoint(self) -> None:
-        manager = self._manager
-        unknown_to_coordinator = self.coordinator.nobody_has_progress()
-        wanted = not self._synced_before if unknown_to_coordinator is None else unknown_to_coordinator
-        if manager is not None and wanted and self.rank == 0:
-            loaded = checkpoints.load_latest(manager, self.state)
-            log.info("checkpoint %s loaded", loaded) if loaded else log.info("no checkpoint yet: starting afresh")
-
     def _sync(self, world_size: int) -> None:
         started_s = time.time()
         call_sync(self.state, world_size, self.rank)
         _publish_duration("state_sync", started_s)
         self._synced_before = True
+        self._checkpoints.is_level(self.state)
         self.coordinator.state_changed(self.state, synced=True)
 
     def _must_leave_group(self, step: Step) -> bool:
         """All that follows a committed step. Whatever fails in here costs a new group at most, never the step."""
         try:
             self.coordinator.monitor_progress(self.state, step.worker_stats)
-            self._save_checkpoint()
+            self._checkpoints.after_step(self.state)
             leave = self.coordinator.should_rendezvous(self.state)
             if not leave:
                 self.coordinator.report_progress(self.state)
@@ -191,20 +197,6 @@ class TrainLoop:
             self._failed(error)
             return True
         return leave
-
-    def _save_checkpoint(self) -> None:
-        manager = self._manager
-        if manager is None:
-            return
-        due = self.coordinator.should_save_checkpoint() or self.state.should_save_checkpoint(self.rank)
-        self.coordinator.save_together(due, self.rank, lambda: self._save(manager))
-
-    def _save(self, manager: checkpoints.CheckpointManager) -> None:
-        try:
-            checkpoints.save(manager, self.state)
-        except (OSError, RuntimeError):
-            # the disk may be full: the last checkpoint stands, and the step that was trained stays trained
-            log.exception("could not save a checkpoint; training goes on, the one before stays the latest")
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
@@ -220,6 +212,7 @@ class TrainLoop:
         self._failures = 0
         self._last_error = None
         self.coordinator.step_committed()
+        self._checkpoints.step_committed()
         return True
 
     def undo(self, error: BaseException, snapshot: Any) -> None:
@@ -238,6 +231,7 @@ class TrainLoop:
             raise error
         self._failures += 1
         self._last_error = error
+        self._checkpoints.failed()
         # the first line: gloo's messages have many
         first_line = next(iter(str(error).splitlines()), "")
         log.warning("failure %d in a row: %s: %s", self._failures, type(error).__name__, first_line)
@@ -251,10 +245,6 @@ class TrainLoop:
             )
             self.coordinator.on_error(error)
             raise error from self._last_error
-
-    @property
-    def _manager(self) -> checkpoints.CheckpointManager | None:
-        return self._checkpoint if self._checkpoint is not None else checkpoints.get_checkpoint_manager()
 
 
 class Step:

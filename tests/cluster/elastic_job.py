@@ -20,7 +20,10 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import torchelastic
-from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.checkpoint import CheckpointManager, FileSystemCheckpointManager
+from torchelastic.checkpoint.policy import KeepLast, OnSignal
+from torchelastic.checkpoint.tiered import TieredCheckpointManager
+from torchelastic.checkpoint.tiers import DiskTier, DurableTier, MemoryTier, Tier
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.model import transfer
 from torchelastic.p2p import CoordinatorP2P, agreement
@@ -110,6 +113,15 @@ class RecordedState(torchelastic.ModelState):
         super().load(stream)
         self.log("loaded", step=self.step)
 
+    def checkpoint_tree(self) -> dict[str, Any]:
+        self.plan.reach("share", self.step, self.coordinator.rank)
+        self.log("shared", step=self.step, rank=self.coordinator.rank)
+        return super().checkpoint_tree()
+
+    def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
+        super().load_checkpoint_tree(tree)
+        self.log("loaded", step=self.step)
+
     @property
     def round_number(self) -> int:
         return self.coordinator.rendezvous.joined.number
@@ -161,6 +173,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tail-all-reduce", action="store_true")
     parser.add_argument("--checkpoint-dir", type=Path)
     parser.add_argument("--checkpoint-every", type=int, default=5)
+    parser.add_argument("--tiers", nargs="*", default=[], help="KIND=PLACE; {host} is what JOB_HOST says")
+    parser.add_argument("--replicas", type=int, default=0)
+    parser.add_argument("--policy", choices=["on signal"])
     parser.add_argument("--max-failures", type=int)
     parser.add_argument("--init-method")
     parser.add_argument("--metrics", default="none")
@@ -211,6 +226,38 @@ def meet(rank: int, out: Path) -> None:
     dist.all_reduce(torch.ones(1), group=group)
 
 
+def make_tiers(options: argparse.Namespace, log: EventLog, plan: FaultPlan) -> TieredCheckpointManager:
+    """A manager whose tiers tell the plan and the log what happens in the background."""
+    keep = KeepLast(2)
+    kinds: dict[str, Callable[[str], Tier]] = {
+        "memory": lambda place: MemoryTier(place, keep),
+        "local": lambda place: DiskTier(place, keep, shared=False, name="local"),
+        "disk": lambda place: DiskTier(place, keep),
+        "durable": lambda place: DurableTier(place, keep),
+    }
+    tiers = []
+    for kind, _, place in (text.partition("=") for text in options.tiers):
+        tier = kinds[kind](place.replace("{host}", os.environ.get("JOB_HOST", "")))
+        for phase in ("put", "commit"):
+            setattr(tier, phase, _told(getattr(tier, phase), f"{phase}-{kind}", log, plan))
+        tiers.append(tier)
+    policy = OnSignal() if options.policy else None
+    host = os.environ.get("JOB_HOST")
+    return TieredCheckpointManager(
+        tiers, policy=policy, run_id="job", grace_s=2.0, replicas=options.replicas, host=host
+    )
+
+
+def _told(original: Callable[[Any], Any], phase: str, log: EventLog, plan: FaultPlan) -> Callable[[Any], Any]:
+    def told(what: Any) -> Any:
+        plan.reach(phase, what.name.step)
+        result = original(what)
+        log(phase, step=what.name.step)
+        return result
+
+    return told
+
+
 def watch_messages(state: RecordedState) -> None:
     """Tell the state of every message of a sync."""
     for name in ("isend", "recv", "broadcast"):
@@ -254,9 +301,12 @@ def main() -> None:
     if options.agreement == "each step":  # else the step at which a newcomer gets in depends on the load of the machine
         agreement.interval_steps = lambda *_: 1
     watch_messages(state)
-    manager = None
+    manager: CheckpointManager | None = None
     if options.checkpoint_dir is not None:
         manager = FileSystemCheckpointManager(str(options.checkpoint_dir))
+        state.checkpoint_every = options.checkpoint_every
+    if options.tiers:
+        manager = make_tiers(options, log, plan)
         state.checkpoint_every = options.checkpoint_every
 
     progress_rate = 0.5 if log.worker == options.slow_worker else 1.0

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,24 @@ def test_what_was_saved_is_found_and_loaded_by_the_next_manager(
     assert isinstance(loaded, BasicTensorAwareStateDict)
     assert torch.equal(loaded.state_dict["w"], torch.full((100,), 5.0))
     assert ckpt_id == (5, 0, "")
+
+
+def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
+    """On tmpfs the loaded tensors are the file: neither their changes nor the next saves may be seen in the other."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        manager = LocalCheckpointManager(folder)
+        manager.save(state(1), 1)
+        loaded, _ = manager.load()
+        assert isinstance(loaded, BasicTensorAwareStateDict)
+        again, _ = manager.load()
+        loaded.state_dict["w"] += 10
+        assert value_of(manager) == 1
+        for iteration in (2, 3, 4):
+            manager.save(state(iteration), iteration)
+        assert isinstance(again, BasicTensorAwareStateDict)
+        assert torch.equal(again.state_dict["w"], torch.full((100,), 1.0))
+        assert torch.equal(loaded.state_dict["w"], torch.full((100,), 11.0))
+        manager.close()
 
 
 def test_sessions_do_not_see_each_other(tmp_path: Path) -> None:

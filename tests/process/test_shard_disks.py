@@ -14,6 +14,7 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards import Slot, SlotPool, flatten, load_tree, save_tree
+from torchelastic.checkpoint.shards.disk import is_in_memory
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.pool import remove_left_overs
 
@@ -160,3 +161,9 @@ def test_a_limit_on_file_sizes_is_an_error_and_no_signal(tmp_path: Path) -> None
 def test_memory_that_there_is_not_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="map memory for the checkpoint"):
         Slot(2**60)
+
+
+def test_what_lies_in_memory_is_known(tmp_path: Path) -> None:
+    assert is_in_memory(Path("/dev/shm"))
+    assert is_in_memory(Path("/dev/shm") / "not" / "there" / "yet")
+    assert not is_in_memory(Path("/proc/self"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +128,21 @@ def test_open_sockets_names_descriptor_and_inode() -> None:
         descriptor = listener.fileno()
         assert SocketId(descriptor, os.fstat(descriptor).st_ino) in open_sockets()
     assert descriptor not in {found.descriptor for found in open_sockets()}
+
+
+def test_a_descriptor_that_is_a_file_by_now_is_left_alone_and_nothing_stays_open(tmp_path: Path) -> None:
+    group = SocketSet()
+    with group.recording():
+        listener, client, server = connected_pair()
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    number = client.detach()
+    with path.open("rb") as file:
+        os.dup2(file.fileno(), number)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert group.cut() == 1, "the other end"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert os.pread(number, 1, 0) == b"x"
+    os.close(number)
+    server.close()
+    listener.close()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
     from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly
+    from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
+    from torchelastic.checkpoint.tiers.disk import DiskTier
+    from torchelastic.checkpoint.tiers.durable import DurableTier
+    from torchelastic.checkpoint.tiers.memory import MemoryTier
 
 __all__ = [
     "AtSteps",
@@ -28,6 +32,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "CorruptCheckpointError",
+    "DiskTier",
+    "DurableTier",
     "EverySeconds",
     "EverySteps",
     "FileSystemCheckpointManager",
@@ -36,11 +42,13 @@ __all__ = [
     "KeepEvery",
     "KeepLast",
     "KeepPolicy",
+    "MemoryTier",
     "Never",
     "OnSignal",
     "SaveDecision",
     "SaveMoment",
     "SavePolicy",
+    "TieredCheckpointManager",
     "YoungDaly",
     "get_checkpoint_manager",
     "set_checkpoint_manager",
@@ -52,6 +60,8 @@ _HOME_OF_NAME = {
     "CheckpointError": "torchelastic.checkpoint.errors",
     "CheckpointManager": "torchelastic.checkpoint.api",
     "CorruptCheckpointError": "torchelastic.checkpoint.errors",
+    "DiskTier": "torchelastic.checkpoint.tiers",
+    "DurableTier": "torchelastic.checkpoint.tiers",
     "EverySeconds": "torchelastic.checkpoint.policy",
     "EverySteps": "torchelastic.checkpoint.policy",
     "FileSystemCheckpointManager": "torchelastic.checkpoint.file_system",
@@ -60,11 +70,13 @@ _HOME_OF_NAME = {
     "KeepEvery": "torchelastic.checkpoint.policy",
     "KeepLast": "torchelastic.checkpoint.policy",
     "KeepPolicy": "torchelastic.checkpoint.policy",
+    "MemoryTier": "torchelastic.checkpoint.tiers",
     "Never": "torchelastic.checkpoint.policy",
     "OnSignal": "torchelastic.checkpoint.policy",
     "SaveDecision": "torchelastic.checkpoint.policy",
     "SaveMoment": "torchelastic.checkpoint.policy",
     "SavePolicy": "torchelastic.checkpoint.policy",
+    "TieredCheckpointManager": "torchelastic.checkpoint.tiered",
     "YoungDaly": "torchelastic.checkpoint.policy",
     "get_checkpoint_manager": "torchelastic.checkpoint.api",
     "set_checkpoint_manager": "torchelastic.checkpoint.api",

@@ -17,15 +17,15 @@ _MARK = "_orig_mod."
 def state_of(module: torch.nn.Module) -> Mapping[str, Any]:
     """The module's state under the names of the module that was compiled; the tensors are not copied."""
     state = module.state_dict()
-    return {_plain(name): value for name, value in state.items()} if any(map(_is_marked, state)) else state
+    return {plain_name(name): value for name, value in state.items()} if any(map(_is_marked, state)) else state
 
 
 def load_into(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """The inverse, for names with or without marks. Raises what `load_state_dict` does."""
     own = list(module.state_dict())
     if any(map(_is_marked, own)) or any(map(_is_marked, state)):
-        marked = {_plain(name): name for name in own}
-        state = {marked.get(_plain(name), name): value for name, value in state.items()}
+        marked = {plain_name(name): name for name in own}
+        state = {marked.get(plain_name(name), name): value for name, value in state.items()}
     module.load_state_dict(state)
 
 
@@ -33,5 +33,6 @@ def _is_marked(name: str) -> bool:
     return _MARK in name
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A name without the marks."""
     return name.replace(_MARK, "")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.coordinator import Coordinator, NonRetryableException, StopException
 from torchelastic.metrics import profile, publish_metric
 from torchelastic.p2p import stands
@@ -27,6 +28,7 @@ from torchelastic.p2p.options import (
     open_rendezvous,
     smallest_group,
 )
+from torchelastic.p2p.peers import peers_of
 from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
 from torchelastic.p2p.stragglers import StragglerPolicy, gather_rates
 from torchelastic.p2p.termination import leave_on_sigterm
@@ -101,6 +103,7 @@ class CoordinatorP2P(Coordinator):
             self.c10d_backend, timedelta(milliseconds=process_group_timeout), self.rendezvous.serves_port
         )
         self._agreement = StepAgreement(None)
+        self._peers: Peers = Alone()
         self._committed_steps = 0
         self._standing = Standing.FRESH
         self._failed = False
@@ -185,7 +188,11 @@ class CoordinatorP2P(Coordinator):
         if self.rank == 0:
             stands.log_odd_ones(stands.ask(self.store, self.world_size))
         self._watchdog.new_round()
-        self._agreement = StepAgreement(self._groups.control if self.world_size > 1 else None)
+        group, number = (self._groups.control if self.world_size > 1 else None), self._joined_round
+        self._agreement = StepAgreement(group)
+        self._peers = peers_of(
+            group, self.store, self.rank, self.world_size, number, self._wait_for_key, self.rendezvous.address
+        )
         self._timer.reached("re_form")
 
     def nobody_has_progress(self) -> bool | None:
@@ -223,8 +230,10 @@ class CoordinatorP2P(Coordinator):
         """False: the state decides, or a subclass."""
         return False
 
-    def save_together(self, due: bool, rank: int, save: Callable[[], None]) -> None:
+    def save_together(self, due: bool, rank: int, save: Callable[[], None], *, everywhere: bool = False) -> None:
         """Rank 0 saves if it finds a checkpoint due; the others wait, however long it takes, and lose nothing by it.
+
+        With `everywhere` all save, and nobody waits for the others.
 
         They wait for a key of the round's store and not in a collective, whose time-out a slow disk would exceed.
         """
@@ -237,12 +246,22 @@ class CoordinatorP2P(Coordinator):
         self._saves += 1
         key = f"saved/{self._saves}"
         with self._watchdog.resting():
-            if rank == 0:
+            if everywhere:
+                save()
+            elif rank == 0:
                 save()
                 assert self.store is not None
                 self.store.set(key, "1")
             else:
                 self._wait_for_key(key)
+
+    def peers(self) -> Peers:
+        """The present group, for saving and restoring together; one object for as long as it stands."""
+        return self._peers
+
+    def somebody_leaves(self) -> bool:
+        """Whether a member of the present group was asked to leave the run."""
+        return self.rendezvous.somebody_leaves()
 
     @profile(group="torchelastic")
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - part of the contract

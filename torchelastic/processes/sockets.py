@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,9 +88,11 @@ def _shut(target: SocketId, is_foreign: Callable[[int], bool]) -> bool:
         descriptor = os.dup(target.descriptor)
     except OSError:
         return False
+    found = os.fstat(descriptor)
+    if not stat.S_ISSOCK(found.st_mode) or found.st_ino != target.inode:
+        os.close(descriptor)  # another thread has been given its number meanwhile, for a file perhaps
+        return False
     with socket.socket(fileno=descriptor) as connection:
-        if os.fstat(connection.fileno()).st_ino != target.inode:
-            return False
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return False
         try:

@@ -25,7 +25,7 @@ from torchelastic.checkpoint.local.shard_folder import Held, ShardFolder
 from torchelastic.checkpoint.local.shard_write import Peers, ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.shards import Disk, Header, ShardReader, Stage, read_into
-from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.shards.disk import REAL_DISK, is_in_memory
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             generation=shard.save.generation,
             peers=self._copies_to,
             disk=self._disk,
+            stage=stage,
         )
         self._files.begin(shard, stage, write)
         return AsyncRequest(write_shard, (write,), [])
@@ -272,7 +273,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _read(self, shard: Shard, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
             with reader:
-                return decode(reader.header, reader.read(), allow_pickles=self._allow_pickles)
+                # on tmpfs the file is memory already, and fresh memory for a copy costs more than the copy
+                tensors = reader.map() if is_in_memory(reader.path) else reader.read()
+                return decode(reader.header, tensors, allow_pickles=self._allow_pickles)
 
         return self._from_any(shard, use, keep=keep)
 

@@ -38,13 +38,6 @@ class Held:
     saved_s: float = 0.0
 
 
-class _DoneElsewhere(Disk):
-    """For the moment in which a slot learns that the background part of the save gave it its name."""
-
-    def publish(self, source: Path, target: Path) -> None:
-        pass
-
-
 class ShardFolder:
     """A rank's folder, its slots, and a look into the folders beside it. A `ReplicaShelf` for the server.
 
@@ -167,7 +160,7 @@ class ShardFolder:
                     continue
                 del self._in_flight[shard]
                 if write.target.exists():
-                    self._adopt(stage, write.target)
+                    self._own.adopt(stage, write.target)
                 else:
                     self._drop(stage)
 
@@ -178,14 +171,6 @@ class ShardFolder:
                 stage, _ = self._in_flight.pop(shard)
                 self._drop(stage)
         self.prune({save}, [self.rank])
-
-    def _adopt(self, stage: Stage, target: Path) -> None:
-        """Tells slot and pool that the file has its name now; unlocks it, so that it can be read."""
-        disk, stage.slot.disk = stage.slot.disk, _DoneElsewhere()
-        try:
-            self._own.publish(stage, target)
-        finally:
-            stage.slot.disk = disk
 
     def _drop(self, stage: Stage) -> None:
         """Gives memory back that the background may still write to: it is not used again."""

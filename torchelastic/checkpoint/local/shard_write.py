@@ -1,12 +1,15 @@
 """The background part of a save: checksums, header, the file's name, and copies to the peers.
 
-It works by paths and not by memory of the trainer, so it runs in a thread of the trainer and in a process of its own.
+In a thread of the trainer it works on the slot, which is mapped there. In a process of its own it knows only the path,
+and maps the file anew (a page fault per page, which takes longer than the checksums).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.replication import ReplicaClient
-from torchelastic.checkpoint.shards import Disk, Entry, Header
+from torchelastic.checkpoint.shards import Disk, Entry, Header, Stage
 from torchelastic.checkpoint.shards.batches import over_batches
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header, encode_preamble
 
@@ -57,6 +60,7 @@ class ShardWrite:
         generation: of the save.
         peers: who gets a copy.
         disk: what touches files.
+        stage: the file as this process has it in its memory; left behind when it is pickled.
     """
 
     hidden: Path
@@ -69,6 +73,10 @@ class ShardWrite:
     generation: int
     peers: Peers
     disk: Disk
+    stage: Stage | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "stage": None}
 
     def run(self) -> None:
         """Does it all; when it returns, the shard is here and at all peers.
@@ -90,7 +98,7 @@ class ShardWrite:
         with explained("write the checkpoint", self.hidden):
             descriptor = os.open(self.hidden, os.O_RDWR | os.O_CLOEXEC)
         try:
-            with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
+            with self._view(descriptor) as view:
                 size_bytes = self._seal(view)
                 self.disk.sync(descriptor, self.hidden)
                 self.disk.publish(self.hidden, self.target)
@@ -99,6 +107,15 @@ class ShardWrite:
                     self._send(content)
         finally:
             os.close(descriptor)
+
+    @contextmanager
+    def _view(self, descriptor: int) -> Iterator[memoryview]:
+        if self.stage is not None:
+            with self.stage.slot.view() as view:
+                yield view
+        else:
+            with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
+                yield view
 
     def _seal(self, view: memoryview) -> int:
         """Writes header and preamble, the preamble last, and returns how long the shard is."""

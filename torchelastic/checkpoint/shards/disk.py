@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from torchelastic.checkpoint.errors import CheckpointError, explained
 
 #: How often, and after what pause, a file is created again that was taken for a left-over.
@@ -39,6 +41,17 @@ def lock_file(descriptor: int, operation: int) -> bool:
             return False
         raise
     return True
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether a path lies on a file system that is memory (tmpfs, ramfs), so that its pages are never read again."""
+    partitions = [
+        partition
+        for partition in psutil.disk_partitions(all=True)
+        if path.resolve().is_relative_to(partition.mountpoint)
+    ]
+    # what was mounted last hides what was there before
+    return bool(partitions) and max(partitions, key=lambda one: len(one.mountpoint)).fstype in ("tmpfs", "ramfs")
 
 
 class Disk:

@@ -101,6 +101,12 @@ class SlotPool:
         with self._lock:
             self._published[target] = stage
 
+    def adopt(self, stage: Stage, target: Path) -> None:
+        """The stage has its name already: another process gave it, on behalf of this one."""
+        stage.slot.was_published(target)
+        with self._lock:
+            self._published[target] = stage
+
     def give_back(self, stage: Stage) -> None:
         """A stage that was taken is free again, its content of no worth; after `close` it is given back at once."""
         with self._lock:

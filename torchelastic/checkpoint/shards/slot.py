@@ -94,6 +94,11 @@ class Slot:
         self.disk.publish(self.path, target)
         self.path = target
 
+    def was_published(self, target: Path) -> None:
+        """Somebody else has given the file its name: another process, on behalf of this one."""
+        share_lock(self._descriptor, target)
+        self.path = target
+
     def withdraw(self, hidden: Path) -> bool:
         """Hides a published file, so that it can be written again; false if somebody may still be reading it.
 

@@ -1,0 +1,1 @@
+"""What a checkpoint costs: training stopped, throughput lost, until it is durable, and reading it again."""

@@ -1,0 +1,178 @@
+"""A run whose every process was killed goes on from each tier, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster.conftest import MakeJob
+from tests.cluster.harness import Job, is_alive, run_standalone, wait_until
+from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.testing.faults import Fault
+
+WORLD = 2
+#: Saved are the steps 5, 10, ...; the run is killed in step 13, so 10 is to be found.
+OPTIONS: dict[str, Any] = {"seed": 5, "checkpoint_every": 5, "epochs": 2}
+KILLED_IN, FOUND = 13, 10
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A folder in memory where there is one, else on disk: nothing but the speed differs."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """The weights at the end of the same run without an interruption, and without checkpoints."""
+    job = Job(tmp_path_factory.mktemp("undisturbed"), seed=5, epochs=2)
+    try:
+        return run_standalone(job, nproc=WORLD).check_identity(finishers=WORLD)
+    finally:
+        job.stop()
+
+
+def kill_all(job: Job) -> None:
+    """The agent dies, and with it its workers and its etcd."""
+    pids = [int(event["pid"]) for event in job.of("started")]
+    job.stop()
+    wait_until(lambda: not any(map(is_alive, pids)), 10, f"{pids} have ended")
+    job.agents.clear()
+
+
+def run_killed_and_restarted(job: Job, tier: str) -> None:
+    job.start("--standalone", nproc=WORLD)
+    job.wait_for("held", count=WORLD, step=KILLED_IN)
+    job.wait_for(f"commit-{tier}", step=FOUND)
+    kill_all(job)
+    job.open_gate(KILLED_IN)
+    run_standalone(job, nproc=WORLD)
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "memory",
+        "durable",
+        pytest.param("local", marks=pytest.mark.slow),
+        pytest.param("disk", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_from_each_tier_to_the_same_bits(
+    jobs: MakeJob, tmpfs: Path, tmp_path: Path, undisturbed: torch.Tensor, tier: str
+) -> None:
+    place = {"memory": str(tmpfs / "tier"), "durable": f"file://{tmp_path / 'tier'}"}.get(tier, str(tmp_path / "tier"))
+    job = jobs(gates=[KILLED_IN], tiers=[f"{tier}={place}"], **OPTIONS)
+    run_killed_and_restarted(job, tier)
+    assert [event["step"] for event in job.of("loaded")] == [FOUND]
+    assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
+
+
+@pytest.mark.slow
+def test_the_next_tier_is_used_where_the_memory_of_the_host_is_gone(
+    jobs: MakeJob, tmpfs: Path, tmp_path: Path, undisturbed: torch.Tensor
+) -> None:
+    job = jobs(gates=[KILLED_IN], tiers=[f"memory={tmpfs / 'tier'}", f"disk={tmp_path / 'tier'}"], **OPTIONS)
+    job.start("--standalone", nproc=WORLD)
+    job.wait_for("held", count=WORLD, step=KILLED_IN)
+    job.wait_for("commit-disk", step=FOUND)
+    kill_all(job)
+    shutil.rmtree(tmpfs / "tier")
+    job.open_gate(KILLED_IN)
+    run_standalone(job, nproc=WORLD)
+    assert [event["step"] for event in job.of("loaded")] == [FOUND]
+    assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_older_checkpoint(
+    jobs: MakeJob, tmpfs: Path, undisturbed: torch.Tensor
+) -> None:
+    """One rank dies before its shard is stored; the other has stored its own, which must not count."""
+    kill = Fault("kill", "put-memory", worker=1, step=FOUND)
+    job = jobs([kill], gates=[KILLED_IN], tiers=[f"memory={tmpfs / 'tier'}"], **OPTIONS)
+    job.start("--standalone", "--max-restarts=0", nproc=WORLD)
+    job.wait_for("commit-memory", step=FOUND - 5, count=WORLD)
+    wait_until(lambda: job.plan.struck() == [0], 60, "the kill")
+    kill_all(job)
+    job.open_gate(KILLED_IN)
+    run_standalone(job, nproc=WORLD)
+    assert [event["step"] for event in job.of("loaded")] == [FOUND - 5]
+    assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_is_restored_by_three(jobs: MakeJob, tmp_path: Path) -> None:
+    job = jobs(gates=[KILLED_IN], tiers=[f"disk={tmp_path / 'tier'}"], **OPTIONS)
+    job.start("--standalone", nproc=2)
+    job.wait_for("held", count=2, step=KILLED_IN)
+    job.wait_for("commit-disk", step=FOUND)
+    kill_all(job)
+    job.open_gate(KILLED_IN)
+    run_standalone(job, nproc=3)
+    assert [event["step"] for event in job.of("loaded")] == [FOUND]
+    job.check_identity(finishers=3)
+
+
+def test_a_run_that_is_told_to_stop_saves_everywhere_before_it_goes(jobs: MakeJob, tmpfs: Path, tmp_path: Path) -> None:
+    job = jobs(
+        gates=[KILLED_IN], tiers=[f"memory={tmpfs / 'tier'}", f"disk={tmp_path / 'tier'}"], policy="on signal",
+        seed=5, epochs=2, checkpoint_every=1000,
+    )  # fmt: skip
+    job.start("--standalone", nproc=WORLD)
+    job.wait_for("held", count=WORLD, step=KILLED_IN)
+    job.agents[0].send_signal(signal.SIGTERM)
+    wait_until(lambda: "leave" in job.output() or "SIGTERM" in job.output(), 20, "the agent has heard it")
+    job.open_gate(KILLED_IN)
+    job.wait()
+    job.agents.clear()
+    stopped_at = max(event["step"] for event in job.of("finished"))
+    assert job.of("commit-disk", step=stopped_at), job.output()[-4000:]
+    run_standalone(job, nproc=WORLD)
+    assert [event["step"] for event in job.of("loaded")] == [stopped_at]
+    job.check_identity(finishers=WORLD)
+
+
+def test_a_host_whose_memory_is_gone_is_replaced_by_its_replica(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str, tmpfs: Path, undisturbed: torch.Tensor
+) -> None:
+    """Two agents stand for two hosts; each has a folder in memory of its own."""
+    job = jobs(gates=[KILLED_IN], tiers=[f"memory={tmpfs}/{{host}}"], replicas=1, **OPTIONS)
+
+    def start(run: str) -> None:
+        where = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run}", "--nnodes=2", "--min-workers=2")
+        for host in ("a", "b"):
+            job.start(*where, nproc=1, JOB_HOST=host)
+
+    start(run_id)
+    job.wait_for("held", count=WORLD, step=KILLED_IN)
+    job.wait_for("commit-memory", count=WORLD, step=FOUND)
+    kill_all(job)
+    shutil.rmtree(tmpfs / "b")
+    job.open_gate(KILLED_IN)
+    start(f"{run_id}-again")
+    assert job.wait() == [0, 0], job.output()[-4000:]
+    assert [event["step"] for event in job.of("loaded")] == [FOUND]
+    assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
+
+
+def test_survivors_go_on_from_their_own_memory_and_save_in_the_next_group(
+    jobs: MakeJob, tmpfs: Path, undisturbed: torch.Tensor
+) -> None:
+    kill = Fault("kill", "backward", rank=1, step=7)
+    job = jobs([kill], tiers=[f"memory={tmpfs / 'tier'}"], wait_for_newcomer_at=[8], full_world=WORLD, **OPTIONS)
+    run_standalone(job, nproc=WORLD)
+    assert job.plan.struck() == [0]
+    assert not job.of("loaded"), "a checkpoint was loaded over the state of a survivor"
+    last = job.of("commit-memory")[-WORLD:]
+    assert [event["step"] for event in last] == [20, 20], "both take part again"
+    assert len({event["pid"] for event in last}) == WORLD
+    job.check_identity(finishers=WORLD)

@@ -1,0 +1,371 @@
+"""TieredCheckpointManager on one rank: what happens on which thread, what the background says, and the API of 0.1."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchelastic
+from tests.process.tiered_work import Plain, digest, make_state, steps_of
+from torchelastic import metrics
+from torchelastic.checkpoint.api import load_latest, save
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.policy import EverySteps, KeepLast
+from torchelastic.checkpoint.shards import Slot, pool
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.tiered import Alone, TieredCheckpointManager
+from torchelastic.checkpoint.tiers import DiskTier, MemoryTier, SealedShard
+
+Make = Callable[..., TieredCheckpointManager]
+
+
+@pytest.fixture
+def managers() -> Iterator[Make]:
+    """Makes managers of one run, and closes them."""
+    made: list[TieredCheckpointManager] = []
+
+    def make(*tiers: Any, **options: Any) -> TieredCheckpointManager:
+        made.append(TieredCheckpointManager(tiers, run_id="test", **options))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+class Held(DiskTier):
+    """Stores nothing before it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, KeepLast(10))
+        self.go, self.began = threading.Event(), threading.Semaphore(0)
+
+    def put(self, shard: SealedShard) -> Any:
+        self.began.release()
+        assert self.go.wait(30)
+        return super().put(shard)
+
+
+class Recorded(metrics.MetricHandler):
+    """Keeps the names of what was published."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        self.names.append(metric_data.name)
+
+
+@pytest.fixture
+def published() -> Iterator[Recorded]:
+    handler = Recorded()
+    metrics.configure(handler, group="torchelastic")
+    yield handler
+    metrics.configure(metrics.NullMetricHandler(), group="torchelastic")
+
+
+def test_two_saves_run_beside_the_training_and_the_third_says_that_it_waits(
+    managers: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, published: Recorded
+) -> None:
+    tier, peers, state = Held(tmp_path), Alone(), make_state(1, 1)
+    manager = managers(tier)
+    manager.save_step(state, 1, peers)
+    assert tier.began.acquire(timeout=30)
+    assert (manager.is_saving, manager.is_full) == (True, False)
+    manager.save_step(state, 2, peers)
+    assert manager.is_full
+    assert "both slots are busy" not in caplog.text
+    third = threading.Thread(target=manager.save_step, args=(state, 3, peers))
+    third.start()
+    while "both slots are busy" not in caplog.text and third.is_alive():
+        third.join(0.01)
+    tier.go.set()
+    third.join(30)
+    assert "step-000000003.e1.r0.g3 waits: both slots are busy" in caplog.text
+    assert manager.wait(30)
+    assert steps_of(manager) == [3, 2, 1]
+    assert "checkpoint.slot_wait.duration.ms" in published.names
+    assert "checkpoint.stall.duration.ms" in published.names
+    assert "checkpoint.durable.disk.duration.ms" in published.names
+
+
+def test_a_slot_that_stays_busy_costs_the_save_and_the_next_ones_are_not_harmed(managers: Make, tmp_path: Path) -> None:
+    tier, peers, state = Held(tmp_path), Alone(), make_state(1, 1)
+    manager = managers(tier, slot_wait_s=0.05)
+    manager.save_step(state, 1, peers)
+    manager.save_step(state, 2, peers)
+    with pytest.raises(CheckpointError, match="save more rarely"):
+        manager.save_step(state, 3, peers)
+    tier.go.set()
+    assert manager.wait(30)
+    manager.save_step(state, 4, peers)
+    assert manager.wait(30)
+    assert steps_of(manager) == [4, 2, 1]
+    assert not manager.failures
+
+
+def test_the_state_may_change_as_soon_as_save_step_returns(managers: Make, tmp_path: Path) -> None:
+    tier, peers, state = Held(tmp_path), Alone(), make_state(1, 3)
+    manager, before = managers(tier), digest(state)
+    manager.save_step(state, 3, peers)
+    with torch.no_grad():
+        for parameter in state.module.parameters():
+            parameter.zero_()
+    state.extra["losses"].append(7.0)
+    tier.go.set()
+    restored = make_state(9, 1)
+    assert manager.restore(restored, peers) == 3
+    assert digest(restored) == before
+
+
+class Spied(Disk):
+    """Notes on which thread files are worked on; `store` writes into memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("calls", "store") and callable(found) and not name.startswith("_"):
+            self.calls.append((threading.current_thread().name, name))
+        return found
+
+
+def test_after_the_first_save_the_training_thread_touches_no_file(managers: Make, tmp_path: Path) -> None:
+    disk, peers, state = Spied(), Alone(), make_state(1, 1)
+    manager = managers(MemoryTier(tmp_path / "memory", disk=disk), DiskTier(tmp_path / "disk", disk=disk))
+    manager.save_step(state, 1, peers)
+    assert manager.wait(30)
+    disk.calls.clear()
+    for step in range(2, 6):
+        manager.save_step(state, step, peers)
+        assert manager.wait(30)
+    threads = {thread for thread, _ in disk.calls}
+    assert threads == {"torchelastic-checkpoints"}, [
+        call for call in disk.calls if call[0] != "torchelastic-checkpoints"
+    ]
+    created = [name for _, name in disk.calls if name == "allocate"]
+    assert len(created) <= 1, "no memory is allocated save after save"
+
+
+def test_memory_without_a_memory_tier_is_used_again_and_again(
+    managers: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(1)
+        return Slot(*arguments, **options)
+
+    monkeypatch.setattr(pool, "Slot", counted)
+    manager, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
+    for step in range(1, 6):
+        manager.save_step(state, step, peers)
+        assert manager.wait(30)
+    assert len(made) == 1
+
+
+def test_groups_whose_rounds_are_not_numbered_save_one_after_the_other(managers: Make, tmp_path: Path) -> None:
+    manager, state = managers(DiskTier(tmp_path)), make_state(1, 1)
+    for _ in range(2):  # the second one has gone back to the first one's step
+        manager.save_step(state, 1, Alone())
+        assert manager.wait(30)
+    assert steps_of(manager) == [1, 1]
+    assert not manager.failures
+
+
+def test_a_writer_that_was_replaced_publishes_nothing_any_more(managers: Make, tmp_path: Path) -> None:
+    old, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
+    old.save_step(state, 1, peers)
+    assert old.wait(30)
+    new = managers(DiskTier(tmp_path))
+    new.save_step(state, 2, Alone())
+    assert new.wait(30)
+    old.save_step(state, 3, peers)
+    assert old.wait(30)
+    (failure,) = old.failures
+    assert "was replaced by" in failure
+    assert steps_of(new) == [2, 1]
+
+
+def test_a_tier_that_fails_is_reported_and_the_others_have_the_checkpoint(
+    managers: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, published: Recorded
+) -> None:
+    class Broken(DiskTier):
+        def put(self, shard: SealedShard) -> Any:
+            raise ValueError("not what one expects of a tier")
+
+    manager = managers(Broken(tmp_path / "broken", name="broken"), DiskTier(tmp_path / "disk"))
+    manager.save_step(make_state(1, 1), 1, Alone())
+    assert manager.wait(30)
+    (failure,) = manager.failures
+    assert "in the broken tier" in failure
+    assert "not what one expects of a tier" in caplog.text
+    assert "Traceback" in caplog.text
+    assert "checkpoint.failed" in published.names
+    assert len(manager.list_checkpoints()) == 1
+
+
+def test_a_save_that_cannot_be_published_leaves_nothing_and_its_memory_is_used_again(
+    managers: Make, tmp_path: Path
+) -> None:
+    class Uncommitted(MemoryTier):
+        def commit(self, manifest: Any) -> None:
+            if manifest.name.step == 2:
+                raise CheckpointError("no")
+            super().commit(manifest)
+
+    disk = DiskTier(tmp_path / "disk")
+    manager, peers = managers(Uncommitted(tmp_path / "memory"), disk), Alone()
+    digests = {}
+    for step in (1, 2, 3):
+        state = make_state(step, step)
+        digests[step] = digest(state)
+        manager.save_step(state, step, peers)
+        assert manager.wait(30)
+    assert [entry.name.step for entry in manager.tiers[0].inventory()] == [3]
+    assert [entry.name.step for entry in disk.inventory()] == [3, 2, 1]
+    hidden = [path for path in (tmp_path / "memory").iterdir() if path.name.startswith(".tmp-")]
+    assert len(hidden) <= 2, hidden
+    for one in manager.list_checkpoints():
+        with one.open_input_stream("default") as stream:
+            restored = make_state(9, 1)
+            restored.load(stream)
+        assert digest(restored) == digests[one.sequence_id]
+
+
+def test_plain_values_may_grow_from_save_to_save(managers: Make, tmp_path: Path) -> None:
+    manager, peers, state = managers(MemoryTier(tmp_path / "memory")), Alone(), make_state(1, 1)
+    for step in (1, 2, 3):
+        state.extra["losses"] += [0.123456789] * 1000
+        manager.save_step(state, step, peers)
+        assert manager.wait(30)
+    restored = make_state(9, 1)
+    assert manager.restore(restored, peers) == 3
+    assert len(restored.extra["losses"]) == 3001
+    assert not manager.failures
+
+
+def test_something_that_cannot_be_saved_is_named_at_once(managers: Make, tmp_path: Path) -> None:
+    manager, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
+    state.extra["what"] = object()
+    with pytest.raises(TypeError, match="extra"):
+        manager.save_step(state, 1, peers)
+    del state.extra["what"]
+    manager.save_step(state, 1, peers)
+    assert manager.wait(30)
+    assert len(manager.list_checkpoints()) == 1
+
+
+def test_a_child_of_fork_does_not_save(managers: Make, tmp_path: Path) -> None:
+    manager, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
+    manager.save_step(state, 1, peers)
+    assert manager.wait(30)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            manager.save_step(state, 2, peers)
+        except CheckpointError:
+            os._exit(7)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert steps_of(manager) == [1]
+
+
+@pytest.mark.parametrize(("tiers", "text"), [([], "at least one"), (["a", "a"], "name of its own")])
+def test_tiers_without_distinct_names_are_refused(tmp_path: Path, tiers: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        TieredCheckpointManager([DiskTier(tmp_path, name=name) for name in tiers])
+
+
+# --- in the train loop ------------------------------------------------------------------------------------------------
+
+
+def test_train_saves_by_the_policy_in_the_background_and_waits_at_the_end(
+    managers: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.pure.test_train_loop import ScriptedCoordinator
+
+    caplog.set_level(logging.INFO)
+    tier = Held(tmp_path)
+    manager = managers(tier, policy=EverySteps(2))
+    threading.Timer(0.3, tier.go.set).start()
+    state = make_state(1, 0)
+    torchelastic.train(ScriptedCoordinator(), trained_to(5), state, checkpoint=manager)
+    assert steps_of(manager) == [4, 2], "train has waited for the last one"
+    assert "saving step 2: step 2 is due (every 2 steps)" in caplog.text
+    manager.close()
+    again = managers(DiskTier(tmp_path, KeepLast(10)), policy=EverySteps(2))
+    seen: list[int] = []
+    torchelastic.train(ScriptedCoordinator(), trained_to(7, seen), make_state(2, 0), checkpoint=again)
+    assert seen == [4, 5, 6, 7], "it goes on from the last checkpoint"
+    assert state.step == 5
+    assert str(again.list_checkpoints()[0].name) == "step-000000006.e2.r0.g1"
+
+
+def trained_to(limit: int, seen: list[int] | None = None) -> Callable[[torchelastic.ModelState], None]:
+    def step(state: torchelastic.ModelState) -> None:
+        if seen is not None:
+            seen.append(state.step)
+        if state.step == limit:
+            raise StopIteration
+        state.optimizer.zero_grad()
+        state.model(torch.ones(4, 64)).sum().backward()
+        state.optimizer.step()
+
+    return step
+
+
+# --- the API of 0.1 ---------------------------------------------------------------------------------------------------
+
+
+def test_save_and_load_latest_of_0_1_work(managers: Make, tmp_path: Path) -> None:
+    manager, state = managers(MemoryTier(tmp_path / "memory"), DiskTier(tmp_path / "disk")), Plain(b"one")
+    assert load_latest(manager, state) is None
+    save(manager, state)
+    save(manager, Plain(b"two"))
+    restored = Plain(b"")
+    load_latest(manager, restored)
+    assert restored.content == b"two"
+    first = manager.get_checkpoint(0)
+    assert first is not None
+    with first.open_input_stream("default") as stream:
+        assert stream.read() == b"one"
+    assert manager.get_checkpoint(5) is None
+    with pytest.raises(CheckpointError, match="no stream 'other'"):
+        first.open_input_stream("other")
+
+
+def test_several_streams_and_a_discarded_checkpoint(managers: Make, tmp_path: Path) -> None:
+    manager = managers(DiskTier(tmp_path))
+    checkpoint = manager.create_checkpoint()
+    for key, data in {"default": b"weights", "metrics": b"loss 0.25"}.items():
+        with checkpoint.open_output_stream(key) as stream:
+            stream.write(data)
+    checkpoint.commit()
+    other = manager.create_checkpoint()
+    other.open_output_stream("default").write(b"never")
+    other.discard()
+    latest = manager.get_latest_checkpoint()
+    assert latest is not None
+    with latest.open_input_stream("metrics") as stream:
+        assert stream.read() == b"loss 0.25"
+    assert len(manager.list_checkpoints()) == 1
+
+
+def test_a_commit_that_fails_raises(managers: Make, tmp_path: Path) -> None:
+    class Full(DiskTier):
+        def put(self, shard: SealedShard) -> Any:
+            raise CheckpointError("the disk is full")
+
+    manager = managers(Full(tmp_path))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        save(manager, Plain(b"one"))

@@ -1,0 +1,142 @@
+"""Real gloo groups save together and restore with other numbers of ranks, in files that are really there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process import tiered_work as work
+from tests.process.local_ranks import Crew, crew_of, succeeded
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Four processes for all tests."""
+    with crew_of(4) as crew:
+        yield crew
+
+
+@pytest.fixture
+def saved(crew: Crew, tmp_path: Path) -> list[Any]:
+    """By four ranks, on one host with a disk."""
+    answers = succeeded(crew.run(work.save, "memory disk", str(tmp_path), ranks=4))
+    assert [answer["failures"] for answer in answers] == [[]] * 4
+    return answers
+
+
+def flip_a_byte(path: Path) -> None:
+    """In the data, behind the header."""
+    with path.open("r+b") as file:
+        file.seek(-3000, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_each_of_four_ranks_writes_a_quarter(saved: list[Any]) -> None:
+    for tier in ("memory", "disk"):
+        shared = [answer["sizes"][tier]["shared"] for answer in saved]
+        # the running statistics are each rank's own, so rank 0 writes them
+        own_bytes = 2 * 64 * 4 + 8
+        quarter = (sum(shared) - own_bytes) / 4
+        assert abs(shared[0] - own_bytes - quarter) <= work.ROW_BYTES, shared
+        assert all(abs(size - quarter) <= work.ROW_BYTES for size in shared[1:]), shared
+        assert all(answer["sizes"][tier]["all"] == answer["sizes"][tier]["shared"] for answer in saved[1:])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kinds", ["memory", "disk"])
+def test_what_four_have_saved_any_number_restores_bit_for_bit(
+    crew: Crew, saved: list[Any], tmp_path: Path, ranks: int, kinds: str
+) -> None:
+    answers = succeeded(crew.run(work.restore, kinds, str(tmp_path), ranks=ranks))
+    assert [answer["step"] for answer in answers] == [3] * ranks
+    assert answers[0]["digest"] == saved[0]["digest"]
+    assert [answer["failures"] for answer in answers] == [[]] * ranks
+    assert answers[0]["newest"] == "step-000000050.e2.r5.g1", "a new job has a higher epoch"
+
+
+def test_a_damaged_shard_is_taken_from_another_tier(crew: Crew, saved: list[Any], tmp_path: Path) -> None:
+    (shard,) = (tmp_path / "memory").glob("step-000000003.*/shard-00002-*")
+    flip_a_byte(shard)
+    answers = succeeded(crew.run(work.restore, "memory disk", str(tmp_path), ranks=2))
+    assert [answer["step"] for answer in answers] == [3, 3]
+    assert answers[0]["digest"] == saved[0]["digest"]
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_older_one_and_then_to_an_error(
+    crew: Crew, saved: list[Any], tmp_path: Path
+) -> None:
+    for step, expected in ((3, 2), (2, None)):
+        (shard,) = (tmp_path / "disk").glob(f"step-{step:09d}.e1.*/shard-00001-*")
+        flip_a_byte(shard)
+        copy = tmp_path / f"copy-{step}"
+        shutil.copytree(tmp_path / "disk", copy / "disk")
+        answers = succeeded(crew.run(work.restore, "disk", str(copy), ranks=2))
+        if expected is not None:
+            assert [answer["step"] for answer in answers] == [expected] * 2
+        else:
+            assert all("CorruptCheckpointError: no checkpoint can be loaded" in answer["error"] for answer in answers)
+            assert all(
+                "step-000000002" in answer["error"] and "step-000000003" in answer["error"] for answer in answers
+            )
+
+
+def test_shards_on_four_hosts_are_brought_to_rank_0(crew: Crew, tmp_path: Path) -> None:
+    saved = succeeded(crew.run(work.save, "hosts", str(tmp_path), ranks=4))
+    assert [len(list((tmp_path / f"host-{rank}").glob("step-*3.*/shard*"))) for rank in range(4)] == [1] * 4
+    answers = succeeded(crew.run(work.restore, "hosts", str(tmp_path), ranks=4))
+    assert [answer["step"] for answer in answers] == [3] * 4
+    assert answers[0]["digest"] == saved[0]["digest"]
+
+
+def test_a_host_that_is_gone_takes_its_checkpoint_away_and_everybody_says_whose(crew: Crew, tmp_path: Path) -> None:
+    crew.run(work.save, "hosts", str(tmp_path), ranks=2)
+    shutil.rmtree(tmp_path / "host-1")
+    answers = succeeded(crew.run(work.restore, "hosts", str(tmp_path), ranks=2))
+    assert all("step-000000003.e1.r1.g2 lacks the shards of rank(s) 1" in answer["error"] for answer in answers)
+
+
+def test_a_host_that_is_gone_is_replaced_by_its_replica(crew: Crew, tmp_path: Path) -> None:
+    saved = succeeded(crew.run(work.save, "hosts", str(tmp_path), 3, 1, ranks=4))
+    assert [answer["failures"] for answer in saved] == [[]] * 4
+    for rank in range(4):
+        names = [path.name for path in (tmp_path / f"host-{rank}").glob("step-*3.*/shard*")]
+        assert len(names) == 2, names
+    shutil.rmtree(tmp_path / "host-1")
+    answers = succeeded(crew.run(work.restore, "hosts", str(tmp_path), ranks=4))
+    assert [answer["step"] for answer in answers] == [3] * 4
+    assert answers[0]["digest"] == saved[0]["digest"]
+
+
+def test_where_nothing_was_ever_saved_nothing_is_restored(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.restore, "memory disk", str(tmp_path), ranks=2))
+    assert [answer["step"] for answer in answers] == [None, None]
+
+
+@pytest.mark.parametrize("full_rank", [0, 2])
+def test_a_rank_whose_disk_is_full_stops_that_checkpoint_for_all_and_no_other(
+    crew: Crew, tmp_path: Path, full_rank: int
+) -> None:
+    answers = succeeded(crew.run(work.save_where_one_disk_is_full, str(tmp_path), full_rank, ranks=4))
+    for answer in answers:
+        (failure,) = answer["failures"]
+        assert "the disk is full" in failure
+        assert sorted(answer["steps"]) == [1, 3]
+        assert answer["left"] == []
+
+
+def test_a_save_that_a_rank_never_joins_is_given_up_when_the_group_changes(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.save_where_one_rank_does_not, str(tmp_path), ranks=2))
+    assert "the group has ended before rank 1" in answers[0]["failures"][0]
+    assert answers[1]["failures"] == []
+    assert [answer["complete"][0] for answer in answers] == [3, 3]
+
+
+def test_a_state_without_a_tree_is_saved_by_rank_0_and_comes_back(crew: Crew, tmp_path: Path) -> None:
+    answers = succeeded(crew.run(work.save_and_restore_a_plain_state, str(tmp_path), ranks=2))
+    assert answers == [(4, True), (4, False)], "the sync brings the others level"

@@ -1,0 +1,228 @@
+"""What the ranks of the tests of tiered checkpoints do; each function runs on every rank of a real gloo group."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import torchelastic
+from torchelastic.checkpoint.collection import CheckpointName
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.shards import Disk
+from torchelastic.checkpoint.tiered import TieredCheckpointManager
+from torchelastic.checkpoint.tiers import DiskTier, MemoryTier, SealedShard, Tier
+from torchelastic.p2p.peers import GroupPeers
+
+#: Weights of several sizes: the longest row has 64 elements of 4 bytes, thrice (Adam keeps two more of each).
+ROW_BYTES = 64 * 4
+STREAM_BYTES = 5000
+
+
+def join(round_number: int = 1) -> GroupPeers:
+    """The group as a coordinator would give it, with a store of its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    port = torch.zeros(1, dtype=torch.int64)
+    store: TCPStore | None = None
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port[0] = store.port
+    dist.broadcast(port, 0)
+    if store is None:
+        store = TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
+    wait = store.wait
+
+    def wait_for_key(key: str) -> None:
+        wait([key], timedelta(seconds=30))
+
+    assert dist.group.WORLD is not None
+    return GroupPeers(dist.group.WORLD, store, rank, world_size, round_number, wait_for_key)
+
+
+def make_state(seed: int, steps: int) -> torchelastic.ModelState:
+    """Equal on all ranks that give the same seed, but for the random numbers and the running statistics."""
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 32), torch.nn.Linear(32, 7, bias=False)
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    state = torchelastic.ModelState(module, optimizer, extra={"seed": seed, "losses": [0.5]})
+    inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(inputs).square().sum().backward()
+        optimizer.step()
+        state.commit()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with torch.no_grad():
+        module.get_buffer("1.running_mean").add_(rank)  # as real ranks differ: each has seen other samples
+    torch.manual_seed(100 + rank)
+    return state
+
+
+def digest(state: torchelastic.ModelState) -> str:
+    """Of all bits that are to come back, in the order of the names."""
+    found = hashlib.sha256()
+    tree = state.state_dict()
+    for name, tensor in tree["module"].items():
+        found.update(name.encode() + tensor.numpy().tobytes())
+    for number, values in tree["optimizer"]["state"].items():
+        for name, tensor in values.items():
+            found.update(f"{number}/{name}".encode() + tensor.numpy().tobytes())
+    found.update(repr((state.step, tree["extra"], tree["random"].tolist())).encode())
+    return found.hexdigest()
+
+
+def make_tiers(kinds: str, folder: str) -> list[Tier]:
+    """`memory` of one host, `hosts` (each rank is a host of its own) and `disk`, in this order."""
+    rank, place = dist.get_rank(), Path(folder)
+    tiers: dict[str, Any] = {
+        "memory": lambda: MemoryTier(place / "memory"),
+        "hosts": lambda: MemoryTier(place / f"host-{rank}", name="hosts"),
+        "disk": lambda: DiskTier(place / "disk"),
+    }
+    return [tiers[kind]() for kind in kinds.split()]
+
+
+def steps_of(manager: TieredCheckpointManager) -> list[int]:
+    """At which steps the complete checkpoints were taken, newest first."""
+    return [one.sequence_id for one in manager.list_checkpoints()]
+
+
+def close(manager: TieredCheckpointManager) -> None:
+    manager.end_run()
+    manager.close()
+
+
+def save(kinds: str, folder: str, steps: int = 3, replicas: int = 0) -> Any:
+    """One save after each of the last two steps; returns the digest, the failures, and what was stored of the last."""
+    peers = join()
+    manager = TieredCheckpointManager(
+        make_tiers(kinds, folder), run_id="test", patience_s=20.0, replicas=replicas, host=f"host-{peers.rank}"
+    )
+    manager.enter_group(peers)
+    for step in (steps - 1, steps):
+        state = make_state(7, step)
+        manager.save_step(state, step, peers)
+        manager.wait()
+    name = CheckpointName(1, 1, 2, steps)
+    sizes = {}
+    for tier in manager.tiers:
+        with tier.open(name, peers.rank) as shard:
+            entries = shard.header.entries
+            shared = sum(e.size_bytes for e in entries if e.name.startswith(("module/", "optimizer/")))
+            sizes[tier.name] = {"shared": shared, "all": shard.header.tensor_bytes}
+    result = {"digest": digest(state), "failures": list(manager.failures), "sizes": sizes}
+    close(manager)
+    return result
+
+
+def restore(kinds: str, folder: str, run_id: str = "test") -> Any:
+    """Returns the digest on rank 0, the step or the error on each."""
+    peers, manager = join(5), TieredCheckpointManager(make_tiers(kinds, folder), run_id=run_id)
+    manager.enter_group(peers)
+    state = make_state(1, 1)
+    try:
+        step = manager.restore(state, peers)
+    except CheckpointError as error:
+        manager.close()
+        return {"error": f"{type(error).__name__}: {error}"}
+    # the next save counts as newer than whatever was found
+    manager.save_step(state, 50, peers)
+    manager.end_run()
+    newest = manager.tiers[0].inventory()[0].name
+    result = {"step": step, "digest": digest(state), "newest": str(newest), "failures": list(manager.failures)}
+    manager.close()
+    return result
+
+
+class FullDisk(DiskTier):
+    """Full for one rank at step 2; the others are in the middle of writing by then, if the machine is quick enough."""
+
+    full_rank = 0
+
+    def put(self, shard: SealedShard) -> Any:
+        if shard.name.step == 2 and shard.rank == self.full_rank:
+            raise CheckpointError("the disk is full")
+        return super().put(shard)
+
+
+class SlowDisk(Disk):
+    """Takes its time between writing a shard and giving it its name; whatever the order, the outcome is the same."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.suffix == ".shard" and "000000002" in target.parent.name:
+            time.sleep(0.3)
+        super().rename(source, target)
+
+
+def save_where_one_disk_is_full(folder: str, full_rank: int) -> Any:
+    peers = join()
+    tier = FullDisk(Path(folder) / "disk", disk=SlowDisk())
+    tier.full_rank = full_rank
+    manager = TieredCheckpointManager([tier], run_id="test", patience_s=20.0)
+    for step in (1, 2, 3):
+        manager.save_step(make_state(7, step), step, peers)
+        manager.wait()
+    result = {
+        "failures": list(manager.failures),
+        "steps": [entry.name.step for entry in manager.tiers[0].inventory()],
+        "left": sorted(path.name for path in (Path(folder) / "disk").glob(".tmp-step*")),
+    }
+    close(manager)
+    return result
+
+
+def save_where_one_rank_does_not(folder: str) -> Any:
+    """Rank 1 never saves step 2; a new group ends the waiting of the others."""
+    peers = join()
+    manager = TieredCheckpointManager(
+        [MemoryTier(Path(folder) / "memory")], run_id="test", patience_s=60.0, grace_s=0.3
+    )
+    manager.save_step(make_state(7, 1), 1, peers)
+    manager.wait()
+    if peers.rank != 1:
+        manager.save_step(make_state(7, 2), 2, peers)
+    dist.barrier()
+    again = join(2)
+    manager.enter_group(again)
+    manager.save_step(make_state(7, 3), 3, again)
+    manager.wait()
+    result = {
+        "failures": list(manager.failures),
+        "complete": steps_of(manager),
+    }
+    close(manager)
+    return result
+
+
+class Plain(torchelastic.State):
+    """A state without a tree."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def sync(self, *args: Any) -> None: ...
+
+    def save(self, stream: Any) -> None:
+        stream.write(self.content)
+
+    def load(self, stream: Any) -> None:
+        self.content = stream.read()
+
+
+def save_and_restore_a_plain_state(folder: str) -> Any:
+    peers = join()
+    manager = TieredCheckpointManager([DiskTier(Path(folder) / "disk")], run_id="test")
+    manager.save_step(Plain(f"rank {peers.rank}".encode() * STREAM_BYTES), 4, peers)
+    manager.wait()
+    other = Plain(b"nothing")
+    step = manager.restore(other, peers)
+    close(manager)
+    return step, other.content == b"rank 0" * STREAM_BYTES

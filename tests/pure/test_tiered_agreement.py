@@ -1,0 +1,137 @@
+"""How the ranks agree by notes: every reason for a checkpoint not to be published reaches everybody."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchelastic.checkpoint.collection import CheckpointName, ShardRecord, shard_file_name
+from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, NotPublishedError, Patience
+from torchelastic.checkpoint.tiered.peers import Drawer
+from torchelastic.checkpoint.tiers import TierContext
+from torchelastic.testing.clock import FakeClock
+
+NAME = CheckpointName(1, 2, 3, 4)
+
+
+class Rig:
+    """A group of ranks around one mailbox, with a clock that only waiting moves."""
+
+    def __init__(self, world_size: int) -> None:
+        self.clock, self.box = FakeClock(0.0), Drawer()
+        self.ranks = [
+            GroupAgreement(
+                TierContext("run", 1, 2, rank, world_size),
+                self.box,
+                Patience(10.0, monotonic=self.clock, sleep=self.clock.sleep),
+            )
+            for rank in range(world_size)
+        ]
+
+    def store(self, rank: int, name: CheckpointName = NAME) -> None:
+        self.ranks[rank].stored(name, "disk", record(rank, len(self.ranks)))
+
+
+def record(rank: int, world_size: int) -> ShardRecord:
+    return ShardRecord(rank, shard_file_name(rank, world_size), 100 + rank, f"{rank:032x}")
+
+
+def test_all_ranks_get_the_manifest_of_all_shards() -> None:
+    rig = Rig(3)
+    for rank in (2, 0, 1):
+        rig.store(rank)
+    manifest = rig.ranks[0].gather(NAME, "disk", {"loss": 1.5}, 7.0)
+    rig.ranks[0].publish(NAME, "disk", manifest)
+    assert manifest.shards == tuple(record(rank, 3) for rank in range(3))
+    assert (manifest.metrics["loss"], manifest.saved_s, manifest.run_id) == (1.5, 7.0, "run")
+    assert [rig.ranks[rank].hear(NAME, "disk") for rank in (1, 2)] == [manifest] * 2
+
+
+def test_rank_0_names_who_has_not_stored() -> None:
+    rig = Rig(3)
+    rig.store(0)
+    rig.store(2)
+    with pytest.raises(GivenUpError, match="rank 1 has neither stored nor decided anything for 10 s"):
+        rig.ranks[0].gather(NAME, "disk", {}, 0.0)
+    assert 10.0 <= rig.clock() < 11.0
+
+
+def test_why_a_rank_could_not_store_is_what_all_are_told() -> None:
+    rig = Rig(2)
+    rig.store(0)
+    rig.ranks[1].stored(NAME, "disk", None, "the disk is full")
+    with pytest.raises(GivenUpError, match="the disk is full"):
+        rig.ranks[0].gather(NAME, "disk", {}, 0.0)
+    rig.ranks[0].publish(NAME, "disk", None, "the disk is full")
+    with pytest.raises(NotPublishedError, match="the disk is full"):
+        rig.ranks[1].hear(NAME, "disk")
+
+
+def test_who_hears_no_verdict_waits_longer_than_rank_0_and_knows_that_there_was_none() -> None:
+    rig = Rig(2)
+    with pytest.raises(GivenUpError, match="rank 0") as caught:
+        rig.ranks[1].hear(NAME, "disk")
+    assert not isinstance(caught.value, NotPublishedError)
+    assert rig.clock() >= 20.0
+
+
+def test_when_the_group_has_ended_only_the_grace_is_waited() -> None:
+    rig = Rig(2)
+    rig.store(0)
+    rig.ranks[0].patience.shorten(1.0)
+    with pytest.raises(GivenUpError, match="the group has ended before rank 1"):
+        rig.ranks[0].gather(NAME, "disk", {}, 0.0)
+    assert rig.clock() < 2.0
+
+
+def test_within_the_grace_a_save_is_still_completed() -> None:
+    rig = Rig(2)
+    rig.store(0)
+    rig.store(1)
+    rig.ranks[0].patience.shorten(0.0)
+    assert rig.ranks[0].gather(NAME, "disk", {}, 0.0).world_size == 2
+
+
+def test_a_mailbox_that_is_gone_is_the_end_of_the_group() -> None:
+    class Gone(Drawer):
+        def look(self, key: str) -> bytes | None:
+            raise RuntimeError("connection reset by peer")
+
+    agreement = GroupAgreement(TierContext("run", 1, 2, 1, 2), Gone(), Patience(10.0))
+    with pytest.raises(GivenUpError, match="rank 0 cannot be reached"):
+        agreement.hear(NAME, "disk")
+
+
+def test_rank_0_chooses_the_tiers() -> None:
+    rig = Rig(2)
+    assert rig.ranks[0].choose_tiers(NAME, ["memory", "disk"]) == ["memory", "disk"]
+    assert rig.ranks[1].choose_tiers(NAME, None) == ["memory", "disk"]
+
+
+def test_notes_do_not_pile_up() -> None:
+    rig = Rig(2)
+    left = []
+    for generation in range(1, 6):
+        name = CheckpointName(1, 2, generation, generation)
+        rig.ranks[0].choose_tiers(name, ["disk"])
+        for rank in (0, 1):
+            rig.store(rank, name)
+        rig.ranks[0].publish(name, "disk", rig.ranks[0].gather(name, "disk", {}, 0.0))
+        rig.ranks[1].hear(name, "disk")
+        for rank in (0, 1):
+            rig.ranks[rank].done(name)
+        left.append(len(rig.box._notes))
+    assert left[0] == left[-1], left
+
+
+def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long() -> None:
+    rig = Rig(2)
+    rig.ranks[0].done(NAME)
+    with pytest.raises(GivenUpError, match="rank 1"):
+        rig.ranks[0].see_off(2.0)
+    assert rig.clock() < 3.0
+    rig.ranks[0].see_off(2.0)
+    rig.ranks[0].done(NAME)
+    rig.ranks[1].done(NAME)
+    rig.ranks[0].see_off(2.0)
+    rig.ranks[1].see_off(2.0)
+    assert rig.clock() < 3.0

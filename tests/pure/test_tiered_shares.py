@@ -1,0 +1,192 @@
+"""Which part of a state each rank writes, and taking the same state apart again."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from torchelastic.checkpoint.shards import Box, ShardOf, unflatten
+from torchelastic.checkpoint.shards.header import NO_CHECKSUM
+from torchelastic.checkpoint.shards.tensors import dtype_name
+from torchelastic.checkpoint.shards.tree import flatten
+from torchelastic.checkpoint.tiered.recall import outline_of, recall
+from torchelastic.checkpoint.tiered.share import Sharing, parts_of_rank
+
+
+def weights(names: Sequence[str]) -> Collection[str]:
+    return [name for name in names if name.startswith("weights/")]
+
+
+def make_tree(fill: float = 0.0) -> dict[str, Any]:
+    return {
+        "weights": OrderedDict(a=torch.full((8, 3), fill), b=torch.full((5,), fill), c=torch.full((), fill)),
+        "own": [torch.full((2,), fill), {"x": (1, fill)}],
+        "step": int(fill),
+    }
+
+
+def taken(sharing: Sharing, tree: Any, rank: int = 0, world_size: int = 1) -> Any:
+    """The tree that the copied tensors of one rank make, alone."""
+    share = sharing.take(tree, weights, rank, world_size)
+    for entry, source in zip(share.entries, share.sources, strict=True):
+        assert (entry.box.sizes, entry.dtype) == (tuple(source.shape), dtype_name(source.dtype)), "it fits its place"
+    copies = {entry.name: source.detach().clone() for entry, source in zip(share.entries, share.sources, strict=True)}
+    return unflatten(share.structure, copies)
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_the_shares_of_all_ranks_are_each_element_once(world_size: int) -> None:
+    tree = make_tree(3.0)
+    flat = flatten(tree)
+    counted = {named.name: torch.zeros(named.shape) for named in flat.tensors}
+    for rank in range(world_size):
+        for part in parts_of_rank(flat, weights, rank, world_size):
+            place = part.box.within(Box.whole(part.shape))
+            counted[part.name][place] += 1
+            assert tuple(part.tensor.shape) == part.box.sizes
+    assert all(bool((count == 1).all()) for count in counted.values()), counted
+
+
+def test_what_is_not_replicated_is_rank_0s_and_what_is_a_part_is_each_ranks_own() -> None:
+    tree = {"weights": {"a": torch.ones(4)}, "own": torch.ones(2), "part": ShardOf(torch.ones(3), (6,), (3,))}
+    names = {rank: [part.name for part in parts_of_rank(flatten(tree), weights, rank, 2)] for rank in (0, 1)}
+    assert names == {0: ["weights/a", "own", "part"], 1: ["weights/a", "part"]}
+
+
+def test_only_rank_0_writes_the_plain_values() -> None:
+    assert Sharing().take(make_tree(), weights, 1, 2).structure is None
+    assert Sharing().take(make_tree(), weights, 0, 2).structure is not None
+
+
+# --- again and again --------------------------------------------------------------------------------------------------
+
+
+def test_a_second_share_has_the_values_of_now_and_the_entries_of_before() -> None:
+    sharing = Sharing()
+    first = sharing.take(make_tree(1.0), weights, 0, 2)
+    tree = make_tree(2.0)  # other tensor objects, other plain values
+    second = sharing.take(tree, weights, 0, 2)
+    assert second.entries is first.entries, "nothing was laid out anew"
+    assert all(bool((source == 2.0).all()) for source in second.sources)
+    assert taken(sharing, make_tree(5.0))["own"][1] == {"x": (1, 5.0)}
+    assert {entry.checksum for entry in second.entries} == {NO_CHECKSUM}
+
+
+def test_an_earlier_structure_is_not_changed_by_a_later_one() -> None:
+    sharing = Sharing()
+    first = sharing.take(make_tree(1.0), weights, 0, 1)
+    kept = {entry.name: source.clone() for entry, source in zip(first.entries, first.sources, strict=True)}
+    sharing.take(make_tree(2.0), weights, 0, 1)
+    assert unflatten(first.structure, kept)["step"] == 1
+
+
+def test_nothing_of_the_state_is_kept_alive() -> None:
+    import weakref
+
+    sharing, tree = Sharing(), make_tree()
+    alive = weakref.ref(tree["weights"]["a"])
+    sharing.take(tree, weights, 1, 2)
+    del tree
+    assert alive() is None
+
+
+def _view_of(base: torch.Tensor) -> torch.Tensor:
+    return base.t()
+
+
+CHANGES: dict[str, Any] = {
+    "another shape": lambda t: t["weights"].update(b=torch.ones(6)),
+    "another dtype": lambda t: t["weights"].update(b=torch.ones(5, dtype=torch.float64)),
+    "other strides": lambda t: t["weights"].update(a=torch.ones(3, 8).t()),
+    "one tensor more": lambda t: t["own"].append(torch.ones(1)),
+    "one tensor less": lambda t: t["weights"].pop("c"),
+    "a tensor became a number": lambda t: t["weights"].update(c=1.0),
+    "a number became a tensor": lambda t: t.update(step=torch.ones(2)),
+    "another key": lambda t: t["weights"].update(d=t["weights"].pop("c")),
+    "two became one": lambda t: t.update(weights=OrderedDict(t["weights"], a=t["weights"]["a"], c=t["own"][0][0])),
+    "a list became a tuple": lambda t: t.update(own=tuple(t["own"])),
+    "a list of numbers grew": lambda t: t["own"][1].update(x=[1, 2, 3]),
+    "a number became text": lambda t: t.update(step="seven"),
+    "not a number": lambda t: t.update(step=math.inf),
+    "true for one": lambda t: t.update(step=True),
+    "bytes": lambda t: t.update(step=b"seven"),
+    "long bytes": lambda t: t.update(step=b"seven" * 5000),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_between_two_saves_is_saved_as_it_is_now(change: str) -> None:
+    sharing = Sharing()
+    sharing.take(make_tree(1.0), weights, 0, 1)
+    tree = make_tree(2.0)
+    CHANGES[change](tree)
+    found, expected = taken(sharing, tree), taken(Sharing(), tree)
+    assert repr(found) == repr(expected)
+    assert type(found["own"]) is type(tree["own"])
+    if not isinstance(tree["step"], torch.Tensor):
+        assert found["step"] == tree["step"]
+        assert type(found["step"]) is type(tree["step"])
+
+
+def test_tensors_that_share_memory_are_told_from_those_that_do_not_any_more() -> None:
+    shared = torch.ones(3)
+    outline = outline_of(flatten({"a": shared, "b": shared}))
+    assert outline is not None
+    assert recall({"a": shared, "b": shared}, outline) is not None
+    assert recall({"a": shared, "b": torch.zeros(3)}, outline) is None
+    separate = outline_of(flatten({"a": torch.ones(3), "b": torch.ones(3)}))
+    assert separate is not None
+    assert recall({"a": shared, "b": shared}, separate) is None
+
+
+def test_two_views_of_one_memory_are_two_tensors() -> None:
+    flat = torch.arange(6.0)
+    tree = {"flat": flat, "head": flat[:2], "square": flat[:4].view(2, 2)}
+    sharing = Sharing()
+    sharing.take(tree, weights, 0, 1)
+    flat.mul_(10)
+    found = taken(sharing, tree)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "flat": [0.0, 10.0, 20.0, 30.0, 40.0, 50.0],
+        "head": [0.0, 10.0],
+        "square": [[0.0, 10.0], [20.0, 30.0]],
+    }
+
+
+def test_a_conjugated_view_is_told_from_its_memory() -> None:
+    value = torch.tensor([1 + 2j])
+    sharing = Sharing()
+    sharing.take({"z": value}, weights, 0, 1)
+    assert sharing.take({"z": value.conj()}, weights, 0, 1).sources[0].tolist() == [1 - 2j]
+    assert sharing.take({"z": value}, weights, 0, 1).sources[0].tolist() == [1 + 2j]
+
+
+def test_a_tensor_whose_memory_was_replaced_under_the_same_object_is_found() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    sharing = Sharing()
+    sharing.take({"weights": {"p": parameter}}, weights, 0, 1)
+    parameter.data = torch.full((3,), 7.0)
+    assert taken(sharing, {"weights": {"p": parameter}})["weights"]["p"].tolist() == [7.0] * 3
+
+
+def test_a_state_with_other_kinds_of_tensors_is_taken_apart_anew_each_time() -> None:
+    sparse = torch.eye(3).to_sparse()
+    sharing = Sharing()
+    for factor in (1, 2):
+        found = taken(sharing, {"s": sparse * factor, "n": 1})
+        assert torch.equal(found["s"].to_dense(), factor * torch.eye(3))
+
+
+def test_another_group_gets_other_shares() -> None:
+    sharing = Sharing()
+    of_two = sharing.take(make_tree(), weights, 0, 2)
+    of_one = sharing.take(make_tree(), weights, 0, 1)
+    assert sum(entry.size_bytes for entry in of_one.entries) > sum(entry.size_bytes for entry in of_two.entries)

@@ -1,0 +1,127 @@
+"""When the train loop saves: the memory that a save policy, which is a value, does not have."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchelastic.checkpoint.policy import FailureRate, SaveCosts, SaveDecision, SaveMoment, SavePolicy
+from torchelastic.metrics import publish_metric
+
+log = logging.getLogger(__name__)
+
+#: The weight of the newest step in the smoothed time of a step.
+STEP_WEIGHT = 0.1
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """When the last save began, or a state was restored."""
+
+    step: int
+    at_s: float
+
+
+class SaveSchedule:
+    """Asks a policy after each committed step, and remembers for it what it has to know.
+
+    Every rank has one and tells it the same; only rank 0 asks, since clocks differ. All methods but `saved` are called
+    on the training thread.
+
+    Args:
+        policy: decides; None: only what the state or the coordinator asks for is saved.
+        clock: monotonic seconds.
+
+    Attributes:
+        costs: what saves have cost so far, by tier.
+        failures: how often something has failed.
+    """
+
+    def __init__(self, policy: SavePolicy | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began = _Mark(0, clock())
+        self._last: _Mark | None = None
+        self._is_put_off = False
+        self._step_began_s: float | None = None
+        self._step_s: float | None = None
+        self._looked_s = self._began.at_s
+        self.costs = SaveCosts()
+        self.failures = FailureRate()
+
+    def enter_group(self, step: int) -> None:
+        """A group stands, level after `step` steps."""
+        if self._last is None and self._began.step == 0:
+            self._began = _Mark(step, self._began.at_s)
+        self._step_began_s = self._clock()
+
+    def step_ended(self) -> None:
+        """A step was committed."""
+        now_s = self._clock()
+        if self._step_began_s is not None:
+            took_s = max(0.0, now_s - self._step_began_s)
+            self._step_s = took_s if self._step_s is None else self._step_s + STEP_WEIGHT * (took_s - self._step_s)
+        self._step_began_s = now_s
+
+    def decide(self, step: int, *, wanted: bool, saving: bool, is_full: bool, stop_requested: bool) -> SaveDecision:
+        """Whether to save after this step.
+
+        Args:
+            step: committed steps of the run.
+            wanted: the state or the coordinator asks for it: then it is saved whatever the policy says.
+            saving: whether a save still runs in the background.
+            is_full: whether one more could not begin without waiting. A policy is put off then; its reason to save
+                stands until it is heard.
+            stop_requested: whether a worker was asked to leave.
+        """
+        if wanted:
+            return SaveDecision(True, "the state or the coordinator asks for it")
+        if self._policy is None:
+            return SaveDecision(False, "there is no policy")
+        now_s = self._clock()
+        self.failures = self.failures.observed(max(0.0, now_s - self._looked_s))
+        self._looked_s = now_s
+        last = self._last
+        moment = SaveMoment(
+            step=step,
+            now_s=now_s,
+            last_saved_step=None if last is None else last.step,
+            last_saved_s=None if last is None else last.at_s,
+            began_s=self._began.at_s,
+            saving=saving,
+            stop_requested=stop_requested,
+            step_s=self._step_s,
+            costs=self.costs,
+            failures=self.failures,
+            began_step=self._began.step,
+        )
+        decision = self._policy.decide(moment)
+        is_put_off = decision.save and is_full and not stop_requested
+        if is_put_off and not self._is_put_off:
+            log.warning("the save after step %d is put off: both slots are busy; save more rarely", step)
+            publish_metric("torchelastic", "checkpoint.put_off", 1)
+        self._is_put_off = is_put_off
+        if is_put_off:
+            return SaveDecision(False, f"put off, both slots are busy: {decision.because}", decision.numbers)
+        return decision
+
+    def began(self, step: int) -> None:
+        """A save of this step begins, or this step was restored."""
+        self._last = _Mark(step, self._clock())
+
+    def resumes(self) -> None:
+        """Training goes on after a save: its time is not the step's."""
+        self._step_began_s = self._clock()
+
+    def saved(self, tier: str, *, stall_s: float, durable_s: float) -> None:
+        """A save is durable in a tier; from any thread."""
+        with self._lock:
+            self.costs = self.costs.observed(tier, stall_s=stall_s, durable_s=durable_s)
+
+    def failed(self, failure_class: str) -> None:
+        """Something has failed and taken the group with it."""
+        self.failures = self.failures.failed(failure_class)

@@ -1,0 +1,102 @@
+"""The one thread of a process that finishes what saves have begun, in their order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torchelastic.checkpoint.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+
+class Background:
+    """Runs jobs one after the other, beside the training thread; there is room for a few.
+
+    Made and used on the training thread of one process, never in a child of fork. The thread starts with the first job
+    and ends with the process: wait for what must not be lost.
+
+    Args:
+        slots: how many jobs that hold a slot may be there at once, the running one included.
+        monotonic: a clock in seconds that never goes back.
+    """
+
+    def __init__(self, slots: int = 2, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._slots = slots
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Job, bool]] = deque()
+        self._held = 0
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a job that holds a slot is there."""
+        return self._held > 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `reserve` would wait."""
+        return self._held >= self._slots
+
+    def reserve(self, timeout_s: float) -> None:
+        """Takes a slot, for `submit` or `give_back`; waits for one if it must.
+
+        Raises:
+            CheckpointError: all stay busy for so long.
+        """
+        if os.getpid() != self._pid:
+            raise CheckpointError("this process is a child of the one that saves: save where the manager was made")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._held < self._slots, timeout_s):
+                raise CheckpointError(
+                    f"{self._slots} saves are still being finished after {timeout_s:g} s: save more rarely, or to a "
+                    "faster place"
+                )
+            self._held += 1
+
+    def give_back(self) -> None:
+        """A slot that was reserved is not needed."""
+        with self._changed:
+            self._held -= 1
+            self._changed.notify_all()
+
+    def submit(self, job: Job, *, holds_slot: bool) -> None:
+        """Have a job run after those before it; what it raises is logged. With `holds_slot` it frees one at its end."""
+        with self._changed:
+            self._jobs.append((job, holds_slot))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="torchelastic-checkpoints", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until there is nothing to do; false: there is, after that time. Not on the background thread."""
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs)
+                job, holds_slot = self._jobs.popleft()
+                self._busy = True
+            try:
+                job()
+            except Exception:  # nothing of the background may end the training
+                log.exception("a checkpoint could not be finished")
+            del job  # it holds the tensors of a stage
+            with self._changed:
+                self._busy = False
+                self._held -= holds_slot
+                self._changed.notify_all()

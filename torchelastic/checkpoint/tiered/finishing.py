@@ -1,0 +1,196 @@
+"""What becomes of a share after the training thread has copied it: checksums, then each tier in its order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torchelastic.checkpoint.collection import CheckpointName
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, NotPublishedError
+from torchelastic.checkpoint.tiered.api import Observe
+from torchelastic.checkpoint.tiered.replicas import Replicas
+from torchelastic.checkpoint.tiers.api import SealedShard, Tier
+from torchelastic.metrics import publish_metric
+
+log = logging.getLogger(__name__)
+
+#: Hears of a failure: where, and the error.
+OnFailure = Callable[[str, Exception], None]
+
+
+@dataclass
+class Save:
+    """One save of this rank, between the copy and its end.
+
+    Attributes:
+        name: which checkpoint it is.
+        header: of the shard; its checksums still to come.
+        stage: holds the bytes.
+        pool: where the stage goes back to.
+        agreement: with the group.
+        tiers: on rank 0: the names of those that take part; None on the others.
+        began_s: when it began, by the monotonic clock.
+        stall_s: for how long training stood still.
+        observe: hears of the costs.
+        metrics: what was measured of this state, for the manifest.
+        committed: the names of the tiers in which it is durable by now.
+        abandoned: the tiers in which it will not be published, as it stands.
+        is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
+    """
+
+    name: CheckpointName
+    header: Header
+    stage: Stage
+    pool: SlotPool
+    agreement: GroupAgreement
+    tiers: list[str] | None
+    began_s: float
+    stall_s: float
+    observe: Observe | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    committed: list[str] = field(default_factory=list)
+    abandoned: list[Tier] = field(default_factory=list)
+    is_stage_published: bool = False
+
+
+class Finisher:
+    """Finishes saves, on the background thread; raises nothing.
+
+    Args:
+        tiers: in the order in which they are written.
+        on_failure: hears of what went wrong.
+        monotonic: a clock in seconds that never goes back.
+        replicas: copies what is put into its tier to other hosts; None: there are none.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        on_failure: OnFailure,
+        monotonic: Callable[[], float] = time.monotonic,
+        replicas: Replicas | None = None,
+    ) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._on_failure = on_failure
+        self._monotonic = monotonic
+        self._replicas = replicas
+
+    def run(self, save: Save) -> None:
+        """Publish a save in the tiers that take part, each by the agreement of all ranks."""
+        try:
+            shard = self._seal(save)
+            for name in save.agreement.choose_tiers(save.name, save.tiers):
+                self._publish(save, self._tiers[name], shard)
+        except Exception as error:  # noqa: BLE001 - reported; training goes on
+            self._on_failure(str(save.name), error)
+        finally:
+            # not before: the memory of what is abandoned may be used by the next save at once
+            for tier in save.abandoned:
+                if not tier.is_shared or save.agreement.context.rank == 0:  # the others may still be writing there
+                    self._abandon(save, tier)
+            if not save.is_stage_published:
+                save.pool.give_back(save.stage)
+            self._say_done(save)
+
+    def _say_done(self, save: Save) -> None:
+        try:
+            save.agreement.done(save.name)
+        except GivenUpError as error:
+            log.debug("nobody is there to hear that %s is done: %s", save.name, error)
+
+    def decline(self, name: CheckpointName, agreement: GroupAgreement, why_not: str) -> None:
+        """This rank takes no part in a save: tell the others, who would wait for it."""
+        if agreement.context.rank == 0:
+            agreement.choose_tiers(name, [])
+        for tier in self._tiers:
+            agreement.stored(name, tier, None, why_not)
+
+    def _seal(self, save: Save) -> SealedShard:
+        header = save.header.with_checksums(save.stage.checksums())
+        save.stage = save.pool.seal(save.stage, header)
+        context = save.agreement.context
+        data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
+        return SealedShard(save.name, context.rank, context.world_size, data, save.stage)
+
+    def _publish(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+        """One tier. A failure is that of this tier: the others go on."""
+        try:
+            self._put_and_commit(save, tier, shard)
+        except Exception as error:  # noqa: BLE001 - reported; training goes on
+            self._on_failure(f"{save.name} in the {tier.name} tier", error)
+            return
+        durable_s = self._monotonic() - save.began_s
+        publish_metric("torchelastic", f"checkpoint.durable.{tier.name}.duration.ms", 1000 * durable_s)
+        if save.observe is not None:
+            save.observe(tier.name, stall_s=save.stall_s, durable_s=durable_s)
+        log.info("%s is durable in the %s tier after %.2f s", save.name, tier.name, durable_s)
+        save.committed.append(tier.name)
+        try:
+            if not tier.is_shared or shard.rank == 0:
+                tier.prune()
+        except Exception as error:  # noqa: BLE001 - what is saved is saved
+            self._on_failure(f"removing old checkpoints in the {tier.name} tier", error)
+
+    def _put_and_commit(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+        agreement, name = save.agreement, save.name
+        save.abandoned.append(tier)
+        self._put(save, tier, shard)
+        if shard.rank != 0:
+            try:
+                manifest = agreement.hear(name, tier.name)
+            except NotPublishedError:
+                raise
+            except GivenUpError:
+                save.abandoned.remove(tier)  # rank 0 may have committed it: what is stored here may be needed
+                raise
+            save.abandoned.remove(tier)
+            if not tier.is_shared:
+                tier.commit(manifest)
+            return
+        try:
+            manifest = agreement.gather(name, tier.name, save.metrics, time.time())
+            tier.commit(manifest)
+        except Exception as error:
+            agreement.publish(name, tier.name, None, f"{type(error).__name__}: {error}")
+            raise
+        save.abandoned.remove(tier)
+        agreement.publish(name, tier.name, manifest)
+
+    def _put(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+        agreement, name = save.agreement, save.name
+        try:
+            record = tier.put(shard)
+            self._replicate(save, tier, shard)
+        except Exception as error:
+            why_not = f"rank {shard.rank} could not store its shard: {type(error).__name__}: {error}"
+            agreement.stored(name, tier.name, None, why_not)
+            if shard.rank == 0:
+                with suppress(GivenUpError):  # not before all have stored or given up, see `run`
+                    agreement.gather(name, tier.name, {}, 0.0)
+                agreement.publish(name, tier.name, None, why_not)
+            raise
+        finally:
+            path = save.stage.slot.path
+            save.is_stage_published = path is not None and path.parent != save.pool.folder
+        agreement.stored(name, tier.name, record)
+
+    def _replicate(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+        """Before this rank says that it has stored its shard: what is committed has its replicas."""
+        if self._replicas is None or tier is not self._replicas.tier:
+            return
+        try:
+            self._replicas.push(shard)
+        except Exception as error:  # noqa: BLE001 - a replica is one copy more
+            self._on_failure(f"the replicas of {save.name}", error)
+
+    def _abandon(self, save: Save, tier: Tier) -> None:
+        try:
+            tier.abandon(save.name)
+        except Exception as error:  # noqa: BLE001 - only left-overs, which the next group removes
+            log.warning("could not remove what is left of %s in the %s tier: %s", save.name, tier.name, error)

@@ -1,0 +1,360 @@
+"""TieredCheckpointManager: every rank saves its share, in the background, to one tier after the other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from torchelastic.checkpoint.api import Checkpoint
+from torchelastic.checkpoint.collection import CheckpointName
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, Patience
+from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
+from torchelastic.checkpoint.tiered.background import Background
+from torchelastic.checkpoint.tiered.finishing import Finisher, Save
+from torchelastic.checkpoint.tiered.peers import Alone, Peers
+from torchelastic.checkpoint.tiered.replicas import Replicas
+from torchelastic.checkpoint.tiered.restoring import Restoring
+from torchelastic.checkpoint.tiered.share import Sharing
+from torchelastic.checkpoint.tiered.streams import (
+    STREAMS,
+    TREE,
+    NewCheckpoint,
+    StoredCheckpoint,
+    Streams,
+    load_restored,
+    stored_here,
+    streams_of,
+)
+from torchelastic.checkpoint.tiered.turns import TierTurns
+from torchelastic.checkpoint.tiers import MemoryTier, Tier, TierContext, agree_epoch
+from torchelastic.metrics import publish_metric
+
+log = logging.getLogger(__name__)
+
+#: How many failures `failures` remembers.
+MAX_FAILURES = 20
+
+
+class TieredCheckpointManager(ElasticCheckpointManager):
+    """Saves a state in several places: this host's memory, disks, durable storage; restores the newest from any.
+
+    Give it to `torchelastic.train(..., checkpoint=manager)`. Every rank makes one with the same arguments. After a step
+    that the policy chooses, each rank copies its share of the state into memory (that alone stops the training); one
+    thread does the rest. Weights that all ranks hold alike are split, so each writes one part of them.
+
+    It also is a `CheckpointManager` of 0.1: what `create_checkpoint` returns is written by the calling process alone.
+
+    Args:
+        tiers: freshest and fastest first: `MemoryTier`, `DiskTier`, `DurableTier`; each with a name of its own.
+        policy: when the train loop saves; each tier's `every` may make that rarer for it.
+        replicas: on how many other hosts the memory of each rank is copied; needs a `MemoryTier`.
+        host: names this host; ranks that give the same name are lost together. Default: the host name.
+        run_id: names the run; jobs that go on with each other's checkpoints share it. Default: that of the launcher.
+        allow_pickles: save objects that are neither plain values nor tensors as pickles, and read them. Only where
+            nobody else can write into the tiers.
+        patience_s: how long a save waits for another rank before it is given up.
+        grace_s: how long it still waits when the group has changed meanwhile.
+        slot_wait_s: how long `save_step` waits where two saves are still being finished.
+        end_wait_s: how long the end of the run waits for the last save.
+        monotonic: a clock in seconds that never goes back.
+
+    Attributes:
+        tiers: as given.
+        failures: the latest failures of the background, oldest first, in words.
+
+    Raises:
+        ValueError: no tier, two of the same name, or replicas without a memory tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        policy: SavePolicy | None = EverySeconds(60.0) | OnSignal(),  # noqa: B008 - a value
+        replicas: int = 0,
+        host: str | None = None,
+        run_id: str | None = None,
+        allow_pickles: bool = False,
+        patience_s: float = 600.0,
+        grace_s: float = 5.0,
+        slot_wait_s: float = 60.0,
+        end_wait_s: float = 600.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        names = [tier.name for tier in tiers]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"the tiers are named {names}: give at least one, each with a name of its own")
+        self.tiers = tuple(tiers)
+        self.policy = policy
+        self.failures: deque[str] = deque(maxlen=MAX_FAILURES)
+        self._run_id = run_id or os.environ.get("TORCHELASTIC_RUN_ID") or "run"
+        self._allow_pickles = allow_pickles
+        self._patience_s, self._grace_s = patience_s, grace_s
+        self._slot_wait_s, self._end_wait_s = slot_wait_s, end_wait_s
+        self._monotonic = monotonic
+        pools = [pool for tier in self.tiers if isinstance(pool := getattr(tier, "pool", None), SlotPool)]
+        self._pool = pools[0] if pools else SlotPool(None)
+        self._background = Background(monotonic=monotonic)
+        self._replicas = _replicas_of(self.tiers, replicas, host)
+        self._finisher = Finisher(self.tiers, self._failed, monotonic, self._replicas)
+        self._turns = TierTurns(self.tiers, monotonic)
+        self._sharing = Sharing(allow_pickles=allow_pickles)
+        self._epoch: int | None = None
+        self._generation = 0
+        self._peers: Peers | None = None
+        self._agreement: GroupAgreement | None = None
+        self._are_prepared = threading.Event()
+        self._warm: Stage | None = None
+
+    # --- a group ------------------------------------------------------------------------------------------------------
+
+    def enter_group(self, peers: Peers) -> None:
+        """A new group stands; see `ElasticCheckpointManager`."""
+        if self._agreement is not None:
+            self._agreement.patience.shorten(self._grace_s)
+        epoch = self._agree_epoch(peers)
+        if self._replicas is not None:
+            self._replicas.enter_group(peers)
+        context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
+        patience = Patience(self._patience_s, monotonic=self._monotonic)
+        self._epoch, self._peers = epoch, peers
+        self._agreement = GroupAgreement(context, peers.mailbox(), patience)
+        self._background.submit(lambda: self._prepare(context), holds_slot=False)
+
+    def _agree_epoch(self, peers: Peers) -> int:
+        known = [tier.known_epoch(self._run_id) for tier in self.tiers] if self._epoch is None else []
+        peers.meet()  # a place may be slow to answer
+        mine = {"epoch": self._epoch, "known": known, "generation": self._generation}
+        said = [json.loads(words) for words in peers.gather(json.dumps(mine).encode())]
+        current = max((one["epoch"] for one in said if one["epoch"] is not None), default=None)
+        epoch = agree_epoch(current, [number for one in said for number in one["known"]])
+        self._generation = max(one["generation"] for one in said)
+        if current is not None:
+            return epoch
+        if peers.rank == 0:
+            owner = f"process {os.getpid()}"
+            for tier in self.tiers:
+                if tier.is_shared:
+                    epoch = max(epoch, tier.claim(self._run_id, owner, epoch))
+        peers.meet()
+        return int(json.loads(peers.tell(json.dumps(epoch).encode())))
+
+    def _prepare(self, context: TierContext) -> None:
+        """In the background: after the saves of the group before, before those of this one."""
+        for tier in self.tiers:
+            try:
+                tier.prepare(context)
+            except Exception as error:  # noqa: BLE001 - what is put there will fail, and say so
+                self._failed(f"preparing the {tier.name} tier", error)
+        if self._replicas is not None:
+            self._replicas.fence(context.round)
+        self._are_prepared.set()
+
+    # --- restoring ----------------------------------------------------------------------------------------------------
+
+    def restore(self, state: ElasticState, peers: Peers) -> int | None:
+        """Set the state of rank 0 from the newest checkpoint that is intact; see `ElasticCheckpointManager`."""
+        began_s = self._monotonic()
+        if not self._background.wait(self._patience_s):
+            raise CheckpointError(f"the save before is not done after {self._patience_s:g} s; nothing was restored")
+        restored = Restoring(self.tiers, peers, allow_pickles=self._allow_pickles).run()
+        if restored is None:
+            if peers.rank == 0:
+                log.info("no checkpoint yet: starting afresh")
+            return None
+        self._turns.begin(restored.name.step)
+        if peers.rank == 0:
+            load_restored(state, restored)
+            log.info("checkpoint %s loaded from %s", restored.name, ", ".join(restored.tiers))
+        peers.meet()  # it may take its time
+        publish_metric("torchelastic", "checkpoint.restore.duration.ms", 1000 * (self._monotonic() - began_s))
+        return restored.name.step
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def save_step(
+        self,
+        state: ElasticState,
+        step: int,
+        peers: Peers,
+        *,
+        everywhere: bool = False,
+        observe: Observe | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Copy this rank's share of the state; see `ElasticCheckpointManager`."""
+        began_s = self._monotonic()
+        agreement = self._agreement_with(peers)
+        name = self._next_name(agreement, step)  # counted on every rank, whatever happens to this one now
+        tiers = self._turns.next(step, everywhere=everywhere) if peers.rank == 0 else None
+        try:
+            header, stage = self._copied(state, name, peers)
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            self._background.submit(lambda: self._finisher.decline(name, agreement, why), holds_slot=False)
+            raise
+        stall_s = self._monotonic() - began_s
+        publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
+        save = Save(name, header, stage, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {})
+        self._background.submit(lambda: self._finish(save), holds_slot=True)
+
+    def _agreement_with(self, peers: Peers) -> GroupAgreement:
+        if self._agreement is None or peers is not self._peers:
+            self.enter_group(peers)
+        assert self._agreement is not None
+        return self._agreement
+
+    def _next_name(self, agreement: GroupAgreement, step: int) -> CheckpointName:
+        self._generation += 1
+        return CheckpointName(agreement.context.epoch, agreement.context.round, self._generation, step)
+
+    def _copied(self, state: ElasticState, name: CheckpointName, peers: Peers) -> tuple[Header, Stage]:
+        """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
+        self._reserve(name)
+        try:
+            tree, sharing, kind = state.checkpoint_tree(), self._sharing, TREE
+            if tree is None:
+                # streams have no form that recurs
+                tree, sharing, kind = streams_of(state, peers.rank), Sharing(), STREAMS
+            share = sharing.take(tree, state.replicated, peers.rank, peers.world_size)
+            header = share.header({"kind": kind, "checkpoint": str(name), "rank": peers.rank})
+            stage = self._stage_for(header)
+            try:
+                stage.copy(share.sources)
+            except BaseException:
+                self._pool.give_back(stage)
+                raise
+        except BaseException:
+            self._background.give_back()
+            raise
+        return header, stage
+
+    def _reserve(self, name: CheckpointName) -> None:
+        if self._background.is_full:
+            began_s = self._monotonic()
+            log.warning("%s waits: both slots are busy with saves that are not finished yet", name)
+            self._background.reserve(self._slot_wait_s)
+            waited_ms = 1000 * (self._monotonic() - began_s)
+            publish_metric("torchelastic", "checkpoint.slot_wait.duration.ms", waited_ms)
+        else:
+            self._background.reserve(self._slot_wait_s)
+
+    def _stage_for(self, header: Header) -> Stage:
+        """Memory for a share; the background has it ready, but for the first time and where the state has changed."""
+        stage, self._warm = self._warm, None
+        if stage is not None and stage.header.entries == header.entries:
+            return stage
+        if stage is not None:
+            self._pool.give_back(stage)
+        if not self._are_prepared.wait(self._slot_wait_s):
+            raise CheckpointError(f"the tiers are not prepared after {self._slot_wait_s:g} s: a place does not answer")
+        return self._pool.take(header)
+
+    # --- in the background --------------------------------------------------------------------------------------------
+
+    def _finish(self, save: Save) -> None:
+        self._finisher.run(save)
+        if self._warm is None and not self._background.is_full:
+            try:
+                self._warm = self._pool.take(save.header)
+            except CheckpointError as error:
+                self._failed("taking memory for the next save", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.failures.append(f"{what}: {error}")
+        publish_metric("torchelastic", "checkpoint.failed", 1)
+        if isinstance(error, GivenUpError):
+            log.warning("%s is not published: %s", what, error)
+        else:
+            log.error("%s failed; training goes on", what, exc_info=error)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save still runs in the background."""
+        return self._background.is_working
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more save would have to wait."""
+        return self._background.is_full
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all saves are done or given up; default: for at most `end_wait_s`."""
+        timeout_s = self._end_wait_s if timeout_s is None else timeout_s
+        is_done = self._background.wait(timeout_s)
+        if not is_done:
+            log.warning("a checkpoint is still not finished after %g s", timeout_s)
+        return is_done
+
+    def end_run(self) -> None:
+        """The run is over for this worker: wait for the last save; see `ElasticCheckpointManager`."""
+        agreement = self._agreement
+        if agreement is not None:
+            self._background.submit(lambda: self._see_off(agreement), holds_slot=False)
+        self.wait()
+
+    def _see_off(self, agreement: GroupAgreement) -> None:
+        try:
+            agreement.see_off(self._grace_s)
+        except GivenUpError as error:
+            log.info("the last save: %s", error)
+
+    def close(self) -> None:
+        """Wait as `wait` does, and let go of memory and locks; what is stored stays. The manager is of no use then."""
+        self.wait()
+        if self._replicas is not None:
+            self._replicas.close()
+        for tier in self.tiers:
+            tier.close()
+        self._pool.close()
+
+    # --- as a manager of 0.1 ------------------------------------------------------------------------------------------
+
+    def create_checkpoint(self) -> Checkpoint:
+        """A checkpoint of named streams, written by this process alone and durable after `commit`."""
+        return NewCheckpoint(self._save_streams)
+
+    def list_checkpoints(self) -> Sequence[StoredCheckpoint]:
+        """The complete checkpoints that can be read from this host, newest first."""
+        return stored_here(self.tiers, allow_pickles=self._allow_pickles)
+
+    def get_latest_checkpoint(self) -> StoredCheckpoint | None:
+        """The newest of them."""
+        return next(iter(self.list_checkpoints()), None)
+
+    def get_checkpoint(self, sequence_id: int) -> StoredCheckpoint | None:
+        """The newest of them that was taken at this step; streams count as a step each."""
+        return next((one for one in self.list_checkpoints() if one.sequence_id == sequence_id), None)
+
+    def _save_streams(self, streams: Mapping[str, bytes]) -> CheckpointName:
+        if self._agreement is not None and self._agreement.context.world_size > 1:
+            raise CheckpointError(
+                "this manager saves together with a group: use save_step, or another manager for what one rank saves"
+            )
+        newest = next(iter(stored_here(self.tiers)), None)
+        step = 0 if newest is None else newest.sequence_id + 1
+        failed_before = len(self.failures)
+        self.save_step(Streams(streams), step, self._peers or Alone())
+        if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
+            raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
+        assert self._agreement is not None
+        return CheckpointName(*self._agreement.context.token, self._generation, step)
+
+
+def _replicas_of(tiers: Sequence[Tier], copies: int, host: str | None) -> Replicas | None:
+    memory = next((tier for tier in tiers if isinstance(tier, MemoryTier)), None)
+    if copies < 0 or (copies and memory is None):
+        raise ValueError(
+            f"replicas is {copies}: give 0, or how many copies there are to be of a MemoryTier among tiers"
+        )
+    return Replicas(memory, copies, host) if copies and memory is not None else None

@@ -1,0 +1,192 @@
+"""Taking a state apart that was taken apart before: only what has changed is encoded anew.
+
+`flatten` costs some ten microseconds per tensor, on the training thread. A state keeps its form from save to save, so
+here it is walked beside the structure of last time: tensors are collected and compared with what is known of them
+(shape, strides, dtype, device, and which are the same memory), plain values are encoded again. Nothing of the state is
+kept in between, so a tensor that was replaced by another one is simply found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchelastic.checkpoint.shards.tree import Flat, Plain, flatten, tensor_names
+
+_PLAIN = (bool, int, str, type(None))
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+#: What must be equal for a tensor to have the same recipe as last time: shape, strides, dtype, device.
+_Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is remembered of a state: no tensor of it.
+
+    Attributes:
+        structure: the plain part, with the tensors' names.
+        leaves: by the identity of a tensor's node in the structure, its place in the list of tensors and its look.
+        looks: of all tensors, by place.
+    """
+
+    structure: Plain
+    leaves: dict[int, tuple[int, _Look]]
+    looks: tuple[_Look, ...]
+
+    @property
+    def size(self) -> int:
+        """How many tensors there are."""
+        return len(self.looks)
+
+
+class _ChangedError(Exception):
+    """The state has another form than last time."""
+
+
+def outline_of(flat: Flat) -> Outline | None:
+    """What to remember of a state that was taken apart; None if it holds tensors that are encoded anew each time."""
+    looks = tuple(_look(named.tensor) for named in flat.tensors)
+    places = {named.name: place for place, named in enumerate(flat.tensors)}
+    leaves: dict[int, tuple[int, _Look]] = {}
+    _collect_leaves(flat.structure, {name: (place, looks[place]) for name, place in places.items()}, leaves)
+    if len(leaves) < len(looks) or any(named.tensor.is_conj() or named.tensor.is_neg() for named in flat.tensors):
+        return None
+    return Outline(flat.structure, leaves, looks)
+
+
+def recall(tree: Any, outline: Outline, *, allow_pickles: bool = False) -> tuple[Plain, Sequence[torch.Tensor]] | None:
+    """Takes a state apart that has the same form as last time.
+
+    Args:
+        tree: the state.
+        outline: of last time.
+        allow_pickles: as for `flatten`.
+
+    Returns:
+        The structure of now, and the tensors in the order of last time; None if the form is another: use `flatten`.
+    """
+    walk = _Recalling(outline, allow_pickles)
+    try:
+        structure = walk.encode(outline.structure, tree)
+    except _ChangedError:
+        return None
+    return (structure, walk.tensors) if walk.is_complete() else None
+
+
+def _look(tensor: torch.Tensor) -> _Look:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _collect_leaves(node: Plain, looks: dict[str, tuple[int, _Look]], leaves: dict[int, tuple[int, _Look]]) -> None:
+    """The plain strided tensors that lie directly in dicts, lists and tuples; a tensor in two places is one node."""
+    if isinstance(node, list):
+        for item in node:
+            _collect_leaves(item, looks, leaves)
+    elif isinstance(node, dict):
+        (kind, value), *_ = node.items()
+        if kind in ("dict", "ordered"):
+            _collect_leaves([item for _, item in value], looks, leaves)
+        elif kind == "tuple":
+            _collect_leaves(value, looks, leaves)
+        elif kind == "leaf" and value["kind"] == "strided":
+            leaves[id(node)] = looks[value["names"]["data"]]
+
+
+class _Recalling:
+    """One walk. What is not known here is left to `flatten`, part by part."""
+
+    def __init__(self, outline: Outline, allow_pickles: bool) -> None:
+        self._leaves = outline.leaves
+        self._allow_pickles = allow_pickles
+        self._look_of = outline.looks
+        self._at: dict[int, int] = {}
+        self._also_at: dict[int, list[int]] = {}
+        self._found = 0
+        self.tensors: list[Any] = [None] * outline.size
+
+    def is_complete(self) -> bool:
+        """Whether each tensor was found."""
+        return self._found == len(self.tensors)
+
+    def encode(self, node: Plain, value: Any) -> Plain:
+        kind = type(value)
+        if kind in _TENSORS:
+            return self._leaf(node, value)
+        if type(node) in (*_PLAIN, float):
+            if kind in _PLAIN or (kind is float and math.isfinite(value)):
+                return value
+        elif kind in (dict, OrderedDict):
+            return self._dict(node, value, "dict" if kind is dict else "ordered")
+        elif kind is list and type(node) is list and len(node) == len(value):
+            return self._items(node, value)
+        elif kind is tuple and _is("tuple", node) and len(node["tuple"]) == len(value):
+            items = self._items(node["tuple"], value)
+            return node if items is node["tuple"] else {"tuple": items}
+        return self._anew(node, value)
+
+    def _dict(self, node: Plain, value: dict[Any, Any], name: str) -> Plain:
+        if not _is(name, node) or len(node[name]) != len(value):
+            return self._anew(node, value)
+        pairs: list[Any] = []
+        changed = False
+        for pair, (key, item) in zip(node[name], value.items(), strict=True):
+            if pair[0] != key or type(pair[0]) is not type(key):
+                return self._anew(node, value)
+            encoded = self._leaf(pair[1], item) if type(item) in _TENSORS else self.encode(pair[1], item)
+            if encoded is pair[1]:
+                pairs.append(pair)
+            else:
+                changed = True
+                pairs.append([key, encoded])
+        # an earlier save may still be writing the old list: it is left as it is
+        return {name: pairs} if changed else node
+
+    def _items(self, nodes: list[Plain], values: Sequence[Any]) -> list[Plain]:
+        items = [self.encode(node, value) for node, value in zip(nodes, values, strict=True)]
+        return items if any(new is not old for new, old in zip(items, nodes, strict=True)) else nodes
+
+    def _leaf(self, node: Plain, value: torch.Tensor) -> Plain:
+        known = self._leaves.get(id(node))
+        if known is None or value.layout is not torch.strided:
+            raise _ChangedError
+        place, look = known
+        if (value.shape, value.stride(), value.dtype, value.device) != look:
+            raise _ChangedError
+        before, self.tensors[place] = self.tensors[place], value
+        if value.is_conj() or value.is_neg() or (before is not None and before.data_ptr() != value.data_ptr()):
+            raise _ChangedError  # one tensor in two places has become two
+        if before is None:
+            self._found += 1
+            if value.numel():  # what is empty shares no memory
+                self._require_alone(value.data_ptr(), place, look)
+        return node
+
+    def _require_alone(self, address: int, place: int, look: _Look) -> None:
+        """Two tensors have not become one: the same memory, seen in the same way."""
+        # numbers alone: as many tuples would set the garbage collector off, which costs more than all the rest
+        first = self._at.setdefault(address, place)
+        if first == place:
+            return
+        others = self._also_at.setdefault(address, [first])
+        if any(self._look_of[other] == look for other in others):
+            raise _ChangedError
+        others.append(place)
+
+    def _anew(self, node: Plain, value: Any) -> Plain:
+        """A part without tensors, then and now."""
+        if tensor_names(node):
+            raise _ChangedError
+        flat = flatten(value, allow_pickles=self._allow_pickles)
+        if flat.tensors:
+            raise _ChangedError
+        return flat.structure
+
+
+def _is(kind: str, node: Plain) -> bool:
+    return type(node) is dict and kind in node

@@ -1,0 +1,107 @@
+"""Copies of each shard in the memory of other hosts, so that a checkpoint in memory outlives one of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Sequence
+
+from torchelastic.checkpoint.replication import FailureDomains, ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.tiered.peers import Peers
+from torchelastic.checkpoint.tiers import MemoryTier, SealedShard
+from torchelastic.checkpoint.tiers.received import ShardId
+
+log = logging.getLogger(__name__)
+
+
+def partners(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
+    """The ranks on other hosts that receive a rank's shard. Pure; every rank computes the same plan.
+
+    Where the ranks can be cut into cliques across hosts, its clique (see `FailureDomains.cliques_across`); else, with
+    hosts of very different sizes, one rank on each of the next hosts by name.
+
+    Args:
+        hosts: the host of each rank.
+        rank: whose shard it is.
+        copies: how many are wanted; fewer are made if there are fewer other hosts.
+    """
+    factor = min(copies + 1, len(set(hosts)))
+    domains = FailureDomains.from_roster(enumerate(hosts))
+    try:
+        cliques = domains.cliques_across(factor)
+        return [other for clique in cliques if rank in clique for other in clique if other != rank]
+    except ValueError:
+        groups = domains.groups()
+        names = list(groups)
+        own = names.index(hosts[rank])
+        following = (names[own + 1 :] + names[:own])[: factor - 1]
+        place = groups[hosts[rank]].index(rank)
+        return [groups[name][place % len(groups[name])] for name in following]
+
+
+class Replicas:
+    """Receives the shards of others into this host's memory tier, and gives its own away.
+
+    Args:
+        tier: whose shelf it fills.
+        copies: on how many other hosts each shard is to be.
+        host: names this host; ranks that give the same name are lost together.
+        timeout_s: how long a peer may be silent.
+    """
+
+    def __init__(self, tier: MemoryTier, copies: int, host: str | None = None, timeout_s: float = 10.0) -> None:
+        self.tier = tier
+        self._copies = copies
+        self._host = host or socket.gethostname()
+        self._timeout_s = timeout_s
+        self._token = ""
+        self._server: ReplicaServer | None = None
+        self._partners: dict[int, ReplicaClient] = {}
+
+    def enter_group(self, peers: Peers) -> None:
+        """Agree with all ranks on who receives what; on the training thread of every rank."""
+        offered = [words.decode() for words in peers.gather(self._token.encode())]
+        token = next(filter(None, offered), "") or peers.tell(secrets.token_hex(32).encode()).decode()
+        self._serve(token, peers.address)
+        assert self._server is not None
+        said = [json.loads(words) for words in peers.gather(json.dumps([self._host, *self._server.address]).encode())]
+        chosen = partners([host for host, _, _ in said], peers.rank, self._copies)
+        if len(chosen) < self._copies:
+            log.warning("each shard gets %d replica(s) and not %d: there are too few hosts", len(chosen), self._copies)
+        self._partners = {
+            rank: ReplicaClient((said[rank][1], said[rank][2]), token, timeout_s=self._timeout_s) for rank in chosen
+        }
+
+    def fence(self, round_number: int) -> None:
+        """Take nothing any more that older groups push; in the background."""
+        if self._server is not None:
+            self._server.fence(round_number)
+
+    def push(self, shard: SealedShard) -> None:
+        """Give the shard to each partner. Raises: ReplicationError (the first), after all have been tried."""
+        failed: list[Exception] = []
+        object_id = str(ShardId(shard.name, shard.rank, shard.world_size))
+        for rank, client in self._partners.items():
+            try:
+                client.push(object_id, shard.data, token_round=shard.name.round)
+            except Exception as error:  # noqa: BLE001 - another partner may be better off
+                log.warning("rank %d has not taken its replica of %s: %s", rank, object_id, error)
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def close(self) -> None:
+        """Stop serving; what was received stays."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _serve(self, token: str, address: str) -> None:
+        if self._server is not None and token == self._token:
+            return
+        self.close()
+        self._token = token
+        self._server = ReplicaServer(self.tier.shelf, token, host=address, timeout_s=self._timeout_s)
+        self._server.start()

@@ -1,0 +1,272 @@
+"""How a group finds the newest checkpoint that it can put together, and brings all of it to rank 0.
+
+All ranks say what they can read and compute the same plan. Who has a shard that rank 0 cannot read itself sends its
+bytes. Rank 0 checks and reads; where a shard proves damaged, all agree on another copy of it or on an older checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from torchelastic.checkpoint.collection import CheckpointName
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.shards.loading import read_tree
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.tiered.peers import Peers
+from torchelastic.checkpoint.tiers import Candidate, Read, Tier, TierEntry, candidates
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was found.
+
+    Attributes:
+        name: which checkpoint it is.
+        tiers: where its shards were read.
+        kind: what the writer said that it is; None on the other ranks.
+        tree: the state; None on the other ranks.
+    """
+
+    name: CheckpointName
+    tiers: tuple[str, ...]
+    kind: str | None
+    tree: Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A read that has failed.
+
+    Attributes:
+        read: which.
+        is_damage: whether what is stored is not what was written; else it cannot be read (a permission, for example).
+        why: in words.
+    """
+
+    read: Read
+    is_damage: bool
+    why: str
+
+
+def reads_without(candidate: Candidate, bad: Collection[Read]) -> list[Read] | None:
+    """Where each shard is read from, passing over what has failed; None if there is nothing left for one. Pure."""
+    chosen = []
+    for read in candidate.reads:
+        left = (one for one in (read, *candidate.alternatives.get(read.shard_rank, ())) if one not in bad)
+        first = next(left, None)
+        if first is None:
+            return None
+        chosen.append(first)
+    return chosen
+
+
+class Restoring:
+    """One restore; every rank of a group has one and calls `run`, on the training thread.
+
+    Args:
+        tiers: freshest first, the same on all ranks.
+        peers: the group.
+        allow_pickles: see `flatten`.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], peers: Peers, *, allow_pickles: bool = False) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._peers = peers
+        self._allow_pickles = allow_pickles
+        self._damages: list[str] = []
+
+    def run(self) -> Restored | None:
+        """Find the newest checkpoint that is intact.
+
+        Returns:
+            The same on all ranks, but for the tree; None if there is no checkpoint at all.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints, and none is complete and intact; on every rank.
+            CheckpointError: something cannot be read for another reason; on every rank.
+            RuntimeError: a peer is lost.
+        """
+        inventories, unreadable = self._exchange()
+        found = candidates(inventories, list(self._tiers))
+        self._note_incomplete(inventories, found)
+        for candidate in found:
+            restored = self._restore(candidate)
+            if restored is not None:
+                return restored
+        if self._damages:
+            raise CorruptCheckpointError(
+                f"no checkpoint can be loaded: {'; '.join(self._damages)}. Restore one of them from a copy; to start "
+                f"from scratch instead, move away what lies in {self._places()}"
+            )
+        if unreadable:
+            raise CheckpointError(f"it cannot be told whether there is a checkpoint: {'; '.join(unreadable)}")
+        return None
+
+    def restore_one(self, candidate: Candidate) -> Restored:
+        """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
+        restored = self._restore(candidate)
+        if restored is None:
+            raise CorruptCheckpointError("; ".join(self._damages))
+        return restored
+
+    def _exchange(self) -> tuple[list[dict[str, list[TierEntry]]], list[str]]:
+        entries: dict[str, list[dict[str, Any]]] = {}
+        unreadable = []
+        for name, tier in self._tiers.items():
+            if tier.is_shared and self._peers.rank != 0:
+                continue  # rank 0 reads it for all
+            try:
+                entries[name] = [entry.as_plain() for entry in tier.inventory()]
+            except CheckpointError as error:
+                unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
+        self._peers.meet()
+        said = [json.loads(words) for words in self._peers.gather(json.dumps([entries, unreadable]).encode())]
+        inventories = [
+            {name: [TierEntry.from_plain(plain) for plain in plains] for name, plains in inventory.items()}
+            for inventory, _ in said
+        ]
+        return inventories, [text for _, texts in said for text in texts]
+
+    def _note_incomplete(self, inventories: Sequence[dict[str, list[TierEntry]]], found: Sequence[Candidate]) -> None:
+        """What was published once and cannot be put together any more is damage, as far as this group can tell."""
+        entries = [entry for inventory in inventories for entries in inventory.values() for entry in entries]
+        complete = {candidate.name for candidate in found}
+        for name in sorted({entry.name for entry in entries if entry.is_committed} - complete, reverse=True):
+            of_name = [entry for entry in entries if entry.name == name]
+            world_size = max(entry.world_size for entry in of_name)
+            missing = sorted(set(range(world_size)) - {rank for entry in of_name for rank in entry.ranks})
+            why = [entry.damage for entry in of_name if entry.damage]
+            self._damage(
+                f"{name} lacks the shards of rank(s) {', '.join(map(str, missing))}" + "".join(map(": {}".format, why))
+            )
+
+    def _damage(self, text: str) -> None:
+        self._damages.append(text)
+        if self._peers.rank == 0:
+            log.warning("%s; trying what else there is", text)
+
+    # --- one checkpoint -----------------------------------------------------------------------------------------------
+
+    def _restore(self, candidate: Candidate) -> Restored | None:
+        """Try all copies of its shards; None if it is damaged for good."""
+        faults: list[Fault] = []
+        while True:
+            reads = reads_without(candidate, {fault.read for fault in faults})
+            if reads is None:
+                self._give_up(candidate, faults)
+                return None
+            with ExitStack() as stack:
+                opened, new_faults = self._open(candidate, reads, stack)
+                if not new_faults:
+                    shards = self._bring(reads, opened, stack)
+                    restored, new_faults = self._read(candidate, reads, shards)
+                    if restored is not None:
+                        return restored
+            for fault in new_faults:
+                log.warning("%s: %s", candidate.name, fault.why)
+            faults += new_faults
+
+    def _give_up(self, candidate: Candidate, faults: Sequence[Fault]) -> None:
+        why = "; ".join(fault.why for fault in faults)
+        if not all(fault.is_damage for fault in faults):
+            raise CheckpointError(f"the checkpoint {candidate.name} cannot be read: {why}")
+        self._damage(f"{candidate.name} is damaged: {why}")
+
+    def _open(
+        self, candidate: Candidate, reads: Sequence[Read], stack: ExitStack
+    ) -> tuple[dict[Read, ShardReader], list[Fault]]:
+        opened: dict[Read, ShardReader] = {}
+        faults = []
+        for read in reads:
+            if read.reader != self._peers.rank:
+                continue
+            try:
+                opened[read] = stack.enter_context(self._tiers[read.tier].open(candidate.name, read.shard_rank))
+            except CheckpointError as error:
+                faults.append(Fault(read, isinstance(error, CorruptCheckpointError), str(error)))
+        self._peers.meet()  # a download may take its time
+        return opened, [fault for words in self._peers.gather(_encoded(faults)) for fault in _decoded(words)]
+
+    def _bring(self, reads: Sequence[Read], opened: dict[Read, ShardReader], stack: ExitStack) -> list[ShardReader]:
+        """All shards on rank 0, in the order of the reads; on the others nothing."""
+        shards = []
+        for read in reads:
+            if read.reader == 0:
+                shards += [opened[read]] if self._peers.rank == 0 else []
+            elif read.reader == self._peers.rank:
+                with opened[read].view() as view:
+                    self._peers.send(memoryview(view.nbytes.to_bytes(8, "little")), 0)
+                    self._peers.send(view, 0)
+            elif self._peers.rank == 0:
+                shards.append(self._receive(read, stack))
+        return shards
+
+    def _receive(self, read: Read, stack: ExitStack) -> ShardReader:
+        """A shard in anonymous memory, which is read like a file."""
+        length = bytearray(8)
+        self._peers.receive(memoryview(length), read.reader)
+        size_bytes = int.from_bytes(length, "little")
+        descriptor = os.memfd_create("torchelastic-shard")
+        stack.callback(os.close, descriptor)
+        os.ftruncate(descriptor, size_bytes)
+        with mmap.mmap(descriptor, size_bytes) as memory, memoryview(memory) as view:
+            self._peers.receive(view, read.reader)
+        return stack.enter_context(ShardReader(f"/proc/self/fd/{descriptor}"))
+
+    def _read(
+        self, candidate: Candidate, reads: Sequence[Read], shards: Sequence[ShardReader]
+    ) -> tuple[Restored | None, list[Fault]]:
+        kind, tree, faults, why = None, None, [], ""
+        if self._peers.rank == 0:
+            try:
+                kind = str(shards[0].header.meta.get("kind", ""))
+                tree = read_tree(shards, allow_pickles=self._allow_pickles)
+            except CorruptCheckpointError as error:
+                faults = _damaged(reads, shards)
+                why = "" if faults else str(error)
+            except CheckpointError as error:
+                why = str(error)
+        self._peers.meet()
+        said = json.loads(self._peers.tell(json.dumps([_encoded(faults).decode(), why]).encode()))
+        if said[1]:
+            raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {said[1]}")
+        faults = _decoded(said[0].encode())
+        if faults:
+            return None, faults
+        return Restored(candidate.name, tuple(sorted({read.tier for read in reads})), kind, tree), []
+
+    def _places(self) -> str:
+        return ", ".join(tier.where for tier in self._tiers.values())
+
+
+def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Fault]:
+    """Which of the shards it is; for the rare case that one is."""
+    faults = []
+    for read, shard in zip(reads, shards, strict=True):
+        try:
+            shard.verify()
+        except CorruptCheckpointError as error:
+            faults.append(
+                Fault(read, True, f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}")
+            )
+    return faults
+
+
+def _encoded(faults: Sequence[Fault]) -> bytes:
+    return json.dumps([[*astuple(fault.read), fault.is_damage, fault.why] for fault in faults]).encode()
+
+
+def _decoded(words: bytes) -> list[Fault]:
+    return [
+        Fault(Read(int(shard_rank), int(reader), str(tier)), bool(is_damage), str(why))
+        for shard_rank, reader, tier, is_damage, why in json.loads(words)
+    ]

@@ -1,0 +1,154 @@
+"""Checkpoints as 0.1 has them, named streams of bytes, on the tiers of this process."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import torch
+
+from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
+from torchelastic.checkpoint.collection import CheckpointName
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.tiered.api import ElasticState
+from torchelastic.checkpoint.tiered.peers import Alone
+from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
+from torchelastic.checkpoint.tiers import Candidate, Tier, candidates
+
+#: What a shard says that its checkpoint holds: a state as a tree, or named streams of bytes.
+TREE, STREAMS = "tree", "streams"
+
+
+class Streams:
+    """Finished streams, for `save_step`: a state that has no tree."""
+
+    def __init__(self, streams: Mapping[str, bytes]) -> None:
+        self.streams = streams
+
+    def checkpoint_tree(self) -> None:
+        """See `ElasticState`."""
+
+    def load_checkpoint_tree(self, tree: Any) -> None:
+        """Never called: there is no tree."""
+
+    def replicated(self, names: Sequence[str]) -> Collection[str]:  # noqa: ARG002 - part of the contract
+        """See `ElasticState`."""
+        return ()
+
+    def save(self, stream: BinaryIO, /) -> None:
+        """Writes the default stream."""
+        stream.write(self.streams[DEFAULT_KEY])
+
+    def load(self, stream: BinaryIO, /) -> None:
+        """Reads the default stream."""
+        self.streams = {DEFAULT_KEY: stream.read()}
+
+
+def streams_of(state: ElasticState, rank: int) -> Mapping[str, bytes]:
+    """What a state without a tree has to save: rank 0 writes it, the other ranks nothing."""
+    if isinstance(state, Streams):
+        return state.streams
+    if rank != 0:
+        return {}
+    stream = io.BytesIO()
+    state.save(stream)
+    return {DEFAULT_KEY: stream.getvalue()}
+
+
+def load_restored(state: ElasticState, restored: Restored) -> None:
+    """Set a state from what was restored, by whichever of its two ways it was saved."""
+    if restored.kind == STREAMS:
+        state.load(io.BytesIO(restored.tree[DEFAULT_KEY]))
+    else:
+        state.load_checkpoint_tree(restored.tree)
+
+
+class NewCheckpoint(Checkpoint):
+    """Streams in memory until `commit` saves them.
+
+    Args:
+        save: saves streams, and returns when they are durable.
+    """
+
+    def __init__(self, save: Callable[[Mapping[str, bytes]], CheckpointName]) -> None:
+        self._save = save
+        self._streams: dict[str, io.BytesIO] = {}
+        self.name: CheckpointName | None = None
+
+    def open_output_stream(self, key: str) -> BinaryIO:
+        """Opens a new stream for writing; what is written counts after `commit`."""
+        self._streams[key] = _KeptStream()
+        return self._streams[key]
+
+    def open_input_stream(self, key: str) -> BinaryIO:
+        """Opens a stream that was written, for reading."""
+        return io.BytesIO(self._streams[key].getvalue())
+
+    def commit(self) -> None:
+        """Saves all streams in all tiers. Raises: CheckpointError if one of the tiers refuses."""
+        self.name = self._save({key: stream.getvalue() for key, stream in self._streams.items()})
+
+    def discard(self) -> None:
+        """Throws away what was written and not committed."""
+        self._streams.clear()
+
+
+class _KeptStream(io.BytesIO):
+    """Can be read after it was closed."""
+
+    def close(self) -> None:
+        self.flush()
+
+
+class StoredCheckpoint(Checkpoint):
+    """A complete checkpoint that this host can read.
+
+    Attributes:
+        name: which it is.
+        sequence_id: the step at which it was taken.
+    """
+
+    def __init__(self, candidate: Candidate, tiers: Sequence[Tier], *, allow_pickles: bool) -> None:
+        self.name = candidate.name
+        self.sequence_id = candidate.name.step
+        self._candidate = candidate
+        self._tiers = tiers
+        self._allow_pickles = allow_pickles
+
+    def open_input_stream(self, key: str) -> BinaryIO:
+        """Opens a stream for reading; the state of an elastic save is `default`, as `torch.save` writes it.
+
+        Raises:
+            CorruptCheckpointError: what is stored is not what was saved.
+            CheckpointError: there is no such stream.
+        """
+        restored = Restoring(self._tiers, Alone(), allow_pickles=self._allow_pickles).restore_one(self._candidate)
+        if restored.kind == STREAMS and key in restored.tree:
+            return io.BytesIO(restored.tree[key])
+        if restored.kind == TREE and key == DEFAULT_KEY:
+            stream = io.BytesIO()
+            torch.save(restored.tree, stream)
+            stream.seek(0)
+            return stream
+        raise CheckpointError(f"the checkpoint {self.name} has no stream {key!r}")
+
+    def open_output_stream(self, key: str) -> BinaryIO:
+        """Raises CheckpointError: nothing that was saved is changed."""
+        raise CheckpointError(f"the checkpoint {self.name} is saved already, {key!r} cannot be written: create another")
+
+    def commit(self) -> None:
+        """Does nothing: it is committed."""
+
+    def discard(self) -> None:
+        """Does nothing, as after any commit."""
+
+    def __repr__(self) -> str:
+        return f"StoredCheckpoint({str(self.name)!r})"
+
+
+def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[StoredCheckpoint]:
+    """The complete checkpoints that this host can read, newest first. Raises: CheckpointError: a tier is unreadable."""
+    inventory = {tier.name: tier.inventory() for tier in tiers}
+    found = candidates([inventory], [tier.name for tier in tiers])
+    return [StoredCheckpoint(candidate, tiers, allow_pickles=allow_pickles) for candidate in found]
