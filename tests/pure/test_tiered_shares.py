@@ -12,9 +12,9 @@ import torch
 
 from torchelastic.checkpoint.shards import Box, ShardOf, unflatten
 from torchelastic.checkpoint.shards.header import NO_CHECKSUM
+from torchelastic.checkpoint.shards.recall import outline_of, recall
 from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.shards.tree import flatten
-from torchelastic.checkpoint.tiered.recall import outline_of, recall
 from torchelastic.checkpoint.tiered.share import Sharing, parts_of_rank
 
 

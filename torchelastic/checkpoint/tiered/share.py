@@ -10,8 +10,8 @@ import torch
 
 from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated
 from torchelastic.checkpoint.shards.header import Entry, Header, place
+from torchelastic.checkpoint.shards.recall import Outline, outline_of, recall
 from torchelastic.checkpoint.shards.tree import Flat, NamedTensor, Plain, flatten
-from torchelastic.checkpoint.tiered.recall import Outline, outline_of, recall
 
 #: Which of the tensors of these names every rank holds with the same bits.
 Replicated = Callable[[Sequence[str]], Collection[str]]
