@@ -294,9 +294,9 @@ assert "torchelastic.checkpoint.file_system" not in sys.modules
 for name in names:
     assert getattr(torchelastic.checkpoint, name) is getattr(torchelastic.checkpoint.api, name), name
     assert name in dir(torchelastic.checkpoint) and name in torchelastic.checkpoint.__all__
-from torchelastic.checkpoint import *
 from torchelastic.checkpoint.api import *
 assert "torch" not in sys.modules
+from torchelastic.checkpoint import *  # all names exist; those of the tiers need torch
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 
