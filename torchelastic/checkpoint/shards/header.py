@@ -17,6 +17,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -184,6 +185,11 @@ def decode_header(data: bytes, preamble: Preamble) -> Header:
     """
     if len(data) != preamble.header_bytes or xxhash.xxh3_128_digest(data) != preamble.header_digest:
         raise CorruptCheckpointError("its header is damaged")
+    return _decoded(data, preamble)
+
+
+@lru_cache(maxsize=4)  # finding the newest checkpoint and loading it read the same header several times
+def _decoded(data: bytes, preamble: Preamble) -> Header:
     try:
         document = json.loads(data)
         entries = tuple(_entry(*fields) for fields in document["tensors"])
