@@ -360,3 +360,23 @@ def test_a_worker_whose_notice_cannot_be_had_is_welcome_all_the_same(tmp_path: P
         await worker.hear_of("welcome")
 
     with_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("said_hello", [True, False])
+def test_an_agent_that_ends_says_nothing_of_workers_that_are_still_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said_hello: bool
+) -> None:
+    """What a private agent says last is why it ended; asyncio before 3.12 would put a traceback behind it."""
+    served: list[bool] = []
+
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        if said_hello:
+            worker.say(op="hello", pid=os.getpid(), local_rank=0)
+            await worker.hear_of("welcome")
+        await until(lambda: any("_serve" in repr(task) for task in asyncio.all_tasks()))
+        served.append(True)
+
+    with_host(tmp_path, scenario)
+    assert served
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]

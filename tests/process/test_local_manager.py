@@ -95,6 +95,9 @@ def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
         assert isinstance(loaded, BasicTensorAwareStateDict)
         again, _ = manager.load()
         loaded.state_dict["w"] += 10
+        (file,) = (name for name in names(manager) if name.startswith("iter"))
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if file in line]
+        assert any(" rw-p " in line for line in maps), "it is mapped, for this reader alone"
         assert value_of(manager) == 1
         for iteration in (2, 3, 4):
             manager.save(state(iteration), iteration)

@@ -132,6 +132,14 @@ def test_one_change_after_another(first: str, second: str) -> None:
     assert_like_the_first_time(layout, tree)
 
 
+@pytest.mark.parametrize("name", ["another shape", "another dtype", "untied", "a new key", "an empty tensor"])
+def test_what_was_changed_and_is_changed_back_is_seen(name: str) -> None:
+    first, other, layout = state(), state(), RecurringLayout()
+    CHANGES[name](other)
+    for tree in (first, other, first, first, other):
+        assert_like_the_first_time(layout, tree)
+
+
 def test_what_stays_is_the_same_object() -> None:
     tree, layout = state(), RecurringLayout()
     first, _ = layout.lay_out(tree, {})
