@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.checkpoint.tiered.replicas import partners
+from torchelastic.checkpoint.replication import partners
 
 
 @pytest.mark.parametrize(

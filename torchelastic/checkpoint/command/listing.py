@@ -9,13 +9,14 @@ from torchelastic.checkpoint.command.errors import CommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.format import Format, Found
 from torchelastic.checkpoint.command.local_shards import LocalShards
+from torchelastic.checkpoint.command.memory_steps import MemorySteps
 from torchelastic.checkpoint.command.screen import age_text, complain, say_json, size_text, table
 from torchelastic.checkpoint.command.shard_file import ShardFile
 from torchelastic.checkpoint.command.shard_folder import ShardFolder
 from torchelastic.checkpoint.command.streams import Streams
 
 #: In the order in which they are looked for and listed.
-FORMATS: tuple[Format, ...] = (ShardFile(), ShardFolder(), LocalShards(), Streams())
+FORMATS: tuple[Format, ...] = (ShardFile(), ShardFolder(), LocalShards(), MemorySteps(), Streams())
 
 #: What it is, how to tell it, how to read it. The first bytes of safetensors can look like a pickle's, not the reverse.
 FOREIGN = (

@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   torchelastic checkpoint show /mnt/checkpoints --tensors
   torchelastic checkpoint verify /mnt/checkpoints
   torchelastic checkpoint prune /mnt/checkpoints --keep-last 3 --keep-every 10000 --dry-run
+  torchelastic checkpoint prune --dead --older-than 86400     # what dead jobs have left in memory; asks
   torchelastic checkpoint convert /mnt/checkpoints model.safetensors --to safetensors --part module
 
 exit codes: 0 done and intact, 1 verify has found damage, 2 cannot be done or read (one line on stderr says why)
@@ -72,16 +73,24 @@ def _parser() -> argparse.ArgumentParser:
     shown.set_defaults(execute=_show)
     verified = _add(verbs, "verify", "read everything, compare all checksums, and name what is damaged")
     verified.set_defaults(execute=_verify)
-    pruned = _add(verbs, "prune", "remove the checkpoints that no rule keeps; never the newest complete one")
+    what = "remove the checkpoints that no rule keeps, never the newest complete one; or what dead jobs left in memory"
+    pruned = _add(verbs, "prune", what, path_is_optional=True)
     _add_rules(pruned)
+    _add_dead(pruned)
     pruned.set_defaults(execute=_prune)
     _add_convert(verbs)
     return parser
 
 
-def _add(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str) -> argparse.ArgumentParser:
+def _add(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, *, path_is_optional: bool = False
+) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument("path", type=_path, metavar="PATH", help=_PATH_HELP)
+    if path_is_optional:
+        optional = "; with --dead, a folder of jobs' containers, or one (default: this host's memory, /dev/shm)"
+        parser.add_argument("path", type=_path, nargs="?", metavar="PATH", help=_PATH_HELP + optional)
+    else:
+        parser.add_argument("path", type=_path, metavar="PATH", help=_PATH_HELP)
     parser.add_argument("--json", action="store_true", help="one line of JSON per checkpoint, for programs")
     return parser
 
@@ -93,6 +102,18 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--best-count", type=int, default=1, metavar="N", help="how many of the best (default 1)")
     parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="which is best (default min)")
     parser.add_argument("--dry-run", action="store_true", help="remove nothing, only say what would be removed")
+
+
+def _add_dead(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what dead jobs have left in memory")
+    group.add_argument("--dead", action="store_true", help="list the containers that no living process uses, and ask")
+    group.add_argument("--yes", action="store_true", help="with --dead: remove them without asking")
+    group.add_argument(
+        "--older-than",
+        type=float,
+        metavar="SECONDS",
+        help="with --dead: leave alone what was changed less than so long ago: its job may come back",
+    )
 
 
 def _add_convert(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -146,10 +167,33 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
+    if options.dead:
+        return _prune_dead(options)
+    if options.yes or options.older_than is not None:
+        raise CommandError("--yes and --older-than go with --dead")
+    if options.path is None:
+        raise CommandError("say which folder of checkpoints; or --dead, for what dead jobs have left in memory")
     from torchelastic.checkpoint.command.pruning import prune
 
     policy = _policy(options)
     return prune(options.path, policy, metric=options.keep_best, dry_run=options.dry_run, as_json=options.json)
+
+
+def _prune_dead(options: argparse.Namespace) -> int:
+    from torchelastic.checkpoint.command.dead_jobs import prune_dead
+
+    if any(rule is not None for rule in (options.keep_last, options.keep_every, options.keep_best)):
+        raise CommandError("--dead removes whole containers: use it without --keep-...")
+    if options.older_than is not None and not options.older_than >= 0:
+        raise CommandError(f"--older-than {options.older_than:g}: give seconds, 0 or more")
+    return prune_dead(
+        options.path,
+        older_than_s=options.older_than,
+        dry_run=options.dry_run,
+        yes=options.yes,
+        as_json=options.json,
+        now_s=time.time(),
+    )
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Replicas of checkpoints on other hosts: who keeps them, how they get there, and who gives them back.
 
-Names are loaded on first use (PEP 562). Nothing here but the strategies imports torch.
+Names are loaded on first use (PEP 562). Nothing here but the strategies and the manager imports torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchelastic.checkpoint.replication.circle import ReplicationRetryConfig
     from torchelastic.checkpoint.replication.client import ReplicaClient, Sent, pull_from_any
     from torchelastic.checkpoint.replication.cliques import parse_group_sequence
     from torchelastic.checkpoint.replication.errors import (
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.exchange import ExchangePlan, ExchangePlanEntry, retrieve_plan
     from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
     from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
-    from torchelastic.checkpoint.replication.placement import FailureDomains, Level, Member, survival
+    from torchelastic.checkpoint.replication.manager import ReplicationManager
+    from torchelastic.checkpoint.replication.pairwise import PairwiseReplicationStrategy
+    from torchelastic.checkpoint.replication.placement import FailureDomains, Level, Member, partners, survival
     from torchelastic.checkpoint.replication.planner import (
         Copy,
         CoveragePlan,
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
 #: The module of each name; to add one, name it here and above.
 _NAMES_OF_HOME = {
+    "circle": ("ReplicationRetryConfig",),
     "client": ("ReplicaClient", "Sent", "pull_from_any"),
     "cliques": ("parse_group_sequence",),
     "errors": (
@@ -68,7 +72,9 @@ _NAMES_OF_HOME = {
     "exchange": ("ExchangePlan", "ExchangePlanEntry", "retrieve_plan"),
     "group_wrapper": ("GroupWrapper",),
     "incoming": ("IncomingObject", "digest_of"),
-    "placement": ("FailureDomains", "Level", "Member", "survival"),
+    "manager": ("ReplicationManager",),
+    "pairwise": ("PairwiseReplicationStrategy",),
+    "placement": ("FailureDomains", "Level", "Member", "partners", "survival"),
     "planner": ("Copy", "CoveragePlan", "Loss", "coverage_plan", "proof", "rereplication_plan"),
     "rate": ("TokenBucket",),
     "server": ("ReplicaServer",),
@@ -102,6 +108,7 @@ __all__ = [
     "MemoryShelf",
     "NoReplicasAvailableError",
     "OutdatedRoundError",
+    "PairwiseReplicationStrategy",
     "PeerLostError",
     "PeerStalledError",
     "ProtocolError",
@@ -111,6 +118,8 @@ __all__ = [
     "ReplicaServer",
     "ReplicaShelf",
     "ReplicationError",
+    "ReplicationManager",
+    "ReplicationRetryConfig",
     "ReplicationStrategy",
     "Sent",
     "TokenBucket",
@@ -118,6 +127,7 @@ __all__ = [
     "coverage_plan",
     "digest_of",
     "parse_group_sequence",
+    "partners",
     "proof",
     "pull_from_any",
     "rereplication_plan",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
@@ -64,6 +65,8 @@ class ReplicaClient:
         token: the secret that all members of the run share.
         timeout_s: how long the peer may be silent.
         retry_s: for how long attempts that move nothing are repeated; 0 for one attempt.
+        most_retries: how many further attempts there may be for each call besides; None for no limit. Being told "busy"
+            does not count.
         bytes_per_s: the most that all pushes of this client together may take; None for no limit.
         chunk_bytes: size of the pieces that are checked and repeated, 4 KiB to 4 MiB.
         clock: seconds that only go forward.
@@ -80,6 +83,7 @@ class ReplicaClient:
         *,
         timeout_s: float = 10.0,
         retry_s: float = 5.0,
+        most_retries: int | None = None,
         bytes_per_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +92,8 @@ class ReplicaClient:
         self.address = address
         self.peer = f"{address[0]}:{address[1]}"
         self._token = token_bytes(token)
-        self._timeout_s, self._retry_s, self._clock, self._sleep = timeout_s, retry_s, clock, sleep
+        self._timeout_s, self._clock, self._sleep = timeout_s, clock, sleep
+        self._patience = partial(_Patience, retry_s, most_retries, clock)
         self._pace = Pace(bytes_per_s, chunk_bytes=chunk_bytes, timeout_s=timeout_s, clock=clock, sleep=sleep)
 
     def push(
@@ -115,7 +120,7 @@ class ReplicaClient:
         if digest is None:
             digest = f"{digests[-1]:016x}" if digests else digest_of(b"")
         request: Message = {"op": "push", "id": object_id, "size": view.nbytes, "digest": digest, "round": token_round}
-        patience = _Patience(self._retry_s, self._clock)
+        patience = self._patience()
         for attempt in self._attempts(patience):
             with attempt, self._connected() as connection:
                 connection.send(request)
@@ -157,7 +162,7 @@ class ReplicaClient:
 
     def continue_pull(self, incoming: IncomingObject) -> None:
         """Fetches what is missing of an object, of which another peer may have sent the beginning; see `pull`."""
-        patience = _Patience(self._retry_s, self._clock, incoming.verified_bytes)
+        patience = self._patience(incoming.verified_bytes)
         for attempt in self._attempts(patience):
             with attempt, self._connected() as connection:
                 try:
@@ -182,7 +187,7 @@ class ReplicaClient:
         """What the peer has, sorted; raises as `pull` does."""
         found: list[str] = []
         while True:
-            for attempt in self._attempts(_Patience(self._retry_s, self._clock)):
+            for attempt in self._attempts(self._patience()):
                 with attempt, self._connected() as connection:
                     connection.send({"op": "list", "after": found[-1] if found else ""})
                     answer = connection.receive()
@@ -255,14 +260,20 @@ def pull_from_any(
 
 
 class _Patience:
-    """Ends the attempts when nothing has moved for a while."""
+    """Ends the attempts when nothing has moved for a while, or when there were enough of them."""
 
-    def __init__(self, retry_s: float, clock: Callable[[], float], moved_bytes: int = 0) -> None:
+    def __init__(
+        self, retry_s: float, most_retries: int | None, clock: Callable[[], float], moved_bytes: int = 0
+    ) -> None:
         self.moved_bytes = moved_bytes
-        self._retry_s, self._clock = retry_s, clock
-        self._best, self._since_s = -1, 0.0
+        self._retry_s, self._most_retries, self._clock = retry_s, most_retries, clock
+        self._best, self._since_s, self._failures = -1, 0.0, 0
 
-    def is_over(self, _: RetryCallState) -> bool:
+    def is_over(self, state: RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome is not None else None
+        self._failures += not isinstance(error, ReplicaBusyError)
+        if self._most_retries is not None and self._failures > self._most_retries:
+            return True
         now_s = self._clock()
         if self.moved_bytes > self._best:
             self._best, self._since_s = self.moved_bytes, now_s

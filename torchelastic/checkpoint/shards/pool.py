@@ -71,6 +71,17 @@ class SlotPool:
         self._free.clear()
         return None
 
+    def is_warm(self, header: Header) -> bool:
+        """Whether `take` would allocate nothing for tensors of this layout."""
+        return self.largest_free_bytes() >= capacity_for(header) or any(
+            stage.fits(header) for stage in list(self._free)
+        )
+
+    def largest_free_bytes(self) -> int:
+        """How large the largest free slot is; 0 if there is none."""
+        with self._lock:
+            return max((stage.slot.capacity_bytes for stage in self._free), default=0)
+
     def seal(self, stage: Stage, header: Header) -> Stage:
         """Seals a stage that was taken; for the background, on any thread.
 

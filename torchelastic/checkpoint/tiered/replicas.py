@@ -6,39 +6,13 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import Sequence
 
-from torchelastic.checkpoint.replication import FailureDomains, ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, partners
 from torchelastic.checkpoint.tiered.peers import Peers
 from torchelastic.checkpoint.tiers import MemoryTier, SealedShard
 from torchelastic.checkpoint.tiers.received import ShardId
 
 log = logging.getLogger(__name__)
-
-
-def partners(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
-    """The ranks on other hosts that receive a rank's shard. Pure; every rank computes the same plan.
-
-    Where the ranks can be cut into cliques across hosts, its clique (see `FailureDomains.cliques_across`); else, with
-    hosts of very different sizes, one rank on each of the next hosts by name.
-
-    Args:
-        hosts: the host of each rank.
-        rank: whose shard it is.
-        copies: how many are wanted; fewer are made if there are fewer other hosts.
-    """
-    factor = min(copies + 1, len(set(hosts)))
-    domains = FailureDomains.from_roster(enumerate(hosts))
-    try:
-        cliques = domains.cliques_across(factor)
-        return [other for clique in cliques if rank in clique for other in clique if other != rank]
-    except ValueError:
-        groups = domains.groups()
-        names = list(groups)
-        own = names.index(hosts[rank])
-        following = (names[own + 1 :] + names[:own])[: factor - 1]
-        place = groups[hosts[rank]].index(rank)
-        return [groups[name][place % len(groups[name])] for name in following]
 
 
 class Replicas:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader
 
 from torchelastic.checkpoint.command.errors import CommandError, underlying
 from torchelastic.checkpoint.command.structures import from_json, leaf_paths, places_of, to_json
@@ -47,16 +48,21 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
             f"{path} is a folder of torch.distributed.checkpoint, and its {METADATA_FILE} is a pickle, which can run "
             "any code when torch reads it: use --allow-pickles if you trust whoever wrote it"
         )
+    return read_through(FileSystemReader(path), path)
+
+
+def read_through(reader: StorageReader, path: Path) -> Any:
+    """The state that a reader of DCP's finds at a path, whole, on the CPU; raises as `read`, and as the reader."""
     tree: dict[str, Any] = {}
     try:
         with explained("read the checkpoint", path), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-            _load_state_dict(tree, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+            _load_state_dict(tree, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         cause = _cause(error)
-        if not isinstance(cause, Exception):
-            raise cause from None  # Ctrl-C
+        if not isinstance(cause, Exception) or isinstance(cause, CheckpointError):
+            raise cause from None  # Ctrl-C, or explained already
         raise CommandError(f"torch.distributed.checkpoint cannot read {path}: {cause!r}") from error
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, EOFError, RuntimeError) as error:
         raise CommandError(f"torch.distributed.checkpoint cannot read {path}: {error!r}") from error

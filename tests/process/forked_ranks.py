@@ -1,0 +1,179 @@
+"""Ranks that may be killed: each run gets fresh processes, and what takes long to import is imported once.
+
+They are forked by a process that has imported the packages and done nothing else, as Python's fork server does; that
+one cannot be used, because whatever test starts it first decides what it imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+ANSWER_S = 60
+#: What is imported once, for all files of tests.
+PRELOAD = ("tests.process.hugging_face_runs", "tests.process.accelerate_runs")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended.
+
+    Attributes:
+        value: what its function returned; None if it did not return.
+        error: what it raised, with the traceback; None if it raised nothing.
+        exit_code: of the process; negative: the signal that killed it.
+    """
+
+    value: Any
+    error: str | None
+    exit_code: int | None
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = 1,
+    environments: Sequence[Mapping[str, str]] = (),
+) -> list[Ended]:
+    """Runs a module's function on each rank of a new gloo group; with one rank there is no group.
+
+    When a rank is killed, the others are killed too, as an agent does.
+
+    Args:
+        function: of an importable module; returns plain values (a tensor is sent by a process that has to live).
+        arguments: for it.
+        ranks: how many.
+        environments: further variables for each rank.
+    """
+    nursery = _nursery()
+    nursery.send((function, arguments, ranks, environments))
+    assert nursery.poll(2 * ANSWER_S), "the processes do not end"
+    answer = nursery.recv()
+    if isinstance(answer, str):
+        raise AssertionError(answer)
+    ended: list[Ended] = answer
+    return ended
+
+
+@cache
+def _nursery() -> Connection:
+    """The process that has imported everything. It ends when this one does."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_be_nursery, args=(there,))
+    process.start()
+    there.close()
+    atexit.register(here.close)  # before multiprocessing waits for it
+    return here
+
+
+def _be_nursery(end: Connection) -> None:
+    for name in PRELOAD:
+        importlib.import_module(name)
+    while True:
+        try:
+            request = end.recv()
+        except EOFError:
+            return
+        try:
+            end.send(_fork(*request))
+        except Exception:
+            end.send(traceback.format_exc())
+
+
+def _fork(
+    function: Callable[..., Any], arguments: Any, ranks: int, environments: Sequence[Mapping[str, str]]
+) -> list[Ended]:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ends: list[Connection] = []
+        processes = []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            environment = _environment(rank, ranks) | dict(environments[rank] if environments else {})
+            process = context.Process(
+                target=_be_rank, args=(there, environment, f"{folder}/store", function, arguments), daemon=True
+            )
+            process.start()
+            there.close()
+            ends.append(here)
+            processes.append(process)
+        try:
+            return _collect(ends, processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(20)
+
+
+def values(ended: Sequence[Ended]) -> list[Any]:
+    """What the ranks returned, of which all did."""
+    failures = [f"rank {rank}: {one.error or one.exit_code}" for rank, one in enumerate(ended) if one.exit_code != 0]
+    assert not failures, "\n".join(failures)
+    return [one.value for one in ended]
+
+
+def _environment(rank: int, ranks: int) -> dict[str, str]:
+    if ranks == 1:
+        return {"OMP_NUM_THREADS": "1"}  # else Accelerate sets a number of threads
+    names = {"OMP_NUM_THREADS": 1, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def _collect(ends: list[Connection], processes: list[Any]) -> list[Ended]:
+    answers: dict[int, tuple[Any, str | None]] = {}
+    deadline_s = time.monotonic() + ANSWER_S
+    waiting = dict(enumerate(ends))
+    while waiting:
+        ready = wait(list(waiting.values()), timeout=deadline_s - time.monotonic())
+        assert ready, f"ranks {sorted(waiting)} do not answer"
+        for rank in [rank for rank, end in waiting.items() if end in ready]:
+            try:
+                answers[rank] = waiting.pop(rank).recv()
+            except (EOFError, ConnectionResetError):  # it was killed
+                answers[rank] = (None, None)
+                for process in processes:
+                    process.kill()
+    for process in processes:
+        process.join(20)
+    return [Ended(*answers[rank], process.exitcode) for rank, process in enumerate(processes)]
+
+
+def _be_rank(
+    end: Connection, environment: Mapping[str, str], store: str, function: Callable[..., Any], arguments: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(ANSWER_S - 10, file=2)
+    os.environ.update(environment)
+    ranks = int(environment.get("WORLD_SIZE", "1"))
+    try:
+        if ranks > 1:
+            rank = int(environment["RANK"])
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=60),
+            )
+        answer: tuple[Any, str | None] = function(*arguments), None
+    except BaseException as error:
+        answer = None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    end.send(answer)
+    end.close()
+    os._exit(0 if answer[1] is None else 1)  # other ranks may be gone: nothing is waited for

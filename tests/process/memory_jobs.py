@@ -1,0 +1,79 @@
+"""Jobs that have a container on a real tmpfs, live in processes of their own, and are killed; for the tests of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchelastic.checkpoint.memory.job import claim
+from torchelastic.checkpoint.memory.job_file import JOB_FILE
+from torchelastic.checkpoint.shards.disk import is_in_memory
+
+_CLAIMANT = """
+import sys
+from pathlib import Path
+from torchelastic.checkpoint.memory.job import claim
+from torchelastic.checkpoint.memory.job_file import JOB_FILE
+held = claim(Path(sys.argv[1]), sys.argv[2] or None)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def tmpfs_folder() -> Iterator[Path]:
+    """A folder in this host's memory."""
+    if not is_in_memory(Path("/dev/shm")):
+        pytest.skip("/dev/shm is no tmpfs here")
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def living_job(base: Path, run_id: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that has claimed a container; it lives until the end of the block, or until it is killed."""
+    command = [sys.executable, "-c", _CLAIMANT, str(base), run_id]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "claimed\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def dead_job(base: Path, run_id: str | None = None, size_bytes: int = 4096) -> Path:
+    """A container with one step, which no process uses."""
+    step = base / "step-20_ckpt"
+    step.mkdir(parents=True)
+    (step / "rank-00000-of-00001.5f0c1a2b.shard").write_bytes(b"x" * size_bytes)
+    (base / ".tmp-1-slot").write_bytes(b"y" * size_bytes)
+    claim(base, run_id).close()  # last, so that tmpfs lists it first
+    return base
+
+
+def content(base: Path) -> list[str]:
+    return sorted(str(path.relative_to(base)) for path in base.rglob("*") if path.is_file())
+
+
+def is_held(base: Path) -> bool:
+    descriptor = os.open(base / JOB_FILE, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

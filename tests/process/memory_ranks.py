@@ -1,0 +1,143 @@
+"""Ranks that are hosts of their own: a failure domain and a container each, and checkpoints made without DCP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from torchelastic.checkpoint.memory.commit import Commit, StoredItem
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName, save_id_of
+from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
+from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
+from torchelastic.checkpoint.shards.tree import flatten
+
+SIZE = 5000
+JOB = "job7"
+
+
+@dataclass
+class Member:
+    """One rank, as it takes part."""
+
+    objects: CheckpointObjectManager
+    replication: ReplicationManager
+    loader: DefaultCheckpointLoader
+    container: Container
+
+    @property
+    def rank(self) -> int:
+        return self.replication.rank
+
+    def meet(self) -> None:
+        self.replication.gather("meet", None)
+
+
+def base_of(root: str | Path, host: str) -> Path:
+    return Path(root) / f"host-{host}" / JOB
+
+
+def folder_of(root: str | Path, host: str, step: int) -> Path:
+    return base_of(root, host) / f"step-{step}_ckpt"
+
+
+@contextmanager
+def member(
+    root: str,
+    hosts: str,
+    rank: int,
+    *,
+    port: int = 0,
+    timeout_s: float = 10.0,
+    silent_s: float = 5.0,
+    disk: Disk = REAL_DISK,
+) -> Iterator[Member]:
+    """A rank of a job; `hosts` has a letter per rank."""
+    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{hosts[rank]}"
+    objects, replication = CheckpointObjectManager(disk=disk), ReplicationManager()
+    retry = ReplicationRetryConfig(max_retries=1, timeout_seconds=silent_s)
+    replication.initialize(objects, port, retry, timeout_s=timeout_s)
+    try:
+        loader = DefaultCheckpointLoader(objects, replication)
+        made = Member(objects, replication, loader, objects.container(base_of(root, hosts[rank])))
+        made.meet()  # who pushes before its partner has opened the container is refused
+        yield made
+    finally:
+        replication.shutdown()
+        objects.teardown_pool()
+
+
+def value_of(rank: int, step: int) -> torch.Tensor:
+    return torch.arange(SIZE, dtype=torch.float32) + 1000 * step + rank
+
+
+def publish(each: Member, step: int, save_id: str) -> Path:
+    """The own shard of a step, without replicas."""
+    flat = flatten({"w": value_of(each.rank, step)})
+    header = lay_out(flat, {"rank": each.rank})
+    stage = each.container.take(header)
+    checksums = stage.copy_and_hash([named.tensor for named in flat.tensors])
+    name = ShardName(each.rank, each.replication.world_size, save_id)
+    return each.container.publish(stage, header.with_checksums(checksums), step, name)
+
+
+def push(each: Member, step: int, path: Path) -> int:
+    content = sealed_bytes(path, each.rank)
+    assert content is not None
+    return each.replication.push(str(ObjectName(JOB, step, path.name)), content)
+
+
+def commit_of(world_size: int, step: int, generation: int, save_id: str) -> Commit:
+    files = tuple(str(ShardName(rank, world_size, save_id)) for rank in range(world_size))
+    storage = {MetadataIndex(f"w{rank}"): StoredItem(file, "w") for rank, file in enumerate(files)}
+    metadata = Metadata({}, storage_data=storage)
+    return Commit(step, generation, save_id, world_size, files, metadata, {"common.pt": b"common"})
+
+
+def save(each: Member, step: int, generation: int, *, replicate: bool = True, spread: bool = True) -> None:
+    """A whole checkpoint; with `spread` false its commit is on the host of rank 0 only."""
+    save_id = save_id_of(generation, 7)
+    path = publish(each, step, save_id)
+    if replicate:
+        push(each, step, path)
+    each.meet()
+    if each.rank == 0:
+        commit = commit_of(each.replication.world_size, step, generation, save_id)
+        written = each.container.write_commit(commit, is_settled=False)
+        if spread:
+            content = sealed_bytes(written, 0)
+            assert content is not None
+            assert each.replication.spread(str(ObjectName(JOB, step, COMMIT_FILE)), content) == []
+            each.container.settle(step)
+    each.meet()
+
+
+def read_back(each: Member, step: int) -> list[bool]:
+    """Whether each shard of a checkpoint, wherever it lies, has the values that were saved."""
+    checkpoint = each.container.folder_of(step)
+    found = []
+    for index, item in (each.loader.read_metadata(checkpoint).storage_data or {}).items():
+        with each.loader.open(checkpoint, item.file) as shard:
+            found.append(torch.equal(shard.read_one(item.entry), value_of(int(index.fqn[1:]), step)))
+    return found
+
+
+def damage(path: Path) -> None:
+    """Flips a bit in the middle of the data of a shard or of a commit."""
+    with path.open("r+b") as file:
+        preamble = decode_preamble(file.read(PREAMBLE_BYTES))
+        at = preamble.data_offset_bytes + preamble.data_bytes // 2
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,171 @@
+"""`torchelastic checkpoint ls | show | verify | prune | convert` of checkpoints in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.process.command_checkpoints import Capture, flip, lines_of, run
+from tests.process.memory_jobs import tmpfs_folder
+from tests.process.memory_left_overs import COMMON, left_by_a_killed_job, state_of
+from torchelastic.checkpoint.memory.dead import find_dead
+from torchelastic.checkpoint.shards.reading import ShardReader
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    with tmpfs_folder() as root:
+        yield root / "7"
+
+
+def shard_of(folder: Path) -> Path:
+    (shard,) = folder.glob("rank-*.shard")
+    return shard
+
+
+def flip_first_byte_of(tensor: str, shard: Path) -> None:
+    with ShardReader(shard) as reader:
+        begin = reader.size_bytes - reader.header.data_bytes
+        (entry,) = [entry for entry in reader.header.entries if entry.name == tensor]
+    flip(shard, begin + entry.offset_bytes)
+
+
+def test_a_container_and_a_step_of_it_are_listed(base: Path, capsys: Capture) -> None:
+    folder = left_by_a_killed_job(base, 20)
+    for path in (base, folder):
+        (one,) = lines_of(capsys, "ls", path)
+        assert (one["kind"], one["step"], one["world_size"]) == ("memory", 20, 1)
+        assert (one["complete"], one["damage"], one["partial"]) == (True, None, None)
+        assert one["files"] == [str(shard_of(folder))]
+    assert run(capsys, "ls", base)[1].splitlines()[1].split()[-2:] == ["memory", "complete"]
+
+
+def test_the_newest_is_that_of_the_highest_generation_whatever_its_step(base: Path, capsys: Capture) -> None:
+    older = left_by_a_killed_job(base / "before", 20)
+    left_by_a_killed_job(base, 5, 10)  # the run had gone back; what is left of step 20 has not been removed yet
+    older.rename(base / "step-20_ckpt")
+    (base / "step-30_ckpt").mkdir()
+    (base / "step-30_ckpt" / "rank-00000-of-00002.0000000900000000.shard").write_bytes(b"being written")
+    listed = lines_of(capsys, "ls", base)
+    assert [one["step"] for one in listed] == [10, 20, 30]
+    assert [one["complete"] for one in listed] == [True, True, False]
+    assert "has no commit" in listed[2]["damage"]
+    assert lines_of(capsys, "show", base)[0]["step"] == 10
+
+
+def test_looking_claims_nothing_and_changes_nothing(base: Path, capsys: Capture) -> None:
+    folder = left_by_a_killed_job(base, 20)
+    (base / ".tmp-1-0123").write_bytes(b"a slot of a dead rank")
+    before = {path: path.lstat().st_ctime_ns for path in base.rglob("*")}
+    for words in (["ls"], ["show", "--tensors", "--values"], ["verify"]):
+        assert run(capsys, words[0], folder, *words[1:])[0] == 0
+    assert {path: path.lstat().st_ctime_ns for path in base.rglob("*")} == before
+    assert len(find_dead(base)) == 1
+
+
+def test_show_lists_tensors_values_and_whose_it_is(base: Path, capsys: Capture) -> None:
+    folder = left_by_a_killed_job(base, 20)
+    (document,) = lines_of(capsys, "show", folder, "--tensors", "--values")
+    assert document["facts"]["run"] == "job7"
+    assert document["facts"]["replaces older ones"] == "yes"
+    rows = {row["name"]: row for row in document["tensors"]}
+    assert rows["w"]["shape"] == [4, 3]
+    assert (rows["opt.m"]["dtype"], rows["opt.m"]["size_bytes"]) == ("int64", 24)
+    assert rows["w"]["shards"] == [shard_of(folder).name]
+    assert "not opened" in document["values"]["opt.lr"]
+
+
+def test_show_and_ls_run_nothing(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = left_by_a_killed_job(base, 20, harmful=tmp_path / "ran")
+    for words in (["ls"], ["show", "--tensors", "--values"], ["verify"]):
+        assert run(capsys, words[0], folder, *words[1:])[0] == 0
+    code, _, err = run(capsys, "convert", folder, tmp_path / "out.pt", "--to", "torch")
+    assert code == 2
+    assert "--allow-pickles" in err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_verify_names_what_is_damaged(base: Path, capsys: Capture) -> None:
+    folder = left_by_a_killed_job(base, 20)
+    assert run(capsys, "verify", base)[0] == 0
+    shard = shard_of(folder)
+    flip_first_byte_of("w", shard)
+    code, out, _ = run(capsys, "verify", base)
+    assert code == 1
+    assert f"{shard}: tensor 'w' is damaged" in out
+    flip_first_byte_of("w", shard)
+    assert run(capsys, "verify", base)[0] == 0
+    flip(folder / "commit.shard", 100)
+    code, out, _ = run(capsys, "verify", base)
+    assert code == 1
+    assert "commit.shard" in out
+
+
+def test_verify_compares_the_extra_files_with_the_commit(base: Path, capsys: Capture) -> None:
+    extra = left_by_a_killed_job(base, 20) / "common.pt"
+    assert extra.read_bytes() == COMMON
+    extra.write_bytes(b"something else")
+    code, out, _ = run(capsys, "verify", base)
+    assert code == 1
+    assert str(extra) in out
+    extra.unlink()
+    assert run(capsys, "verify", base)[0] == 1
+
+
+def test_a_shard_that_is_on_another_host_makes_it_partial_and_not_damaged(base: Path, capsys: Capture) -> None:
+    folder = left_by_a_killed_job(base, 20)
+    shard_of(folder).unlink()
+    (one,) = lines_of(capsys, "ls", base)
+    assert (one["complete"], one["damage"]) == (False, None)
+    assert one["partial"] == "only the shards of rank(s) none of 1 are here"
+    assert run(capsys, "verify", base)[0] == 0
+    (document,) = lines_of(capsys, "show", base, "--tensors", "--values")
+    assert {row["name"] for row in document["tensors"]} == {"w", "opt.m"}
+    code, _, err = run(capsys, "convert", base, base / "out", "--to", "torch")
+    assert code == 2
+    assert "where all of its shards are" in err
+
+
+@pytest.mark.parametrize("to", ["torch", "shard"])
+def test_convert_gives_the_state_that_was_saved(base: Path, tmp_path: Path, capsys: Capture, to: str) -> None:
+    left_by_a_killed_job(base, 20)
+    target = tmp_path / "out"
+    assert run(capsys, "convert", base, target, "--to", to)[0] == 0
+    if to == "shard":
+        assert run(capsys, "convert", target, tmp_path / "again", "--to", "torch")[0] == 0
+        target = tmp_path / "again"
+    state = torch.load(target, weights_only=True)
+    expected: Any = state_of(20)
+    assert torch.equal(state["w"], expected["w"])
+    assert state["opt"]["lr"] == 0.5
+    assert torch.equal(state["opt"]["m"], expected["opt"]["m"])
+
+
+def test_convert_of_a_damaged_one_names_the_tensor(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = left_by_a_killed_job(base, 20)
+    flip_first_byte_of("w", shard_of(folder))
+    code, _, err = run(capsys, "convert", base, tmp_path / "out", "--to", "torch")
+    assert code == 2
+    assert "'w'" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_prune_by_rules_leaves_them_to_their_job(base: Path, capsys: Capture) -> None:
+    left_by_a_killed_job(base, 20)
+    assert run(capsys, "prune", base, "--keep-last", 1)[0] == 0
+    (state,) = [
+        json.loads(line)["state"]
+        for line in run(capsys, "prune", base, "--keep-last", 1, "--json")[1].split("\n")
+        if line
+    ]
+    assert state == "kept"
+    assert (base / "step-20_ckpt" / "commit.shard").exists()
+    code, out, _ = run(capsys, "prune", "--dead", base, "--yes")
+    assert code == 0
+    assert f"{base}: removed" in out
+    assert not base.exists()

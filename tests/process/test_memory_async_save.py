@@ -1,0 +1,303 @@
+"""Saving into memory with `dcp.async_save`: values are those at the call, and no copy is made twice."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor as executor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.memory_saves import Saving, State, blank, same, saving
+from tests.process.test_memory_save import all_kinds, state_of
+from torchelastic.checkpoint.memory.room import Free
+from torchelastic.checkpoint.memory.staged_state import copied_bytes
+from torchelastic.testing.disk_faults import FaultyDisk, fail_at
+
+WAIT_S = 60
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(2) as made:
+        yield made
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder on tmpfs, where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def alone(root: Path) -> Iterator[Saving]:
+    with saving(root) as one:
+        assert one.container
+        yield one
+
+
+def change(state: Any) -> None:
+    """In place, all that can be changed."""
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, torch.Tensor) and value.numel() and not value._is_view():
+            with torch.no_grad():
+                value.zero_()
+        elif isinstance(value, (dict, list)):
+            change(value)
+    if isinstance(state, list):
+        state.append("later")
+
+
+# --- beside the training, in a thread ---------------------------------------------------------------------------------
+
+
+def test_values_are_those_at_the_call(alone: Saving) -> None:
+    for step in (1, 2, 3):
+        state = state_of(step)
+        future = alone.async_save(state, step)
+        change(state)
+        future.result(WAIT_S)
+        assert same(alone.load(blank(state_of(step)), step), state_of(step))
+        assert alone.latest() == step
+
+
+def test_tensors_of_all_kinds_are_copied_as_they_are(alone: Saving) -> None:
+    torch.manual_seed(0)
+    state = all_kinds()
+    expected = {key: value.detach().clone() for key, value in state.items()}
+    future = alone.async_save(state, 1)
+    change(state)
+    future.result(WAIT_S)
+    assert same(alone.load(blank(expected), 1), expected)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_a_copy_has_the_structure_of_the_state(alone: Saving) -> None:
+    shared = torch.arange(4.0)
+    numbers = [1, 2]
+    state = {
+        "ordered": OrderedDict(b=torch.ones(2), a=numbers),
+        "tuple": (shared, {"deep": [shared, None]}),
+        "pair": Pair(torch.tensor(1), "x"),
+        "size": torch.Size([1, 2]),
+    }
+    staged = alone.writer.stage(state)
+    numbers.append(3)
+    assert same(staged["ordered"], {"b": torch.ones(2), "a": [1, 2]})
+    assert same(staged["tuple"], (torch.arange(4.0), {"deep": [torch.arange(4.0), None]}))
+    assert (type(staged["pair"]), staged["pair"].right, staged["size"]) == (Pair, "x", torch.Size([1, 2]))
+    assert staged["tuple"][0] is not shared
+    assert staged["tuple"][0].data_ptr() == staged["tuple"][1]["deep"][0].data_ptr()
+
+
+def test_values_that_are_no_tensors_are_copied_too(alone: Saving) -> None:
+    array, numbers = np.zeros(3), {1, 2}
+    staged = alone.writer.stage({"deep": [{"array": array, "numbers": numbers}]})
+    array += 1
+    numbers.add(3)
+    assert (staged["deep"][0]["array"].sum(), staged["deep"][0]["numbers"]) == (0, {1, 2})
+
+
+def test_a_copy_goes_to_another_process_without_its_tensors(alone: Saving) -> None:
+    state = {f"w{number}": torch.full((1000,), float(number)) for number in range(200)}
+    staged = alone.writer.stage(state)
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    sent = ForkingPickler.dumps(staged)
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    assert sent.nbytes < 200 * 200
+    arrived = pickle.loads(sent)
+    assert same(dict(arrived), state)
+    staged["w7"].fill_(-1)
+    assert torch.equal(arrived["w7"], torch.full((1000,), -1.0))  # it is the same memory
+
+
+@pytest.mark.parametrize("bad", [torch.eye(3).to_sparse(), torch.empty(2, device="meta")])
+def test_tensors_that_are_not_stored_are_refused_at_once(alone: Saving, bad: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=r"'n\.bad'"):
+        alone.async_save({"n": {"bad": bad}}, 1)
+
+
+def test_the_copy_itself_becomes_the_shard(alone: Saving) -> None:
+    alone.async_save(state_of(1), 1).result(WAIT_S)
+    alone.async_save(state_of(2), 2).result(WAIT_S)
+    slots = alone.inodes()
+    assert len(slots) == 2
+    for step in range(3, 23):
+        alone.async_save(state_of(step), step).result(WAIT_S)
+        gc.collect()
+        assert alone.inodes() <= slots
+    assert alone.latest() == 22
+
+
+def test_a_copy_that_is_not_saved_is_free_again(alone: Saving) -> None:
+    alone.writer.stage(state_of(1))
+    slots = alone.inodes()
+    for step in range(2, 5):
+        staged = alone.writer.stage(state_of(step))
+        assert same(staged["w"], state_of(step)["w"])
+        del staged
+    assert alone.inodes() == slots
+    assert len(slots) == 1
+
+
+def test_one_copy_may_be_saved_twice(alone: Saving) -> None:
+    staged = alone.writer.stage(state_of(1))
+    for step in (1, 2):
+        alone.save(staged, step)
+        assert same(alone.load(blank(state_of(1)), step), state_of(1))
+        assert copied_bytes() == 0  # it has become the shard of the first save
+    assert len(alone.inodes()) == 2
+
+
+def test_saves_may_overlap(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, written, finish = threading.Event(), threading.Semaphore(0), alone.writer.finish
+
+    def wait(**arguments: Any) -> None:
+        written.release()
+        assert go_on.wait(WAIT_S)
+        finish(**arguments)
+
+    monkeypatch.setattr(alone.writer, "finish", wait)
+    futures: list[Future[Any]] = []
+    for step in (1, 2, 3):
+        state = state_of(step)
+        futures.append(alone.async_save(state, step))
+        change(state)
+        assert written.acquire(timeout=WAIT_S)
+    go_on.set()
+    for future in futures:
+        future.result(WAIT_S)
+    assert alone.latest() == 3
+    assert same(alone.load(blank(state_of(3)), 3), state_of(3))
+
+
+def test_a_copy_for_which_there_is_no_memory_leaves_the_save_out(
+    alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone.async_save(state_of(1), 1).result(WAIT_S)
+    monkeypatch.setattr("torchelastic.checkpoint.memory.slots.measure", lambda _: Free(0, 2**40))
+    large = state_of(2, 500_000)
+    alone.async_save(large, 2).result(WAIT_S)
+    assert alone.latest() == 1
+    assert "skipped" in caplog.text
+    assert "tmpfs" in caplog.text
+    monkeypatch.undo()
+    alone.async_save(large, 3).result(WAIT_S)
+    assert alone.latest() == 3
+
+
+def test_a_copy_that_the_disk_refuses_leaves_the_save_out(root: Path) -> None:
+    disk = FaultyDisk()
+    with saving(root, disk=disk) as one:
+        one.async_save(state_of(1), 1).result(WAIT_S)
+        for step, call in enumerate(("allocate", "publish", "store"), start=2):
+            disk.struck.clear()
+            disk._faults[:] = [fail_at(call, errno.ENOSPC)]
+            one.async_save(state_of(step), step).result(WAIT_S)
+            disk.require_struck()
+            assert one.latest() == 1
+        one.async_save(state_of(9), 9).result(WAIT_S)
+        assert (one.latest(), len(one.inodes())) == (9, 2)
+
+
+def test_the_container_need_not_be_known_before_the_first_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MEMORY_ROOT", str(root))
+    with saving(root) as one:
+        for step in (1, 2, 3):
+            state = state_of(step)
+            future = one.async_save(state, step)
+            change(state)
+            future.result(WAIT_S)
+            assert same(one.load(blank(state_of(step)), step), state_of(step))
+        assert len(one.inodes()) == 2
+        assert not [path for path in root.glob("torchelastic-*/copies-*/*") if path.name != ".job"]
+
+
+# --- several ranks, in threads and in processes -----------------------------------------------------------------------
+
+
+def sharded(step: int) -> State:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5) + step
+    return {
+        "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+        "same": distribute_tensor(whole * 2, mesh, [Replicate()]),
+        "nested": {"step": step, "list": [step]},
+        "own": torch.full((11,), float(step)),
+    }
+
+
+def change_all(state: State) -> None:
+    with torch.no_grad():
+        for name in ("sharded", "same", "own"):
+            (state[name].to_local() if isinstance(state[name], DTensor) else state[name]).fill_(-1)
+    state["nested"]["list"].append(0)
+
+
+def whole_of(state: State) -> State:
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def save_async(root: str, hosts: str, kind: AsyncCheckpointerType, steps: int, port: int) -> dict[str, Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
+    with saving(root, hosts) as one:
+        equal, slots = [], []
+        for step in range(1, steps + 1):
+            state = sharded(step)
+            future = one.async_save(state, step, async_checkpointer_type=kind)
+            change_all(state)
+            future.result(WAIT_S)
+            one.replication.gather("saved", None)
+            target = sharded(0)
+            one.load(target, step)
+            equal.append(same(whole_of(target), whole_of(sharded(step))))
+            slots.append(sorted(one.inodes()))
+        answer = {"latest": one.latest(), "equal": equal, "slots": slots}
+        one.replication.gather("done", None)
+    if kind is PROCESS:
+        executor._CHECKPOINT_PROCESS = None
+    return answer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+@pytest.mark.parametrize("hosts", ["a", "ab"])
+def test_ranks_save_beside_the_training(crew: Crew, root: Path, hosts: str, kind: AsyncCheckpointerType) -> None:
+    answers = succeeded(crew.run(save_async, str(root), hosts, kind, 4, free_port(), ranks=len(hosts)))
+    for answer in answers:
+        assert (answer["latest"], answer["equal"]) == (4, [True] * 4)
+        assert len(answer["slots"][-1]) == len(answer["slots"][-2])
+        if hosts == "a":
+            assert answer["slots"][-1] == answer["slots"][-2]

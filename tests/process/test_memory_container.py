@@ -1,0 +1,313 @@
+"""The folder of a job in memory: what is complete, what replaces what, and who removes whose memory."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.memory.commit import Commit
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.checkpoint.shards.header import lay_out
+from torchelastic.checkpoint.shards.tree import flatten
+from torchelastic.testing.disk_faults import FaultyDisk, full_at
+
+WRITER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_memory_container import save
+from torchelastic.checkpoint.memory.container import Container
+container = Container(sys.argv[1])
+save(container, 1, rank=1, generation=1, value=1.0)
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+TAKER = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from test_memory_container import *
+Container(sys.argv[1]).take(lay_out(flatten({"weight": torch.ones(9)}), {}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def save(
+    container: Container, step: int, rank: int = 0, generation: int | None = None, value: float = 0.0
+) -> ShardName:
+    """One rank's share of a save by two ranks."""
+    name = ShardName(rank, 2, save_id_of(step if generation is None else generation, 7))
+    header = lay_out(flatten({"weight": torch.full((1000,), value)}), {"step": step})
+    stage = container.take(header)
+    checksums = stage.copy_and_hash([torch.full((1000,), value)])
+    container.publish(stage, header.with_checksums(checksums), step, name)
+    return name
+
+
+def commit(container: Container, step: int, *names: ShardName, settled: bool = True) -> Commit:
+    files = tuple(sorted(map(str, names)))
+    metadata = Metadata({}, storage_data={})
+    made = Commit(step, names[0].generation, names[0].save_id, 2, files, metadata, {"common.pt": b"all of it"})
+    container.write_commit(made, is_settled=settled)
+    return made
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    parent = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=parent if parent.is_dir() else None) as folder:
+        yield Path(folder) / "job-7"
+
+
+def files(base: Path) -> list[str]:
+    """All files but free slots and what names the job."""
+    found = [path for path in base.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return sorted(str(path.relative_to(base)) for path in found)
+
+
+def slots(base: Path) -> list[Path]:
+    """What is free, or being written."""
+    return [path for path in base.iterdir() if path.name.startswith(".tmp-")]
+
+
+def test_a_step_is_complete_with_its_commit_and_not_before(base: Path) -> None:
+    container = Container(base)
+    name = save(container, 5)
+    (step,) = container.steps()
+    assert (step.step, step.commit, list(step.shards)) == (5, None, [name])
+    made = commit(container, 5, name)
+    (step,) = container.steps()
+    assert step.commit is not None
+    assert (step.commit.files, step.is_settled) == (made.files, True)
+    assert container.read_commit(5) == made
+    assert (container.folder_of(5) / "common.pt").read_bytes() == b"all of it"
+
+
+def test_what_was_saved_is_what_is_read(base: Path) -> None:
+    container = Container(base)
+    name = save(container, 5, value=3.0)
+    with ShardReader(container.folder_of(5) / str(name)) as shard:
+        assert torch.equal(shard.read_one("weight"), torch.full((1000,), 3.0))
+
+
+def test_a_settled_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Path) -> None:
+    container = Container(base)
+    seen = set()
+    for step in range(6):
+        commit(container, step, save(container, step))
+        seen |= {path.stat().st_ino for path in base.rglob("rank-*")}
+        assert container.tidy() == ([step - 1] if step else [])
+        assert [one.step for one in container.steps()] == [step]
+    assert len(seen) == 2
+
+
+def test_a_pending_commit_is_complete_but_replaces_nothing(base: Path) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1))
+    commit(container, 2, save(container, 2), settled=False)
+    assert container.tidy() == []
+    assert [(one.step, one.commit is not None, one.is_settled) for one in container.steps()] == [
+        (2, True, False),
+        (1, True, True),
+    ]
+    container.settle(2)
+    assert container.tidy() == [1]
+    names = [COMMIT_FILE, "common.pt", str(ShardName(0, 2, save_id_of(2, 7)))]
+    assert files(base) == [f"step-2_ckpt/{name}" for name in names]
+
+
+def test_the_newest_is_the_last_that_was_saved_whatever_its_step(base: Path) -> None:
+    """A run that goes back to an older checkpoint must not find the abandoned future again."""
+    container = Container(base)
+    commit(container, 20, save(container, 20, generation=1))
+    name = save(container, 5, generation=2)
+    assert container.tidy() == []
+    assert (container.folder_of(5) / str(name)).exists()
+    commit(container, 5, name)
+    assert [one.step for one in container.steps()] == [5, 20]
+    assert container.newest_generation() == 2
+    assert container.tidy() == [20]
+
+
+def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1))
+    name = save(container, 2)
+    assert container.tidy() == []
+    assert (container.folder_of(2) / str(name)).exists()
+
+
+def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
+    container = Container(base)
+    save(container, 9, generation=1)
+    save(container, 1, generation=1)
+    commit(container, 2, save(container, 2))
+    assert container.tidy() == [9, 1]
+
+
+def test_a_step_that_is_saved_again_replaces_itself(base: Path) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1, generation=1, value=1.0))
+    name = save(container, 1, generation=2, value=2.0)
+    assert container.read_commit(1).generation == 1
+    commit(container, 1, name)
+    container.tidy()
+    assert container.read_commit(1).generation == 2
+    assert [path.name for path in base.rglob("rank-*")] == [str(name)]
+
+
+def test_a_pending_commit_of_the_same_step_is_the_newer_one(base: Path) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1, generation=1))
+    commit(container, 1, save(container, 1, generation=2), settled=False)
+    (step,) = container.steps()
+    assert step.commit is not None
+    assert (step.commit.generation, step.is_settled) == (2, False)
+
+
+@pytest.mark.parametrize("name", [COMMIT_FILE, "commit"])
+def test_a_damaged_commit_is_none(base: Path, name: str) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1))
+    path = container.commit_path(1)
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-1] if name == "commit" else b"")
+    with pytest.raises(CorruptCheckpointError):
+        container.read_commit(1)
+    if name == COMMIT_FILE:
+        assert container.steps()[0].commit is None
+
+
+def test_a_commit_in_the_folder_of_another_step_is_damage(base: Path) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1))
+    container.folder_of(1).rename(container.folder_of(9))
+    with pytest.raises(CorruptCheckpointError, match="is the commit of step 1"):
+        container.read_commit(9)
+
+
+def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base: Path) -> None:
+    arguments = [sys.executable, "-c", WRITER, str(base), str(Path(__file__).parent)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "saved\n"
+        container = Container(base)
+        theirs = ShardName(1, 2, save_id_of(1, 7))
+        commit(container, 1, theirs, save(container, 1))
+        commit(container, 2, save(container, 2))
+        assert container.tidy() == []
+        assert container.steps()[1].commit is None
+        assert [path.name for path in container.folder_of(1).glob("rank-*")] == [str(theirs)]
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        assert container.tidy() == [1]
+
+
+def test_slots_of_a_dead_process_are_removed_when_the_folder_is_opened(base: Path) -> None:
+    arguments = [sys.executable, "-c", TAKER, str(base), str(Path(__file__).parent)]
+    ended = subprocess.run(arguments, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert slots(base)
+    Container(base)
+    assert not slots(base)
+
+
+@pytest.mark.parametrize("call", ["create", "write_some", "rename"])
+def test_a_full_memory_leaves_the_older_commit(base: Path, call: str) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1))
+    name = save(container, 2)
+    container.disk = disk = FaultyDisk(full_at(call))
+    with pytest.raises(CheckpointError, match="full"):
+        commit(container, 2, name)
+    disk.require_struck()
+    assert [one.step for one in container.steps() if one.commit] == [1]
+    assert not [path for path in files(base) if path.endswith(".new")]
+
+
+def test_a_shard_that_cannot_be_published_gives_its_slot_back(base: Path) -> None:
+    container = Container(base)
+    save(container, 1)
+    with pytest.raises(CheckpointError, match="exists"):
+        save(container, 1)
+    (free,) = slots(base)
+    inode = free.stat().st_ino
+    name = save(container, 2)
+    assert (container.folder_of(2) / str(name)).stat().st_ino == inode
+    assert not slots(base)
+
+
+class RemovedBesideDisk(FaultyDisk):
+    """Another rank removes the folder of the step just before something is published there; three times."""
+
+    times = 3
+
+    def publish(self, source: Path, target: Path) -> None:
+        if self.times and target.suffix == ".shard":
+            self.times -= 1
+            target.parent.rmdir()
+        super().publish(source, target)
+
+
+def test_a_folder_that_another_rank_has_just_tidied_away_is_made_again(base: Path) -> None:
+    disk = RemovedBesideDisk()
+    container = Container(base, disk=disk)
+    name = save(container, 1)
+    assert disk.times == 0
+    assert (container.folder_of(1) / str(name)).exists()
+
+
+def test_an_attempt_of_the_same_generation_that_failed_goes(base: Path) -> None:
+    """A job that died in the middle of a save counts from the same checkpoint again."""
+    container = Container(base)
+    left = ShardName(1, 2, save_id_of(1, 99))
+    save(container, 4, generation=1)
+    (container.folder_of(4) / str(ShardName(0, 2, save_id_of(1, 7)))).rename(container.folder_of(4) / str(left))
+    container.close()
+    container = Container(base)
+    commit(container, 4, save(container, 4, generation=1))
+    container.tidy()
+    assert not (container.folder_of(4) / str(left)).exists()
+
+
+def test_an_open_container_is_claimed_for_its_job(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    container = Container(base)
+    assert (base / ".job").exists()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
+    with pytest.raises(CheckpointError, match="job-7"):
+        Container(base)
+    container.close()
+
+
+def test_removing_a_step_makes_it_no_checkpoint(base: Path) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1))
+    container.remove(1)
+    container.remove(1)
+    assert container.steps() == []
+    assert not container.folder_of(1).exists()
+
+
+def test_removing_all_removes_the_folder(base: Path) -> None:
+    container = Container(base)
+    commit(container, 1, save(container, 1))
+    container.remove_all()
+    assert not base.exists()
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 129, "ä"])
+def test_a_folder_that_cannot_be_named_to_other_hosts_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="names the job to the other hosts"):
+        Container(tmp_path / name)

@@ -1,0 +1,426 @@
+"""What is left of checkpoints in memory when hosts are lost, copies are damaged, or the number of ranks changes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.process import memory_ranks as ranks
+from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.memory.choice import Fetch
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.memory.retrieval import ReplicaMaking, Retrieval
+from torchelastic.checkpoint.shards import load_tree
+from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.testing.disk_faults import FaultyDisk, full_at
+
+WAIT_S = 20
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(3) as made:
+        yield made
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder on tmpfs, where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def shard(rank: int, world_size: int, generation: int) -> str:
+    return str(ShardName(rank, world_size, save_id_of(generation, 7)))
+
+
+# --- what ranks do ----------------------------------------------------------------------------------------------------
+
+
+def save_steps(root: str, hosts: str, steps: list[int], replicate: bool = True, spread_last: bool = True) -> None:
+    """Saves some steps; the generation of each is its place."""
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        for generation, step in enumerate(steps):
+            spread = spread_last or step != steps[-1]
+            ranks.save(each, step, generation, replicate=replicate, spread=spread)
+
+
+def recover(root: str, hosts: str, read: bool = True) -> dict[str, Any]:
+    """What a rank finds after a restart; with `read` it reads all shards, which brings them to its host."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with ranks.member(root, hosts, rank) as each:
+        latest = each.loader.get_latest_complete_checkpoint(each.container.root)
+        if latest is None:
+            return {"step": None}
+        step = int(latest.name.removeprefix("step-").removesuffix("_ckpt"))
+        early = files_in(each.container.folder_of(step))
+        each.meet()
+        made = each.loader.wait_for_replicas(WAIT_S)
+        each.meet()
+        found = {"step": step, "early": early, "made": made, "files": files_in(each.container.folder_of(step))}
+        each.meet()
+        if read:
+            found["values"] = ranks.read_back(each, step)
+        each.meet()
+        return found
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aab"])
+def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
+    crew: Crew, root: Path, hosts: str
+) -> None:
+    world_size = len(hosts)
+    succeeded(crew.run(save_steps, str(root), hosts, [5], ranks=world_size))
+    for lost in dict.fromkeys(hosts[::-1]):  # R9: one after the other, each after a recovery
+        shutil.rmtree(ranks.base_of(root, lost))
+        found = succeeded(crew.run(recover, str(root), hosts, False, ranks=world_size))
+        assert [each["step"] for each in found] == [5] * world_size
+        assert all(each["made"] for each in found)
+        for rank in range(world_size):
+            copies = [
+                host for host in set(hosts) if (ranks.folder_of(root, host, 5) / shard(rank, world_size, 0)).exists()
+            ]
+            assert len(copies) >= 2
+    found = succeeded(crew.run(recover, str(root), hosts, ranks=world_size))
+    assert all(each["values"] == [True] * world_size for each in found)
+
+
+def test_a_replaced_host_gets_the_commit_its_extra_files_and_the_shards_of_its_ranks(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "abc", [5], ranks=3))
+    shutil.rmtree(ranks.base_of(root, "b"))
+    found = succeeded(crew.run(recover, str(root), "abc", ranks=3))
+    assert ranks.folder_of(root, "b", 5).is_dir()
+    assert {COMMIT_FILE, "common.pt", shard(1, 3, 0)} <= set(found[1]["early"])
+    holders = [name for each in found for name in each["files"] if name.endswith(".shard") and name != COMMIT_FILE]
+    assert len([name for name in holders if name == shard(0, 3, 0)]) >= 2
+    assert len([name for name in holders if name == shard(1, 3, 0)]) >= 2
+    assert all((ranks.folder_of(root, host, 5) / "common.pt").read_bytes() == b"common" for host in "abc")
+
+
+def test_what_has_no_replica_is_lost_with_its_host_and_the_loader_says_so(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], False, ranks=2))
+    shutil.rmtree(ranks.base_of(root, "b"))
+    assert [each["step"] for each in succeeded(crew.run(recover, str(root), "ab", ranks=2))] == [None, None]
+
+
+def test_without_any_checkpoint_there_is_none(crew: Crew, root: Path) -> None:
+    assert [each["step"] for each in succeeded(crew.run(recover, str(root), "ab", ranks=2))] == [None, None]
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_shard_is_fetched_from_the_host_that_has_a_good_copy(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    ranks.damage(ranks.folder_of(root, "a", 5) / shard(0, 2, 0))
+    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
+    assert [each["step"] for each in found] == [5, 5]
+    assert [each["values"] for each in found] == [[True, True]] * 2
+
+
+def test_a_shard_that_is_damaged_everywhere_makes_all_ranks_step_down_to_the_older_checkpoint(
+    crew: Crew, root: Path
+) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
+    for host in "ab":
+        ranks.damage(ranks.folder_of(root, host, 9) / shard(0, 2, 1))  # R6
+    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
+    assert [each["step"] for each in found] == [5, 5]
+    assert [each["values"] for each in found] == [[True, True]] * 2
+
+
+def test_a_damaged_commit_and_a_damaged_extra_file_are_mended(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    ranks.damage(ranks.folder_of(root, "a", 5) / COMMIT_FILE)
+    (ranks.folder_of(root, "b", 5) / "common.pt").write_bytes(b"other")
+    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
+    assert [each["step"] for each in found] == [5, 5]
+    assert (ranks.folder_of(root, "b", 5) / "common.pt").read_bytes() == b"common"
+    assert files_in(ranks.folder_of(root, "a", 5)) == files_in(ranks.folder_of(root, "b", 5))
+
+
+def repair_one(root: str, hosts: str, file: str) -> list[bool]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        checkpoint = each.container.folder_of(5)
+        if rank == 0:
+            ranks.damage(checkpoint / file)
+            with each.loader.repair(checkpoint, file) as again:
+                again.verify()
+        each.meet()
+        values = ranks.read_back(each, 5)
+        each.meet()
+        return values
+
+
+def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    found = succeeded(crew.run(repair_one, str(root), "ab", shard(0, 2, 0), ranks=2))
+    assert found == [[True, True]] * 2
+
+
+def repair_hopeless(root: str, hosts: str, file: str) -> str:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        checkpoint = each.container.folder_of(5)
+        ranks.damage(checkpoint / file)
+        each.meet()
+        text = ""
+        if rank == 0:
+            with pytest.raises(CorruptCheckpointError) as caught:
+                each.loader.repair(checkpoint, file)
+            text = str(caught.value)
+        each.meet()
+        return text
+
+
+def test_a_shard_that_is_damaged_on_all_hosts_cannot_be_repaired(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    (text, _) = succeeded(crew.run(repair_hopeless, str(root), "ab", shard(0, 2, 0), ranks=2))
+    assert "is damaged" in text
+    assert "on other hosts" in text
+
+
+def fetch_from_several(root: str, hosts: str, file: str, damaged: list[str]) -> list[Any]:
+    """What rank 2 gets when it asks ranks 0 and 1, in this order, after some copies went bad."""
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        path = each.container.folder_of(5) / file
+        if hosts[rank] in damaged:
+            ranks.damage(path)
+        each.meet()
+        outcome = ""
+        if rank == 2:
+            path.unlink()
+            try:
+                Retrieval(each.objects.shelf, each.replication).fetch(each.container, 5, file, [0, 1])
+            except CorruptCheckpointError as error:
+                outcome = str(error)
+        each.meet()
+        is_there = rank == 2 and path.exists()
+        return [outcome, is_there and torch.equal(load_tree(path)["w"], ranks.value_of(1, 5))]
+
+
+@pytest.mark.parametrize("damaged", [["a"], ["a", "b"]])
+def test_a_copy_that_went_bad_after_it_was_verified_is_not_taken(crew: Crew, root: Path, damaged: list[str]) -> None:
+    succeeded(crew.run(save_steps, str(root), "abc", [5], ranks=3))
+    file = shard(1, 3, 0)
+    for host in "abc":  # everybody has it, whoever the partners are
+        target = ranks.folder_of(root, host, 5) / file
+        if not target.exists():
+            shutil.copy(ranks.folder_of(root, "b", 5) / file, target)
+    *_, (outcome, is_good) = succeeded(crew.run(fetch_from_several, str(root), "abc", file, damaged, ranks=3))
+    assert is_good == (len(damaged) < 2)
+    assert ("is damaged" in outcome) == (len(damaged) == 2)
+
+
+def fetch_twice_at_once(root: str, hosts: str, file: str) -> list[int]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        transfers: list[int] = []
+        if rank == 1:
+            (each.container.folder_of(5) / file).unlink()
+            fetch = each.replication.fetch
+
+            def counted(*arguments: Any) -> Any:
+                transfers.append(1)
+                return fetch(*arguments)
+
+            each.replication.fetch = counted  # type: ignore[method-assign,assignment]
+            beside = Retrieval(each.objects.shelf, each.replication)  # as another process of this host
+            tasks = [Retrieval(each.objects.shelf, each.replication), beside]
+            with ThreadPoolExecutor(2) as threads:
+                paths = list(threads.map(lambda one: one.fetch(each.container, 5, file, [0]), tasks))
+            assert [path is not None and path.exists() for path in paths] == [True, True]
+        each.meet()
+        return transfers
+
+
+def test_what_two_processes_of_a_host_need_is_fetched_once(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", shard(0, 2, 0), ranks=2)) == [[], [1]]
+
+
+def recover_without_room(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank, disk=FaultyDisk(full_at("allocate")) if rank == 1 else REAL_DISK) as each:
+        latest = each.loader.get_latest_complete_checkpoint(each.container.root)
+        again = each.loader.get_latest_complete_checkpoint(each.container.root)  # the fault strikes once
+        each.meet()
+        return [latest, None if again is None else again.name]
+
+
+def test_without_room_for_what_is_missing_all_ranks_agree_that_there_is_no_checkpoint(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
+    shutil.rmtree(ranks.base_of(root, "b"))
+    assert succeeded(crew.run(recover_without_room, str(root), "ab", ranks=2)) == [[None, "step-5_ckpt"]] * 2
+
+
+def make_replicas(root: str, hosts: str) -> list[bool]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        retrieval = Retrieval(each.objects.shelf, each.replication)
+        each.meet()
+        if rank == 1:
+            return []
+        fetch = Fetch(shard(1, 2, 3), 0, (1,), 10)
+        done = []
+        for is_wanted in (True, False):
+            making = ReplicaMaking(retrieval, each.container, 5, [fetch], lambda wanted=is_wanted: wanted)  # type: ignore[misc]
+            making.start()
+            done.append(making.wait(WAIT_S))
+        return done
+
+
+def test_a_replica_that_cannot_be_made_is_told_to_who_waits_unless_it_is_not_wanted_any_more(
+    crew: Crew, root: Path
+) -> None:
+    (first, _) = succeeded(crew.run(make_replicas, str(root), "ab", ranks=2))
+    assert first == [False, True]
+
+
+# --- commits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_that_only_one_host_has_is_given_to_the_others_and_settled(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
+    assert (ranks.folder_of(root, "a", 9) / PENDING_FILE).exists()
+    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
+    assert [each["step"] for each in found] == [9, 9]
+    for host in "ab":
+        assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 9))
+        assert PENDING_FILE not in files_in(ranks.folder_of(root, host, 9))
+        assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 5))  # not removed before something is saved
+
+
+def test_the_newest_is_that_of_the_highest_generation_also_when_its_step_is_lower(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [9, 5], True, False, ranks=2))
+    assert [each["step"] for each in succeeded(crew.run(recover, str(root), "ab", ranks=2))] == [5, 5]
+
+
+def save_after_stepping_down(root: str, hosts: str) -> list[str]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        latest = each.loader.get_latest_complete_checkpoint(each.container.root)
+        assert latest is not None
+        each.container.tidy()
+        kept = files_in(each.container.root)
+        each.meet()
+        ranks.save(each, 7, 5)
+        each.container.tidy()
+        each.meet()
+        return [latest.name, *kept, "then", *files_in(each.container.root)]
+
+
+def test_a_newer_checkpoint_that_is_of_no_use_does_not_replace_the_older_one_that_is_used(
+    crew: Crew, root: Path
+) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
+    pending = ranks.folder_of(root, "a", 9) / PENDING_FILE
+    pending.rename(pending.with_name(COMMIT_FILE))
+    for host in "ab":
+        ranks.damage(ranks.folder_of(root, host, 9) / shard(0, 2, 1))
+    for first, *rest in succeeded(crew.run(save_after_stepping_down, str(root), "ab", ranks=2)):
+        assert first == "step-5_ckpt"
+        before, after = rest[: rest.index("then")], rest[rest.index("then") + 1 :]
+        assert "step-5_ckpt" in before
+        assert [name for name in after if name.startswith("step-")] == ["step-7_ckpt"]
+
+
+# --- other numbers of ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [("ab", "abc"), ("abc", "ab"), ("ab", "a")])
+def test_a_checkpoint_is_read_by_another_number_of_ranks(crew: Crew, root: Path, before: str, after: str) -> None:
+    succeeded(crew.run(save_steps, str(root), before, [5], ranks=len(before)))
+    found = succeeded(crew.run(recover, str(root), after, ranks=len(after)))
+    assert [each["step"] for each in found] == [5] * len(after)
+    assert [each["values"] for each in found] == [[True] * len(before)] * len(after)
+
+
+# --- ranks that do not take part --------------------------------------------------------------------------------------
+
+
+def recover_without(root: str, hosts: str) -> float:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank, timeout_s=1.0) as each:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["enough"])
+            return 0.0
+        began_s = time.monotonic()
+        try:
+            each.loader.get_latest_complete_checkpoint(each.container.root)
+        finally:
+            store.set("enough", "1")
+            assert time.monotonic() - began_s < 15
+        return 1.0
+
+
+def test_a_rank_that_never_calls_is_named_and_nobody_hangs(crew: Crew, root: Path) -> None:
+    answers = crew.run(recover_without, str(root), "ab", ranks=2)
+    assert isinstance(answers[0], Failed)
+    assert answers[0].kind == "OutOfStepError"
+    assert "rank 1 did not come to get_latest_complete_checkpoint(.../job7), looking within 1 s" in answers[0].text
+
+
+def container_refused(root: str, hosts: str) -> str:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        base = "/proc/nowhere/job7x" if rank == 1 else ranks.base_of(root, hosts[rank]).with_name("job7x")
+        try:
+            each.loader.get_latest_complete_checkpoint(base)
+        except OSError as error:
+            return str(error)
+        return ""
+
+
+def test_a_rank_that_cannot_use_its_container_is_named_on_all_ranks(crew: Crew, root: Path) -> None:
+    here, there = succeeded(crew.run(container_refused, str(root), "ab", ranks=2))
+    assert "looking failed on rank 1" in here
+    assert "/proc/nowhere" in there
+
+
+# --- what lies where --------------------------------------------------------------------------------------------------
+
+
+def look_around(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        found = each.loader.get_candidate_checkpoints(each.container.root)
+        by_rank = each.loader.get_checkpoint_objects_by_rank(found[0])
+        return [[one.name for one in found], {rank: [one.name for one in ids] for rank, ids in by_rank.items()}]
+
+
+def test_candidates_and_their_objects_are_told_by_rank(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
+    shards = [shard(0, 2, 1), shard(1, 2, 1)]
+    for names, by_rank in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
+        assert names == ["step-9_ckpt", "step-5_ckpt"]
+        assert by_rank == {0: [COMMIT_FILE, *shards], 1: shards}
+
+
+def test_a_single_process_without_a_process_group_recovers_its_own(root: Path) -> None:
+    with ranks.member(str(root), "a", 0) as each:
+        ranks.save(each, 5, 0)
+    found = recover(str(root), "a")
+    assert (found["step"], found["values"], found["made"]) == (5, [True], True)

@@ -1,0 +1,515 @@
+"""Objects on their way between ranks: who may push what, what becomes of it, and what a lost or silent peer costs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.process import memory_ranks as ranks
+from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.memory_ranks import JOB, Member
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName, ShardName, save_id_of
+from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.memory.registry import new_registry, registered_in
+from torchelastic.checkpoint.replication import (
+    AuthenticationError,
+    PeerLostError,
+    ReplicaClient,
+    ReplicaRefusedError,
+    ReplicationError,
+    ReplicationManager,
+    ReplicationRetryConfig,
+)
+from torchelastic.checkpoint.replication.circle import Circle
+from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
+from torchelastic.metrics import MetricData, MetricHandler, NullMetricHandler, configure
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(3) as made:
+        yield made
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder on tmpfs, where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+class Metrics(MetricHandler):
+    """The sums of what was published."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def emit(self, metric_data: MetricData) -> None:
+        name = metric_data.name
+        self.values[name] = self.values.get(name, 0) + metric_data.value
+
+
+def address_of(each: Member, rank: int) -> tuple[str, int]:
+    circle = each.replication._circle
+    assert circle is not None
+    return circle.addresses[rank]
+
+
+def everything_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def in_turn(each: Member, rank: int, function: Any) -> Any:
+    """Has one rank do something while the others wait; what it returns."""
+    answer = function() if each.rank == rank else None
+    each.meet()
+    return answer
+
+
+# --- pushes -----------------------------------------------------------------------------------------------------------
+
+
+def push_and_compare(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        path = ranks.publish(each, 5, save_id_of(0, 7))
+        made = ranks.push(each, 5, path)
+        each.meet()
+        here = sealed_bytes(path, rank)
+        assert here is not None
+        copies = [
+            bytes(copy) == bytes(here)
+            for host in set(hosts) - {hosts[rank]}
+            if (copy := sealed_bytes(ranks.folder_of(root, host, 5) / path.name, rank)) is not None
+        ]
+        return [made, copies, list(each.replication.partners), list(each.replication.local_ranks)]
+
+
+@pytest.mark.parametrize(("hosts", "copies"), [("ab", 1), ("abc", 1), ("aab", 1), ("aa", 0)])
+def test_each_shard_is_on_as_many_other_hosts_as_were_asked_for_when_push_returns(
+    crew: Crew, root: Path, hosts: str, copies: int
+) -> None:
+    found = succeeded(crew.run(push_and_compare, str(root), hosts, ranks=len(hosts)))
+    for rank, (made, equal, partners, local) in enumerate(found):
+        assert made == len(partners) >= copies
+        assert equal == [True] * made
+        assert hosts[rank] not in {hosts[partner] for partner in partners}
+        assert local == [other for other, host in enumerate(hosts) if host == hosts[rank]]
+
+
+def save_often(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        inodes = []
+        for generation in range(5):
+            ranks.save(each, 10 + generation, generation)
+            each.container.tidy()
+            each.meet()
+            inodes.append({path.stat().st_ino for path in each.container.root.rglob("*") if "rank-" in path.name})
+            each.meet()
+        steps = sorted(path.name for path in each.container.root.iterdir() if "step" in path.name)
+        return [steps, len(set().union(*inodes)), *map(len, inodes)]
+
+
+def test_only_the_newest_checkpoint_is_kept_and_its_memory_is_used_again(crew: Crew, root: Path) -> None:
+    for steps, all_files, *counts in succeeded(crew.run(save_often, str(root), "ab", ranks=2)):
+        assert steps == ["step-14_ckpt"]
+        assert all_files == 4  # one that is kept and one that is written, of the own shards and of the partner's
+        assert counts == [2] * 5
+    assert len(list(root.rglob("rank-*"))) == 4
+
+
+def receive_for_another_process(root: str, hosts: str) -> list[Any]:
+    """The container is tidied by a copy of the manager, as in a process that saves on behalf of the trainer."""
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        saving = pickle.loads(pickle.dumps(each.objects))
+        sender = pickle.loads(pickle.dumps(each.replication))
+        base = each.container.root
+        each.objects.teardown_pool()
+        child = Member(saving, sender, each.loader, saving.container(base))
+        for generation in range(8):
+            ranks.save(child, 10 + generation, generation, spread=generation != 1)
+            child.container.tidy()
+            each.meet()
+        slots = each.objects.container(base).received
+        count = len({path.stat().st_ino for path in base.rglob("*") if "rank-" in path.name or ".tmp-" in path.name})
+        each.meet()
+        saving.teardown_pool()
+        return [slots is not None, count]
+
+
+def test_the_server_takes_replicas_for_containers_that_another_process_of_the_program_has_opened(
+    crew: Crew, root: Path
+) -> None:
+    for has_slots, count in succeeded(crew.run(receive_for_another_process, str(root), "ab", ranks=2)):
+        assert has_slots
+        assert count <= 6  # two slots per shard, and what was replaced last; of eight saves
+    assert (ranks.folder_of(root, "b", 17) / "common.pt").read_bytes() == b"common"
+    assert (ranks.folder_of(root, "b", 17) / COMMIT_FILE).exists()
+
+
+# --- who may not ------------------------------------------------------------------------------------------------------
+
+TRICKS = (
+    f"{JOB}/../step-5_ckpt/{COMMIT_FILE}",
+    f"../{JOB}/step-5_ckpt/{COMMIT_FILE}",
+    f"/{JOB}/step-5_ckpt/{COMMIT_FILE}",
+)
+NOT_WANTED = (
+    f"other/step-5_ckpt/{COMMIT_FILE}",
+    f"{JOB}/step-5_ckpt/evil.pt",
+    f"{JOB}/step-5_ckpt/{PENDING_FILE}",
+    f"{JOB}/step-05_ckpt/{COMMIT_FILE}",
+    f"{JOB}/step-5_ckpt/more/{COMMIT_FILE}",
+    f"{JOB}/{COMMIT_FILE}",
+    f"{JOB}/step-5_ckpt/rank-00002-of-00002.0000000000000007.shard",
+    f"{JOB}/step-5_ckpt/rank-00000-of-00002.000000000000000G.shard",
+)
+
+
+def intrude(root: str, hosts: str) -> list[str]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        each.meet()
+        before = everything_below(Path(root))
+        outcomes: list[str] = []
+
+        def try_all() -> None:
+            good = str(ObjectName(JOB, 5, str(ShardName(0, 2, save_id_of(0, 7)))))
+            circle = each.replication._circle
+            assert circle is not None
+            stranger = ReplicaClient(address_of(each, 1), "x" * 32, timeout_s=5, retry_s=0)
+            for _ in range(2):
+                with pytest.raises(AuthenticationError):
+                    stranger.push(good, b"evil", token_round=0)
+                with pytest.raises(AuthenticationError):
+                    stranger.ids()
+            friend = ReplicaClient(address_of(each, 1), circle.token, timeout_s=5, retry_s=0)
+            for name in TRICKS:
+                with pytest.raises(ValueError, match="no id of an object"):
+                    friend.push(name, b"evil", token_round=0)
+            for name in NOT_WANTED:
+                with pytest.raises(ReplicaRefusedError) as caught:
+                    friend.push(name, b"evil", token_round=0)
+                outcomes.append(str(caught.value))
+            for name in (good, f"{JOB}/step-5_ckpt/{COMMIT_FILE}"):  # of the right form, and no shard
+                with pytest.raises(ReplicaRefusedError, match="the shelf failed"):
+                    friend.push(name, b"evil" * 5000, token_round=0)
+
+        in_turn(each, 0, try_all)
+        hidden = [name for name in everything_below(Path(root)) if ".tmp-" not in name]
+        assert hidden == [name for name in before if ".tmp-" not in name]
+        each.meet()
+        return outcomes
+
+
+def test_strangers_and_objects_outside_of_the_container_write_nothing(crew: Crew, root: Path) -> None:
+    outcomes, _ = succeeded(crew.run(intrude, str(root), "ab", ranks=2))  # R15
+    assert len(outcomes) == len(NOT_WANTED)
+    assert "no container named 'other' is in use here" in outcomes[0]
+    assert all("is no object of a checkpoint" in text for text in outcomes[1:])
+
+
+def push_after_the_group_was_formed_anew(root: str, hosts: str, port: int) -> str:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank, port=port) as each:
+        path = ranks.publish(each, 5, save_id_of(0, 7))
+        old = pickle.loads(pickle.dumps(each.replication))
+        each.replication.initialize(each.objects, port, ReplicationRetryConfig(1, 5.0))
+        content = sealed_bytes(path, rank)
+        assert content is not None
+
+        def push_as_before() -> str:
+            with pytest.raises(ReplicationError) as caught:
+                old.push(str(ObjectName(JOB, 5, path.name)), content)
+            assert isinstance(caught.value.__cause__, AuthenticationError)
+            return str(caught.value)
+
+        text = in_turn(each, 0, push_as_before)
+        assert not (ranks.folder_of(root, hosts[1 - rank], 5) / path.name).exists()
+        each.meet()
+        ranks.push(each, 5, path)  # as a member of the new group
+        each.meet()
+        assert (ranks.folder_of(root, hosts[1 - rank], 5) / path.name).exists()
+        each.meet()
+        return str(text)
+
+
+def test_what_a_former_group_pushes_is_refused_on_the_same_port_and_the_new_one_goes_on(crew: Crew, root: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    text, _ = succeeded(crew.run(push_after_the_group_was_formed_anew, str(root), "ab", port, ranks=2))
+    assert "rank 1 on host-b has no copy" in text
+    assert "authentication failed" in text
+
+
+# --- peers that are gone, or silent -----------------------------------------------------------------------------------
+
+
+def restart_a_peer(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        metrics = Metrics()
+        configure(metrics, "torchelastic")
+        path = ranks.publish(each, 5, save_id_of(0, 7))
+        before = address_of(each, 1)
+        if rank == 1:
+            each.replication.shutdown()
+        dist.barrier()
+        text = ""
+        if rank == 0:
+            with pytest.raises(ReplicationError) as caught:
+                ranks.push(each, 5, path)
+            assert isinstance(caught.value.__cause__, PeerLostError)
+            text = str(caught.value)
+        dist.barrier()
+        each.replication.initialize(each.objects, 0, ReplicationRetryConfig(1, 5.0))
+        ranks.push(each, 5, path)
+        each.meet()
+        configure(NullMetricHandler(), "torchelastic")
+        copy = ranks.folder_of(root, hosts[1 - rank], 5) / path.name
+        return [text, metrics.values, before != address_of(each, 1), copy.exists()]
+
+
+def test_a_peer_that_restarts_on_another_port_is_reached_again(crew: Crew, root: Path) -> None:
+    found = succeeded(crew.run(restart_a_peer, str(root), "ab", ranks=2))  # R13
+    (text, metrics, *rest), other = found
+    assert "rank 1 on host-b has no copy" in text
+    assert metrics.pop("checkpoint.replication.bytes") > 4 * ranks.SIZE
+    assert metrics == {"checkpoint.replication.failures": 1}
+    assert rest == other[2:] == [True, True]
+
+
+def push_to_a_stopped_peer(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank, silent_s=1.0) as each:
+        path = ranks.publish(each, 5, save_id_of(0, 7))
+        pids = each.replication.gather("pids", os.getpid())
+        if rank == 1:
+            each.meet()
+            return []
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(ReplicationError) as caught:
+                ranks.push(each, 5, path)
+            content = sealed_bytes(path, rank)
+            assert content is not None
+            left_out = each.replication.spread(str(ObjectName(JOB, 5, path.name)), content)
+            waited_s = time.monotonic() - began_s
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        each.meet()
+        return [type(caught.value.__cause__).__name__, left_out, waited_s]
+
+
+def test_a_peer_that_is_stopped_costs_the_time_limit_and_an_error_and_no_more(crew: Crew, root: Path) -> None:
+    (kind, left_out, waited_s), _ = succeeded(crew.run(push_to_a_stopped_peer, str(root), "ab", ranks=2))  # R14
+    assert kind == "PeerStalledError"
+    assert left_out == ["host-b"]
+    assert waited_s < 20  # one second each; this says only that it did not hang
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_transfer_that_breaks_is_tried_again_as_often_as_the_configuration_says(retries: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepted = []
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                accepted.append(1)
+                connection.close()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        circle = Circle(0, ("a",), (listener.getsockname(),), (), "t" * 32, ReplicationRetryConfig(retries, 30.0))
+        with pytest.raises(PeerLostError):
+            circle.client(0).push("a/b", b"x", token_round=0)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+    assert len(accepted) == retries + 1
+
+
+def initialize_without(root: str) -> str:
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["enough"])
+        return ""
+    try:
+        ReplicationManager().initialize(CheckpointObjectManager(), timeout_s=1.0)
+    finally:
+        store.set("enough", "1")
+    return root
+
+
+def test_a_rank_that_does_not_initialize_is_named(crew: Crew, root: Path) -> None:
+    answers = crew.run(initialize_without, str(root), ranks=2)
+    assert isinstance(answers[0], Failed)
+    assert "rank 1 did not come to ReplicationManager.initialize() within 1 s" in answers[0].text
+
+
+def work_long(root: str, hosts: str) -> list[Any]:
+    """Rank 1 works until it has answered the others for longer than they wait for a rank that does not."""
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank, timeout_s=1.0) as each:
+        enough, answered, gather = threading.Event(), [], each.replication._meetings.roll.gather
+
+        def counted(call: str, payload: Any) -> list[Any]:
+            answers = gather(call, payload)
+            answered.append(1)
+            if len(answered) > 5:  # every quarter of a second
+                enough.set()
+            return answers
+
+        each.replication._meetings.roll.gather = counted  # type: ignore[method-assign]
+        return each.replication.together("work", lambda: enough.wait(30) if rank == 1 else True)
+
+
+def test_a_rank_may_work_for_longer_than_it_is_waited_for_as_long_as_it_answers(crew: Crew, root: Path) -> None:
+    assert succeeded(crew.run(work_long, str(root), "ab", ranks=2)) == [[True, True]] * 2
+
+
+def refuse_strategy() -> str:
+    class Unknown:
+        def get_destination_addresses(self, global_rank: int) -> list[str]:
+            return ["10.0.0.1:1"] if global_rank == 0 else []
+
+    try:
+        ReplicationManager().initialize(CheckpointObjectManager(), repl_strategy=Unknown())
+    except (ValueError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_strategy_that_names_strangers_is_an_error_on_all_ranks(crew: Crew) -> None:
+    first, second = succeeded(crew.run(refuse_strategy, ranks=2))
+    assert first.startswith("ValueError: repl_strategy names 10.0.0.1:1, where no rank listens")
+    assert second.startswith("CheckpointError: ReplicationManager.initialize(), choosing failed on rank 0")
+
+
+# --- bulk, and alone --------------------------------------------------------------------------------------------------
+
+
+def retrieve_bulk(root: str, hosts: str) -> list[Any]:
+    rank = dist.get_rank()
+    with ranks.member(root, hosts, rank) as each:
+        ranks.save(each, 5, 0, replicate=False, spread=False)
+        step = each.container.folder_of(5)
+        got: list[Any] = []
+        containers: list[Any] = []
+        ok, missing = False, True
+        if rank == 1:
+            theirs = [step / str(ShardName(0, 2, save_id_of(0, 7)))]
+            ok = each.replication.sync_bulk_retrieve(0, theirs, [step], got, containers)
+            missing = each.replication.sync_bulk_retrieve(0, [step / str(ShardName(0, 2, save_id_of(1, 7)))])
+        each.meet()
+        return [ok, missing, len(got), len(containers), sorted(path.name for path in step.iterdir())]
+
+
+def test_a_whole_container_of_a_step_is_retrieved_from_one_rank(crew: Crew, root: Path) -> None:
+    _, (ok, missing, got, containers, files) = succeeded(crew.run(retrieve_bulk, str(root), "ab", ranks=2))
+    assert (ok, missing, got, containers) == (True, False, 1, 1)
+    assert files == sorted([COMMIT_FILE, "common.pt", *(str(ShardName(rank, 2, save_id_of(0, 7))) for rank in (0, 1))])
+
+
+def forget_to_initialize(root: str) -> list[Any]:
+    replication = ReplicationManager()
+    content = memoryview(b"x")
+    with pytest.raises(ReplicationError, match=r"ReplicationManager.initialize\(\)"):
+        replication.fetch("a/b", [1 - dist.get_rank()], bytearray)
+    return [replication.push("a/b", content), replication.spread("a/b", content), replication.gather("meet", 1), root]
+
+
+def test_before_initialize_nothing_is_replicated(crew: Crew) -> None:
+    for answer in succeeded(crew.run(forget_to_initialize, "", ranks=2)):
+        assert answer == [0, [], [1, 1], ""]
+
+
+def test_a_process_without_a_group_is_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_FAILURE_DOMAIN", "x")
+    with ranks.member(str(root), "a", 0) as each:
+        assert (each.rank, each.replication.world_size, each.replication.partners) == (0, 1, ())
+        assert each.replication.push("a/b", memoryview(b"x")) == 0
+        assert each.replication.async_replicate(None) == []
+    with pytest.raises(TypeError, match="CheckpointObjectManager"):
+        ReplicationManager().initialize()
+
+
+# --- containers and buffers -------------------------------------------------------------------------------------------
+
+
+def test_two_containers_of_one_name_are_refused_also_when_another_process_has_opened_the_first(root: Path) -> None:
+    objects = CheckpointObjectManager()
+    objects.container(root / "a" / JOB)
+    assert objects.container(f"{root}/a/{JOB}/") is objects.container(root / "a" / JOB)
+    beside = pickle.loads(pickle.dumps(objects))
+    for manager in (objects, beside):
+        with pytest.raises(ValueError, match="has the same name as"):
+            manager.container(root / "b" / JOB)
+    objects.teardown_pool()
+    beside.container(root / "b" / JOB)
+    with pytest.raises(ValueError, match="has the same name as"):
+        objects.container(root / "a" / JOB)
+    beside.teardown_pool()
+
+
+def test_what_a_killed_process_has_registered_is_removed_by_the_next_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    child = os.fork()
+    if child == 0:
+        new_registry()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = root.iterdir()
+    first, second = new_registry(), new_registry()
+    assert sorted(root.iterdir()) == sorted([first, second])  # those of the living stay
+    assert left not in (first, second)
+    assert registered_in(first) == []
+    assert stat.S_IMODE(first.stat().st_mode) == 0o700
+
+
+def test_buffers_are_written_read_and_deleted(root: Path) -> None:
+    objects = CheckpointObjectManager()
+    name = root / JOB / "step-5_ckpt" / "notes.bin"
+    with objects.acquire_buffer(name, 4) as buffer:
+        buffer.write(b"more than four bytes")
+    read = objects.get_buffer(name)
+    assert read is not None
+    assert read.read() == b"more than four bytes"
+    objects.close_buffer(read)
+    with pytest.raises(ValueError, match="is there already"):
+        objects.acquire_buffer(name, 4, overwrite=False)
+    with pytest.raises(ValueError, match="lies in no container of a step"):
+        objects.acquire_buffer(root / "x.bin")
+    objects.delete_object(name)
+    assert not name.exists()
+    assert objects.get_buffer(name) is None
+    objects.close_buffer(objects.acquire_buffer(name, 4))
+    objects.delete_container(name.parent)
+    assert not name.exists()
+    objects.delete_container(root / JOB)
+    objects.delete_container(root / JOB)
+    assert not (root / JOB).exists()
+    assert objects.shelf.ids() == []

@@ -1,0 +1,395 @@
+"""Saving into memory with `dcp.save`: what comes back, what is kept, and what a save does that cannot be made."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.memory_saves import Saving, State, blank, same, saving
+from torchelastic.checkpoint.memory.room import Free
+from torchelastic.checkpoint.replication import ReplicationError
+from torchelastic.checkpoint.shards.writing import HIDDEN
+from torchelastic.testing.disk_faults import FaultyDisk, fail_at, full_at, kill_at
+
+SIZE = 50_000
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(3) as made:
+        yield made
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder on tmpfs, where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def alone(root: Path) -> Iterator[Saving]:
+    with saving(root) as one:
+        yield one
+
+
+def state_of(step: int, size: int = SIZE) -> State:
+    return {
+        "w": torch.arange(size, dtype=torch.float32) + step,
+        "nested": {"m": torch.full((7, 3), float(step)), "lr": 0.5**step, "betas": [0.9, 0.99]},
+        "step": step,
+    }
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def all_kinds() -> State:
+    base = torch.randn(6, 8)
+    kinds: State = {
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3.5),
+        "bool": torch.tensor([True, False, True]),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "uint16": torch.arange(5).to(torch.uint16),
+        "strided": base[:, ::2],
+        "transposed": base.t(),
+        "expanded": torch.randn(3, 1).expand(3, 5),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.randn(3, 3)),
+        "tied": base,
+        "tied_again": base,
+        "ünïcode.0": torch.randn(2),
+    }
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float64):
+        kinds[str(dtype)] = torch.randn(9).to(dtype)
+    return kinds
+
+
+def test_tensors_of_all_kinds_come_back_as_they_were(alone: Saving) -> None:
+    torch.manual_seed(0)
+    state = all_kinds()
+    alone.save(state, 1)
+    assert same(alone.load(blank(state), 1), state)
+
+
+def test_values_that_are_no_tensors_come_back(alone: Saving) -> None:
+    state = {"a": 1, "b": {"text": "ü" * 9000, "list": [1, 2.5, None, True]}, "size": torch.Size([2, 3])}
+    alone.save(state, 1)
+    loaded = alone.load({"a": 0, "b": {"text": "", "list": []}, "size": None}, 1)
+    assert loaded == state
+
+
+def test_a_state_may_grow_and_shrink_from_save_to_save(alone: Saving) -> None:
+    for step, size in enumerate((10, SIZE, 40 * SIZE, 10), start=1):
+        state = {**state_of(step, size), **({"extra": torch.ones(step)} if step % 2 else {})}
+        alone.save(state, step)
+        assert same(alone.load(blank(state), step), state)
+
+
+def test_the_newest_checkpoint_is_found_and_the_one_before_it_is_gone(alone: Saving) -> None:
+    for step in (10, 20, 30):
+        alone.save(state_of(step), step)
+        assert (alone.latest(), alone.steps()) == (step, [step])
+    assert [path.name for path in alone.base.iterdir() if path.name.startswith("step-")] == ["step-30_ckpt"]
+
+
+def test_a_run_that_has_gone_back_saves_lower_steps(alone: Saving) -> None:
+    alone.save(state_of(20), 20)
+    alone.save(state_of(11), 11)
+    assert (alone.latest(), alone.steps()) == (11, [11])
+
+
+def test_a_step_that_is_saved_again_replaces_the_first(alone: Saving) -> None:
+    alone.save(state_of(1), 5)
+    alone.save(state_of(2), 5)
+    assert same(alone.load(blank(state_of(2)), 5), state_of(2))
+    assert len([name for name in alone.files() if name.startswith("rank-")]) == 1
+
+
+def test_attached_files_are_part_of_the_checkpoint(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = alone.writer.prepare_local_plan
+
+    def attach_too(*arguments: Any) -> Any:
+        alone.writer.attach("common.pt", b"common")
+        return plan(*arguments)
+
+    monkeypatch.setattr(alone.writer, "prepare_local_plan", attach_too)
+    alone.save(state_of(1), 1)
+    assert alone.container.read_commit(1).extras == {"common.pt": b"common"}
+    assert (Path(alone.id(1)) / "common.pt").read_bytes() == b"common"
+
+
+class HalfPlanner(DefaultSavePlanner):
+    """Stores all in half precision."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - torch's name
+        data = super().transform_object(write_item, object)
+        return data.half() if isinstance(data, torch.Tensor) else data
+
+
+def test_planners_may_transform_tensors(alone: Saving) -> None:
+    alone.save({"w": torch.tensor([1.0, 2.5])}, 1, planner=HalfPlanner())
+    assert same(alone.load({"w": torch.zeros(2, dtype=torch.float16)}, 1), {"w": torch.tensor([1.0, 2.5]).half()})
+
+
+def test_planners_may_cache_their_plans(alone: Saving) -> None:
+    for step in (1, 2, 3):
+        alone.save(state_of(step), step, planner=DefaultSavePlanner(enable_plan_caching=True))
+        assert same(alone.load(blank(state_of(step)), step), state_of(step))
+    grown = {**state_of(4), "late": torch.ones(3)}
+    alone.save(grown, 4, planner=DefaultSavePlanner(enable_plan_caching=True))
+    assert same(alone.load(blank(grown), 4), grown)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["step-x_ckpt", "20", "step-007_ckpt"])
+def test_a_folder_that_is_not_named_for_a_step_is_refused(alone: Saving, name: str) -> None:
+    with pytest.raises(ValueError, match="format_version_container"):
+        save({}, checkpoint_id=f"{alone.base}/{name}", storage_writer=alone.writer)
+
+
+def test_a_save_without_an_id_is_refused(alone: Saving) -> None:
+    with pytest.raises(CheckpointException, match=r"give dcp\.save a checkpoint_id"):
+        save({}, storage_writer=alone.writer)
+
+
+class Custom:
+    """No plain value."""
+
+
+def test_objects_are_refused_by_name_unless_pickles_are_allowed(alone: Saving, root: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"opt.thing.*allow_pickles=True"):
+        alone.save({"opt": {"thing": Custom()}, "w": torch.ones(2)}, 1)
+    assert alone.latest() is None
+    with saving(root, "b", allow_pickles=True) as trusting:
+        trusting.save({"thing": Custom()}, 1)
+        assert trusting.steps() == [1]
+
+
+@pytest.mark.parametrize("bad", [torch.eye(3).to_sparse(), torch.empty(2, device="meta")])
+def test_tensors_that_are_not_stored_are_refused_by_name(alone: Saving, bad: torch.Tensor) -> None:
+    with pytest.raises(CheckpointException, match=r"'n\.bad'"):
+        alone.save({"n": {"bad": bad}}, 1)
+
+
+# --- what cannot be saved ---------------------------------------------------------------------------------------------
+
+
+def is_kept(one: Saving, step: int) -> bool:
+    return one.latest() == step and same(one.load(blank(state_of(step)), step), state_of(step))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("call", ["publish", "store"])
+def test_a_save_that_the_disk_refuses_is_left_out(
+    root: Path, call: str, error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FaultyDisk()
+    with saving(root, disk=disk) as one:
+        one.save(state_of(1), 1)
+        disk._faults.append(fail_at(call, error))
+        one.save(state_of(2), 2)
+        disk.require_struck()
+        assert is_kept(one, 1)
+        assert "step 2" in caplog.text
+        assert "skipped" in caplog.text
+        one.save(state_of(3), 3)
+        assert (one.steps(), len(one.files())) == ([3], 3)
+
+
+def test_a_save_without_room_is_left_out(alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    alone.save(state_of(1), 1)
+    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(1000, 2**40))
+    alone.save(state_of(2, 4 * SIZE), 2)
+    assert is_kept(alone, 1)
+    assert "tmpfs" in caplog.text
+    assert alone.saver.skipped.count("tmpfs") == 1
+
+
+def test_what_fits_into_a_free_slot_needs_no_room(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone.save(state_of(1), 1)
+    alone.save(state_of(2), 2)
+    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(0, 0))
+    alone.save(state_of(3), 3)
+    assert is_kept(alone, 3)
+
+
+def test_a_full_disk_may_raise_instead(root: Path) -> None:
+    disk = FaultyDisk()
+    with saving(root, disk=disk, on_failure="raise") as one:
+        one.save(state_of(1), 1)
+        disk._faults.append(full_at("allocate"))
+        with pytest.raises(CheckpointException, match="No space left"):
+            one.save(state_of(2), 2)
+        assert is_kept(one, 1)
+
+
+def test_failed_saves_leave_nothing_behind(root: Path) -> None:
+    disk = FaultyDisk()
+    with saving(root, disk=disk) as one:
+        one.save(state_of(1), 1)
+        one.save(state_of(2), 2)
+        before = len(one.files())
+        for step in range(3, 8):
+            disk.struck.clear()
+            disk._faults[:] = [fail_at("publish", errno.EIO)]
+            one.save(state_of(step), step)
+        assert len(one.files()) == before
+        assert is_kept(one, 2)
+
+
+def save_and_die(root: str, call: str) -> None:
+    torch.set_num_threads(1)  # those of the parent are not here
+    disk = FaultyDisk()
+    with saving(root, disk=disk) as one:
+        one.save(state_of(1), 1)
+        disk._faults.append(kill_at(call))
+        one.save(state_of(2), 2)
+
+
+@pytest.mark.parametrize("call", ["create", "allocate", "store", "publish", "rename"])
+def test_a_process_that_is_killed_in_a_save_leaves_the_checkpoint_before(root: Path, call: str) -> None:
+    process = multiprocessing.get_context("fork").Process(target=save_and_die, args=(str(root), call))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9
+    with saving(root) as one:
+        assert is_kept(one, 1)
+        assert not any(name.startswith(HIDDEN) for name in one.files())
+        one.save(state_of(3), 3)
+        assert (one.latest(), one.steps()) == (3, [3])
+        assert len([name for name in one.files() if name.startswith("rank-")]) == 1
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_two_slots_serve_all_saves(alone: Saving) -> None:
+    alone.save(state_of(1), 1)
+    alone.save(state_of(2), 2)
+    slots, files = alone.inodes(), open_files()
+    assert len(slots) == 2
+    for step in range(3, 23):
+        alone.save(state_of(step), step)
+        assert alone.inodes() == slots
+    gc.collect()
+    assert open_files() == files
+    assert is_kept(alone, 22)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def sharded(step: int) -> State:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5) + step
+    return {
+        "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole.clone(), mesh, [Shard(1)]),
+        "same": distribute_tensor(whole * 2, mesh, [Replicate()]),
+        "replicated": torch.full((11,), float(step)),
+        "nested": {"step": step, "x": torch.tensor(step)},
+    }
+
+
+def whole_of(state: State) -> State:
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def save_steps(root: str, hosts: str, steps: list[int], cached: bool = False) -> dict[str, Any]:
+    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        getattr(SavePlanner, f"_cached_{name}").clear()  # of a group that these ranks formed before
+    with saving(root, hosts) as one:
+        for step in steps:
+            planner = DefaultSavePlanner(enable_plan_caching=True) if cached else None
+            one.save(sharded(step), step, planner=planner)
+        one.replication.gather("saved", None)
+        target = sharded(0)
+        one.load(target, steps[-1])
+        answer = {
+            "latest": one.latest(),
+            "steps": one.steps(),
+            "same": same(whole_of(target), whole_of(sharded(steps[-1]))),
+            "files": len([name for name in one.files() if name.startswith("rank-")]),
+            "slots": len(one.inodes()),
+        }
+        one.replication.gather("done", None)
+        return answer
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["planned", "cached"])
+@pytest.mark.parametrize(("hosts", "shards"), [("aa", 2), ("ab", 2), ("abc", 2), ("aab", 3)])
+def test_ranks_save_together(crew: Crew, root: Path, hosts: str, shards: int, cached: bool) -> None:
+    answers = succeeded(crew.run(save_steps, str(root), hosts, [1, 2, 3, 4], cached, ranks=len(hosts)))
+    for rank, answer in enumerate(answers):
+        assert (answer["latest"], answer["steps"], answer["same"]) == (4, [4], True)
+        assert answer["files"] >= shards or hosts == "aab", (rank, answer)
+
+
+def load_alone(root: str, host: str, step: int) -> bool:
+    with saving(root, host) as one:
+        loaded: State = {"sharded": torch.zeros(7, 5), "columns": torch.zeros(7, 5), "replicated": torch.zeros(11)}
+        one.load(loaded, step)
+        whole = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5) + step
+        return same(loaded, {"sharded": whole, "columns": whole, "replicated": torch.full((11,), float(step))})
+
+
+def test_one_host_of_two_has_all_that_is_needed(crew: Crew, root: Path) -> None:
+    succeeded(crew.run(save_steps, str(root), "ab", [1, 2], ranks=2))
+    assert succeeded(crew.run(load_alone, str(root), "b", 2, ranks=1)) == [True]
+
+
+def save_with_failing_rank(root: str, hosts: str, failing: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    with saving(root, hosts) as one:
+        one.save(sharded(1), 1)
+
+        def refuse(*_: Any) -> int:
+            raise ReplicationError("the peer is on fire")
+
+        push = one.replication.push
+        for step in (2, 3, 4):
+            if rank == failing:
+                one.replication.push = refuse  # type: ignore[method-assign,assignment]
+            one.save(sharded(step), step)
+        one.replication.push = push  # type: ignore[method-assign]
+        one.replication.gather("failed", None)
+        latest = one.latest()
+        files = len(one.files())
+        one.save(sharded(5), 5)
+        one.replication.gather("saved", None)
+        answer = {"latest": latest, "files": files, "then": one.latest(), "skipped": one.saver.skipped.count()}
+        one.replication.gather("done", None)
+        return answer
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_shard_without_a_replica_keeps_the_older_checkpoint(crew: Crew, root: Path, failing: int) -> None:
+    answers = succeeded(crew.run(save_with_failing_rank, str(root), "ab", failing, ranks=2))
+    assert [(answer["latest"], answer["then"]) for answer in answers] == [(1, 5)] * 2
+    assert answers[0]["skipped"] == 3

@@ -1,0 +1,115 @@
+"""The code of ML Flashpoint's user guide, as it stands on its page of docs/migrating, on several ranks and hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md"
+GUARD = 'if __name__ == "__main__":'
+
+#: After a restart: every rank reads what was saved, and says whether it came from memory.
+AGAIN = """
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    writer, loader, reader = initialize()
+    state_dict = {"weight": torch.zeros(2, 3), "step": 0}
+    latest = recover(state_dict, CheckpointContainerId(sys.argv[1]), loader, reader, sys.argv[2])
+    assert torch.equal(state_dict["weight"], torch.arange(6.0).reshape(2, 3)) and state_dict["step"] == 20
+    print("recovered from", latest.name if latest else "long-term storage", flush=True)
+    assert loader.wait_for_replicas(30.0)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def page() -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    parent = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=parent if parent.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def run(script: Path, bases: Sequence[Path], long_term: Path) -> list[str]:
+    """One rank per base; ranks with equal bases are on one host. Returns what each has printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank, base in enumerate(bases):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(bases)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_FAILURE_DOMAIN": base.parent.name,
+        }
+        command = [sys.executable, str(script), str(base), str(long_term)]
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=110) for process in ranks]
+    for process, (_, errors) in zip(ranks, said, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [output for output, _ in said]
+
+
+def hosts(memory: Path, number: int) -> list[Path]:
+    return [memory / f"host-{name}" / "job-145" for name in "abc"[:number]]
+
+
+def shards(base: Path) -> set[str]:
+    return {path.name for path in base.glob("step-21_ckpt/rank-*.shard")}
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_snippets_of_the_guide_run_on_one_host(memory: Path, tmp_path: Path, number: int) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(page())
+    (base,) = hosts(memory, 1)
+    run(script, [base] * number, tmp_path / "long-term")
+    assert [path.parent.name for path in base.glob("step-*/commit*.shard")] == ["step-21_ckpt"]
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: Path, number: int) -> None:
+    first, again = tmp_path / "page.py", tmp_path / "again.py"
+    first.write_text(page())
+    again.write_text(page().partition(GUARD)[0] + AGAIN)
+    bases = hosts(memory, number)
+    run(first, bases, tmp_path / "long-term")
+    everything = set().union(*map(shards, bases))
+    assert everything
+    # with two hosts one after the other: the replicas were made again in between
+    for lost in bases if number == 2 else bases[1:2]:
+        shutil.rmtree(lost)
+        assert set().union(*map(shards, bases)) == everything
+        assert run(again, bases, tmp_path / "long-term") == ["recovered from step-21_ckpt\n"] * number
+        assert (lost / "step-21_ckpt" / "commit.shard").exists()
+
+
+def test_without_anything_in_memory_the_long_term_checkpoint_is_loaded(memory: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "page.py", tmp_path / "again.py"
+    first.write_text(page())
+    again.write_text(page().partition(GUARD)[0] + AGAIN)
+    (base,) = hosts(memory, 1)
+    run(first, [base], tmp_path / "long-term")
+    shutil.rmtree(base)
+    assert run(again, [base], tmp_path / "long-term") == ["recovered from long-term storage\n"]

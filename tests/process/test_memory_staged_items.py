@@ -1,0 +1,181 @@
+"""The split of a save for frameworks with queues of their own: copied here, written elsewhere, committed at the end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from tests.process.memory_saves import Saving, State, blank, same, saving
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory import StagedItems
+from torchelastic.checkpoint.memory.plans import NotSavedError
+from torchelastic.checkpoint.memory.room import Free
+from torchelastic.checkpoint.replication import ReplicationError
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def alone() -> Iterator[Saving]:
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as root, saving(root) as one:
+        yield one
+
+
+def state_of(step: int, size: int = 10_000) -> State:
+    return {"w": torch.arange(size, dtype=torch.float32) + step, "n": {"step": step}, "e": torch.empty(0)}
+
+
+def begin(one: Saving, state: State, step: int) -> tuple[StagedItems, Any]:
+    """What a framework does up to here, on one rank; returns also the metadata."""
+    writer, planner = one.writer, DefaultSavePlanner()
+    writer.reset(one.id(step))
+    planner.set_up_planner(state, writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    return writer.stage_items(planner.finish_plan(plan), planner), metadata
+
+
+def in_a_thread(staged: StagedItems) -> bool:
+    thread = threading.Thread(target=staged.write)
+    thread.start()
+    thread.join(WAIT_S)
+    return False
+
+
+def in_a_fork(staged: StagedItems) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            staged.write()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return True
+
+
+def write_pickled(pickled: bytes) -> None:
+    pickle.loads(pickled).write()
+
+
+def in_another_process(staged: StagedItems) -> bool:
+    process = multiprocessing.get_context("spawn").Process(target=write_pickled, args=(pickle.dumps(staged),))
+    process.start()
+    process.join(WAIT_S)
+    assert process.exitcode == 0
+    return True
+
+
+@pytest.mark.parametrize("write", [in_a_thread, in_a_fork, in_another_process])
+def test_what_was_copied_may_be_written_elsewhere(alone: Saving, write: Callable[[StagedItems], bool]) -> None:
+    steps = (1,) if write is in_another_process else (1, 2, 3, 4)
+    for step in steps:
+        state = state_of(step)
+        staged, metadata = begin(alone, state, step)
+        alone.writer.attach("common.pt", b"common")
+        state["w"].zero_()
+        if write(staged):
+            alone.writer.adopt(staged)
+        alone.writer.finish(metadata, [staged.results])
+        assert same(alone.load(blank(state_of(step)), step), state_of(step))
+    assert alone.latest() == steps[-1]
+    assert (Path(alone.id(steps[-1])) / "common.pt").read_bytes() == b"common"
+    del staged
+    assert len(alone.inodes()) == min(2, len(steps))
+
+
+def test_saves_may_be_finished_after_others_were_begun(alone: Saving) -> None:
+    first, metadata = begin(alone, state_of(1), 1)
+    second, later = begin(alone, state_of(2), 2)
+    for staged in (first, second):
+        staged.write()
+    alone.writer.finish(metadata, [first.results])
+    assert alone.steps() == [1]
+    alone.writer.finish(later, [second.results])
+    assert alone.steps() == [2]
+    assert same(alone.load(blank(state_of(2)), 2), state_of(2))
+
+
+def test_a_save_that_ends_after_a_newer_one_is_left_out(alone: Saving) -> None:
+    first, metadata = begin(alone, state_of(1), 1)
+    second, later = begin(alone, state_of(2), 2)
+    for staged in (first, second):
+        staged.write()
+    assert alone.saver.write_metadata(later, [second.results]) is not None
+    assert alone.saver.write_metadata(metadata, [first.results]) is None
+    assert alone.steps() == [2]
+
+
+@pytest.mark.parametrize("write", [None, in_a_thread, in_a_fork])
+def test_an_abandoned_save_gives_its_memory_back(alone: Saving, write: Callable[[StagedItems], bool] | None) -> None:
+    alone.save(state_of(1), 1)
+    for step in (2, 3, 4):
+        staged, _ = begin(alone, state_of(step), step)
+        if write is not None:
+            write(staged)
+        alone.writer.abandon(staged)
+        alone.writer.abandon(staged)
+        assert len(alone.inodes()) == 2
+    assert alone.latest() == 1
+    assert [name for name in alone.files() if name.startswith("rank-")] != []
+    assert same(alone.load(blank(state_of(1)), 1), state_of(1))
+
+
+def test_a_save_that_is_forgotten_gives_its_memory_back(alone: Saving) -> None:
+    alone.save(state_of(1), 1)
+    for step in (2, 3, 4):
+        staged, _ = begin(alone, state_of(step), step)
+        staged.write()
+        del staged
+    alone.save(state_of(5), 5)
+    assert (alone.latest(), len(alone.inodes())) == (5, 2)
+
+
+def test_what_was_not_written_cannot_be_adopted(alone: Saving) -> None:
+    staged, _ = begin(alone, state_of(1), 1)
+    with pytest.raises(CheckpointError, match="was not written"):
+        alone.writer.adopt(staged)
+    alone.writer.abandon(staged)
+    with pytest.raises(CheckpointError, match="given back"):
+        alone.writer.adopt(staged)
+
+
+def test_a_replica_that_cannot_be_made_raises_and_removes_the_shard(
+    alone: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise ReplicationError("the peer is on fire")
+
+    monkeypatch.setattr(type(alone.replication), "partners", (1,))
+    monkeypatch.setattr(alone.replication, "push", refuse)
+    staged, _ = begin(alone, state_of(1), 1)
+    with pytest.raises(ReplicationError, match="on fire"):
+        staged.write()
+    assert not [name for name in alone.files() if name.startswith("rank-")]
+
+
+def test_a_save_without_room_raises_before_anything_is_copied(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(0, 0))
+    with pytest.raises(NotSavedError, match="it has to allocate"):
+        begin(alone, state_of(1), 1)
+    assert alone.files() == []
+
+
+def test_a_rank_with_nothing_to_write_has_no_shard(alone: Saving) -> None:
+    staged, _ = begin(alone, {}, 1)
+    staged.write()
+    alone.writer.adopt(staged)
+    assert (staged.results, alone.files()) == ([], [])

@@ -1,0 +1,208 @@
+"""Which checkpoint can be recovered, who fetches what, and which copies are made again: for all that ranks report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.checkpoint.memory.choice import (
+    Candidate,
+    Listing,
+    RecoveryPlan,
+    Roster,
+    candidates,
+    missing,
+    recovery_plan,
+    verification_share,
+)
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, save_id_of
+
+
+def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> Candidate:
+    save_id = save_id_of(generation, 7)
+    files = tuple(str(ShardName(rank, world_size, save_id)) for rank in range(world_size))
+    return Candidate(generation, step, save_id, world_size, files)
+
+
+def roster_of(hosts: str) -> Roster:
+    """A letter per rank; each host has one folder."""
+    return Roster(tuple(hosts), tuple(f"folder-{host}" for host in hosts))
+
+
+def held(candidate: Candidate, shards: Mapping[str, str], commits: str) -> dict[str, dict[str, int]]:
+    """By folder: the ranks whose shards each host has, as digits, and which hosts have the commit."""
+    found: dict[str, dict[str, int]] = {}
+    for host, ranks in shards.items():
+        found[f"folder-{host}"] = {candidate.files[int(rank)]: 100 + int(rank) for rank in ranks}
+        if host in commits:
+            found[f"folder-{host}"][COMMIT_FILE] = 0
+    return found
+
+
+def fetched(plan: RecoveryPlan | None) -> dict[tuple[int, str], tuple[int, ...]]:
+    assert plan is not None
+    names = {file: str(rank) for rank, file in enumerate(plan.candidate.files)} | {COMMIT_FILE: "commit"}
+    return {(fetch.receiver, names[fetch.file]): fetch.holders for fetch in plan.fetches}
+
+
+def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[str, int]], roster: Roster) -> dict[str, set[str]]:
+    """Which objects each folder has when everything was fetched and all replicas were made."""
+    found = {folder: set(verified.get(folder, {})) for folder in roster.sharers}
+    for fetch in (*plan.fetches, *plan.replicas):
+        for holder in fetch.holders:
+            assert fetch.file in found[roster.folders[holder]]
+            assert roster.folders[holder] != roster.folders[fetch.receiver]
+        found[roster.folders[fetch.receiver]].add(fetch.file)
+    return found
+
+
+# --- which ------------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_ordered_by_generation_and_not_by_step() -> None:
+    older, newer = candidate_of(2, generation=3, step=50), candidate_of(2, generation=4, step=20)
+    listings = {"a": Listing({50: older}), "b": Listing({50: older, 20: newer})}
+    assert candidates(listings) == [newer, older]
+
+
+def test_saves_of_the_same_step_are_told_apart() -> None:
+    before, again = candidate_of(2, generation=3), candidate_of(2, generation=4)
+    listing = Listing({20: before}, {20: dict.fromkeys((*before.files, *again.files), 100)})
+    assert candidates({"a": listing, "b": Listing({20: again})}) == [again, before]
+    assert set(listing.objects_of(again)) == set(again.files)  # without a commit: the folder has that of the other one
+    assert set(listing.objects_of(before)) == {*before.files, COMMIT_FILE}
+
+
+def test_what_nobody_holds_is_missing() -> None:
+    candidate = candidate_of(3)
+    assert missing(candidate, held(candidate, {"a": "0", "b": "2"}, "")) == [candidate.files[1], COMMIT_FILE]
+    assert missing(candidate, held(candidate, {"a": "01", "b": "2"}, "b")) == []
+
+
+def test_without_one_object_there_is_no_plan() -> None:
+    candidate = candidate_of(2)
+    assert recovery_plan(candidate, held(candidate, {"a": "0", "b": "0"}, "ab"), roster_of("ab")) is None
+    assert recovery_plan(candidate, held(candidate, {"a": "01", "b": "01"}, ""), roster_of("ab")) is None
+
+
+# --- who fetches ------------------------------------------------------------------------------------------------------
+
+
+def test_with_everything_in_place_nothing_is_fetched_and_nothing_copied() -> None:
+    candidate = candidate_of(2)
+    plan = recovery_plan(candidate, held(candidate, {"a": "01", "b": "01"}, "ab"), roster_of("ab"))
+    assert plan is not None
+    assert (plan.fetches, plan.replicas) == ((), ())
+    assert set(plan.holders.values()) == {(0, 1)}
+
+
+def test_a_replaced_host_fetches_the_commit_and_the_shards_of_its_ranks_and_nothing_else() -> None:
+    candidate = candidate_of(3)
+    plan = recovery_plan(candidate, held(candidate, {"a": "02", "b": "", "c": "12"}, "ac"), roster_of("abc"))
+    assert fetched(plan) == {(1, "1"): (2,), (1, "commit"): (0, 2)}
+
+
+def test_the_first_rank_of_a_folder_fetches_its_commit_and_each_rank_its_own_shard() -> None:
+    candidate = candidate_of(4)
+    plan = recovery_plan(candidate, held(candidate, {"a": "0123", "b": ""}, "a"), roster_of("aabb"))
+    assert set(fetched(plan)) == {(2, "2"), (3, "3"), (2, "commit")}
+
+
+def test_two_that_fetch_are_served_by_two_holders() -> None:
+    candidate = candidate_of(4)
+    plan = recovery_plan(candidate, held(candidate, {"a": "23", "b": "0123", "c": ""}, "abc"), roster_of("abcc"))
+    found = fetched(plan)
+    assert {found[2, "2"][0], found[3, "3"][0]} == {0, 1}
+    assert all(set(holders) == {0, 1} for (rank, _), holders in found.items() if rank in (2, 3))
+
+
+def test_new_ranks_fetch_only_the_commit_and_shards_of_ranks_that_are_gone_stay_where_they_are() -> None:
+    grown = candidate_of(2)
+    assert set(fetched(recovery_plan(grown, held(grown, {"a": "01", "b": "01"}, "ab"), roster_of("abc")))) == {
+        (2, "commit")
+    }
+    shrunk = candidate_of(3)
+    plan = recovery_plan(shrunk, held(shrunk, {"a": "02", "b": "12"}, "ab"), roster_of("ab"))
+    assert fetched(plan) == {}
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def test_after_the_loss_of_a_host_its_replicas_are_made_again_elsewhere() -> None:
+    candidate, roster = candidate_of(2), roster_of("ab")
+    verified = held(candidate, {"a": "01", "b": ""}, "a")
+    plan = recovery_plan(candidate, verified, roster)
+    assert plan is not None
+    assert [(copy.receiver, copy.file, copy.holders) for copy in plan.replicas] == [(1, candidate.files[0], (0,))]
+
+
+def test_a_single_host_and_no_copies_wanted_are_no_reason_to_fail() -> None:
+    candidate = candidate_of(2)
+    alone = recovery_plan(candidate, held(candidate, {"a": "01"}, "a"), roster_of("aa"))
+    assert alone is not None
+    assert alone.replicas == ()
+    none = recovery_plan(candidate, held(candidate, {"a": "01", "b": "1"}, "ab"), roster_of("ab"), copies=0)
+    assert none is not None
+    assert none.replicas == ()
+
+
+def test_two_folders_that_are_lost_together_do_not_count_as_two_hosts() -> None:
+    candidate = candidate_of(3)
+    roster = Roster(("rack-1", "rack-1", "rack-2"), ("folder-a", "folder-b", "folder-c"))
+    verified = held(candidate, {"a": "012", "b": "012", "c": "2"}, "abc")
+    plan = recovery_plan(candidate, verified, roster)
+    assert plan is not None
+    assert {(copy.receiver, copy.file) for copy in plan.replicas} == {(2, candidate.files[0]), (2, candidate.files[1])}
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Candidate, dict[str, dict[str, int]], Roster, int]:
+    hosts = "".join(draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=6)))
+    world_size = draw(st.integers(1, 6))
+    candidate = candidate_of(world_size)
+    digits = [str(rank) for rank in range(world_size)]
+    there = sorted(set(hosts))
+    shards = {host: "".join(draw(st.lists(st.sampled_from(digits), unique=True))) for host in there}
+    commits = "".join(draw(st.lists(st.sampled_from(there), unique=True)))
+    return candidate, held(candidate, shards, commits), roster_of(hosts), draw(st.integers(0, 3))
+
+
+@given(situations())
+def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_it_can(
+    situation: tuple[Candidate, dict[str, dict[str, int]], Roster, int],
+) -> None:
+    candidate, verified, roster, copies = situation
+    plan = recovery_plan(candidate, verified, roster, copies)
+    assert (plan is None) == bool(missing(candidate, verified))
+    if plan is None:
+        return
+    before = {folder: set(verified.get(folder, {})) for folder in roster.sharers}
+    found = after(plan, verified, roster)
+    wanted = min(copies + 1, len(set(roster.hosts)))
+    for file in candidate.files:
+        assert len({folder for folder, files in found.items() if file in files}) >= wanted
+    for folder, ranks in roster.sharers.items():
+        needed = {*candidate.files_of(ranks), COMMIT_FILE}
+        assert needed <= found[folder]
+        brought = {fetch.file for fetch in plan.fetches if roster.folders[fetch.receiver] == folder}
+        assert brought == needed - before[folder]
+
+
+# --- verifying --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(1, 5))
+def test_the_ranks_of_a_host_verify_everything_once_and_none_much_more_than_its_part(
+    sizes: list[int], sharers: int
+) -> None:
+    candidate = candidate_of(len(sizes))
+    listing = Listing({20: candidate}, {20: dict(zip(candidate.files, sizes, strict=True))})
+    ranks = list(range(3, 3 + sharers))
+    shares = [verification_share(listing, candidate, ranks, rank) for rank in ranks]
+    assert sorted(file for share in shares for file in share) == sorted(candidate.objects)
+    here = listing.objects_of(candidate)
+    loads = [sum(here[file] + 1 for file in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes) + 1

@@ -1,0 +1,226 @@
+"""Checkpoints in memory: folders `step-<N>_ckpt` in a job's container, which is looked at without being claimed."""
+
+from __future__ import annotations
+
+import base64
+import math
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, TensorRow, still_there
+from torchelastic.checkpoint.command.shard_checks import damage_of
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.job_file import JOB_FILE, decode_record
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.tree import unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from torchelastic.checkpoint.memory.commit import Commit
+
+
+class MemorySteps(Format):
+    """Folders of steps."""
+
+    kind = "memory"
+
+    def find(self, path: Path) -> list[Found]:
+        """One step, or all in the container of a job: by generation, as those that load them choose."""
+        if not path.is_dir():
+            return []
+        if _is_one(path):
+            return [self._look_at(path)]
+        with explained("list the checkpoints in memory", path):
+            folders = [folder for folder in path.iterdir() if _is_one(folder)]
+        found = still_there((folder, partial(self._look_at, folder)) for folder in folders)
+        return sorted(found, key=lambda one: (one.facts.get("generation", -1), one.step or 0), reverse=True)
+
+    def contents(self, found: Found) -> Contents:
+        """Out of the commit; of the pickles those whose shards are here."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        from torchelastic.checkpoint.shards.tensors import dtype_name
+
+        metadata = read_commit(found.path, with_content=True).metadata
+        holders: dict[str, list[str]] = {}
+        for index, item in (metadata.storage_data or {}).items():
+            files = holders.setdefault(index.fqn, [])
+            files += [item.file] if item.file not in files else []
+        rows = [
+            TensorRow(
+                fqn,
+                dtype_name(item.properties.dtype),
+                tuple(item.size),
+                math.prod(item.size) * item.properties.dtype.itemsize,
+                tuple(sorted(holders.get(fqn, ()))),
+            )
+            for fqn, item in metadata.state_dict_metadata.items()
+            if isinstance(item, TensorStorageMetadata)
+        ]
+        values = [[fqn, {"pickle": base64.b64encode(data).decode()}] for fqn, data in _pickles(found, metadata)]
+        return Contents({"dict": values}, rows)
+
+    def verify(self, found: Found, advance: Advance) -> list[str]:
+        """Compares the commit, the shards that are here, and the extra files."""
+        try:
+            commit = read_commit(found.path, with_content=True)
+        except CorruptCheckpointError as error:
+            return [str(error)]
+        lines = []
+        for path in found.shards:
+            try:
+                with ShardReader(path) as shard:
+                    lines += damage_of(shard, advance)
+            except CorruptCheckpointError as error:
+                lines.append(str(error))
+        for name, content in commit.extras.items():
+            file = found.path / name
+            if not file.is_file() or file.read_bytes() != content:
+                lines.append(f"{file} is not what the commit holds of it: it is missing, or was changed")
+        return lines
+
+    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+        """Through DCP, nested as its planner has stored it."""
+        from torchelastic.checkpoint.command.foreign.dcp import read_through
+        from torchelastic.checkpoint.memory.reader import MemoryStorageReader
+
+        if found.partial is not None:
+            raise CheckpointError(
+                f"{found.path} is not whole ({found.partial}): convert it where all of its shards are"
+            )
+        loader: Any = _LocalFiles(found.path)
+        return read_through(MemoryStorageReader(found.path, loader, allow_pickles=allow_pickles), found.path)
+
+    def remove(self, found: Found) -> None:
+        """Never: its job does that."""
+        raise CommandError(
+            f"{found.path} is in the memory of a job, which removes old ones itself: use `prune --dead` when it is over"
+        )
+
+    def _look_at(self, folder: Path) -> Found:
+        with explained("look at the checkpoint", folder):
+            sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+            saved_s = _commit_path(folder).stat().st_ctime if _commit_path(folder).exists() else folder.stat().st_mtime
+        try:
+            commit, damage = read_commit(folder), None
+        except CorruptCheckpointError as error:
+            commit, damage = None, str(error)
+        run_id = _run_id_of(folder.parent)
+        facts: dict[str, Any] = {} if run_id is None else {"run": run_id}
+        here: list[str] = []
+        if commit is not None:
+            settled = "yes" if _commit_path(folder).name == COMMIT_FILE else "not yet: no other host has the commit"
+            facts |= {"generation": commit.generation, "save": commit.save_id, "replaces older ones": settled}
+            here = [file for file in commit.files if file in sizes]
+        return Found(
+            format=self,
+            path=folder,
+            name=folder.name,
+            step=CheckpointContainerId.parse_version_container_step(folder.name),
+            world_size=commit.world_size if commit else None,
+            saved_s=saved_s,
+            size_bytes=sum(sizes.values()),
+            damage=damage,
+            partial=_partial(commit, here) if commit else None,
+            shards=tuple(folder / file for file in here),
+            facts=facts,
+        )
+
+
+class _LocalFiles:
+    """What `MemoryStorageReader` asks of a loader, for a checkpoint of which everything is here."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return read_commit(self._folder, with_content=True).metadata
+
+    def open(self, _: Any, file: str) -> ShardReader:
+        return ShardReader(self._folder / file)
+
+    def repair(self, _: Any, file: str) -> ShardReader:
+        return self.open(_, file)  # there is no other copy: reading it again names what is damaged
+
+
+def read_commit(folder: Path, *, with_content: bool = False) -> Commit:
+    """The commit of a step, without claiming its container.
+
+    Args:
+        folder: of the step.
+        with_content: also the metadata and the extra files; without, only the header is read.
+
+    Raises:
+        CorruptCheckpointError: there is none, or it is damaged.
+        CheckpointError: it cannot be read.
+    """
+    from torchelastic.checkpoint.memory.commit import commit_from
+
+    path = _commit_path(folder)
+    if not path.exists():
+        raise CorruptCheckpointError(f"{folder} has no commit: it is being written, or was never complete")
+    with ShardReader(path) as shard:
+        content = unflatten(shard.header.structure, shard.read()) if with_content else None
+        meta = shard.header.meta
+    try:
+        return commit_from(meta, content)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{path}: {error}") from error
+
+
+def _commit_path(folder: Path) -> Path:
+    """A pending one is the newer of two."""
+    pending = folder / PENDING_FILE
+    return pending if pending.exists() else folder / COMMIT_FILE
+
+
+def _partial(commit: Commit, here: list[str]) -> str | None:
+    if len(here) == len(commit.files):
+        return None
+    ranks = ", ".join(str(name.rank) for file in here if (name := ShardName.find(file)) is not None)
+    return f"only the shards of rank(s) {ranks or 'none'} of {commit.world_size} are here"
+
+
+def _pickles(found: Found, metadata: Metadata) -> list[tuple[str, bytes]]:
+    """What the planner has pickled, unopened."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    wanted = [
+        (index.fqn, item)
+        for index, item in (metadata.storage_data or {}).items()
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata)
+    ]
+    with ExitStack() as opened:
+        shards = {path.name: opened.enter_context(ShardReader(path)) for path in found.shards}
+        try:
+            return [
+                (fqn, shards[item.file].read_one(item.entry).numpy().tobytes())
+                for fqn, item in wanted
+                if item.file in shards
+            ]
+        except KeyError as error:
+            raise CorruptCheckpointError(f"a shard in {found.path} lacks {error}, which its commit promises") from error
+
+
+def _run_id_of(container: Path) -> str | None:
+    try:
+        return decode_record((container / JOB_FILE).read_bytes()).run_id
+    except (OSError, CorruptCheckpointError):
+        return None
+
+
+def _is_one(folder: Path) -> bool:
+    """Whether it is the folder of a step with anything of a checkpoint in it."""
+    if CheckpointContainerId.parse_version_container_step(folder.name) is None or not folder.is_dir():
+        return False
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:
+        return False
+    return any(name in (COMMIT_FILE, PENDING_FILE) or ShardName.find(name) is not None for name in names)

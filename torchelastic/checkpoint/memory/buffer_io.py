@@ -1,0 +1,230 @@
+"""An object in memory as a file: written and grown like one, sealed as a shard when it is closed, checked when read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import CheckpointObjectId
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.header import Entry, Header
+from torchelastic.checkpoint.shards.reading import ShardReader
+
+ENTRY = "data"
+MOST_SIGNATURE_BYTES = 8
+_GROWTH = 1.1
+_LEAST_GROWTH_BYTES = 1 << 20
+
+
+class BufferIO:
+    """One object of a checkpoint, open for writing or for reading; by one thread at a time.
+
+    Make one with `create` or `open`, or through `CheckpointObjectManager`.
+
+    Attributes:
+        object_id: the object.
+    """
+
+    def __init__(self, object_id: CheckpointObjectId) -> None:
+        self.object_id = object_id
+        self._position = 0
+        self._length = 0
+        self._signature = b""
+        self._content: memoryview | None = None
+        self._container: Container | None = None
+        self._step = 0
+        self._keep: Any = None  # what the content lies in
+
+    @classmethod
+    def create(cls, object_id: CheckpointObjectId, container: Container, step: int, size_bytes: int) -> BufferIO:
+        """A new object; nobody sees it until it is closed.
+
+        Args:
+            object_id: in the container of the step.
+            container: of the job.
+            step: of the checkpoint.
+            size_bytes: how much is expected; it grows if more is written.
+
+        Raises:
+            ValueError: the size is negative.
+            CheckpointError: there is no room.
+        """
+        if size_bytes < 0:
+            raise ValueError(f"the size of {object_id} is {size_bytes}: give 0 or more bytes")
+        made = cls(object_id)
+        made._container, made._step = container, step
+        made._reserve(size_bytes)
+        return made
+
+    @classmethod
+    def open(cls, object_id: CheckpointObjectId) -> BufferIO:
+        """An object that is there, for reading; its content is compared with its checksum first.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or no object that was written like this.
+            CheckpointError: it is not there.
+        """
+        made = cls(object_id)
+        with ShardReader(Path(str(object_id))) as shard:
+            if [entry.name for entry in shard.header.entries] != [ENTRY]:
+                raise CorruptCheckpointError(f"{object_id} is a shard of tensors: read it with ShardReader")
+            made._keep = shard.map()[ENTRY]
+            made._signature = bytes.fromhex(str(shard.header.meta.get("signature", "")))
+        made._content = memoryview(made._keep.numpy()).toreadonly()
+        made._length = made._content.nbytes
+        return made
+
+    @property
+    def is_readonly(self) -> bool:
+        """Whether it was opened for reading."""
+        return self._container is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._content is None
+
+    @property
+    def format_signature(self) -> bytes:
+        """What says how the content is to be read; empty if nothing was set."""
+        return self._signature
+
+    def set_format_signature(self, signature: bytes) -> None:
+        """Says how the content is to be read. Raises: ValueError if that is longer than 8 bytes."""
+        self._require_writable()
+        if len(signature) > MOST_SIGNATURE_BYTES:
+            raise ValueError(f"the signature {signature!r} is longer than {MOST_SIGNATURE_BYTES} bytes")
+        self._signature = bytes(signature)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Writes at the position, and grows where that is needed; returns how many bytes were written."""
+        source = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        self.next_buffer_slice(source.nbytes)[:] = source
+        return source.nbytes
+
+    def next_buffer_slice(self, size_bytes: int) -> memoryview:
+        """The next bytes to write into, of which the position is behind afterwards; valid until the object grows."""
+        self._require_writable()
+        end = self._position + size_bytes
+        if end > self._open_content().nbytes:
+            self.resize(max(int(self._open_content().nbytes * _GROWTH), end + _LEAST_GROWTH_BYTES))
+        view = self._open_content()[self._position : end]
+        self._position = end
+        self._length = max(self._length, end)
+        return view
+
+    def resize(self, size_bytes: int) -> None:
+        """Makes room for so many bytes, or cuts what is behind them. Raises: CheckpointError if there is no room."""
+        self._require_writable()
+        if size_bytes > self._open_content().nbytes:
+            old, stage = self._open_content()[: self._length], self._keep
+            self._reserve(size_bytes)
+            self._open_content()[: self._length] = old
+            old.release()
+            if self._container is not None:
+                self._container.pool.give_back(stage)
+        self._length = min(self._length, size_bytes)
+        self._position = min(self._position, size_bytes)
+
+    def read(self, size_bytes: int = -1) -> bytes:
+        """The next bytes; all that follow if the size is negative."""
+        rest = self._open_content()[self._position : self._length]
+        data = bytes(rest if size_bytes < 0 else rest[:size_bytes])
+        self._position += len(data)
+        return data
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:
+        """Fills a buffer with the next bytes; returns how many there were."""
+        target = memoryview(buffer).cast("B")
+        source = self._open_content()[self._position : min(self._length, self._position + target.nbytes)]
+        target[: source.nbytes] = source
+        self._position += source.nbytes
+        return source.nbytes
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Moves the position within what was written. Raises: ValueError if it would be outside."""
+        self._open_content()
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if not 0 <= base + offset <= self._length:
+            raise ValueError(f"{base + offset} is outside of the {self._length} bytes of {self.object_id}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        """The position."""
+        return self._position
+
+    def flush(self) -> None:
+        """Nothing to do: it is memory."""
+
+    def close(self, truncate: bool = True) -> None:
+        """Seals what was written and gives it its name; closing again does nothing.
+
+        Args:
+            truncate: false: the object has all the bytes that there is room for.
+
+        Raises:
+            CheckpointError: it cannot be published.
+        """
+        content, self._content = self._content, None
+        if content is None or self._container is None:
+            self._keep = None
+            return
+        stage, self._keep = self._keep, None
+        length = self._length if truncate else content.nbytes
+        header = _header(length, {"signature": self._signature.hex()})
+        digest = f"{xxhash.xxh3_64_intdigest(content[:length]):016x}"
+        content.release()
+        path = self._container.folder_of(self._step) / self.object_id.name
+        if path.exists():
+            self._container.remove_object(path)  # it is written anew
+        self._container.publish(stage, header.with_checksums([digest]), self._step, self.object_id.name)
+
+    def abandon(self) -> None:
+        """Throws away what was written; nothing gets a name."""
+        content, self._content = self._content, None
+        if content is not None and self._container is not None:
+            self._container.pool.give_back(self._keep)
+        self._keep = None
+
+    def __enter__(self) -> BufferIO:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _reserve(self, size_bytes: int) -> None:
+        assert self._container is not None
+        stage = self._container.take(_header(size_bytes, {"signature": "00" * MOST_SIGNATURE_BYTES}))
+        stage.invalidate()
+        self._keep = stage
+        self._content = stage.slot.view()[stage.data_offset : stage.data_offset + size_bytes]
+
+    def _open_content(self) -> memoryview:
+        if self._content is None:
+            raise ValueError(f"{self.object_id} is closed")
+        return self._content
+
+    def _require_writable(self) -> None:
+        if self.is_readonly:
+            raise io.UnsupportedOperation(f"{self.object_id} was opened for reading")
+
+
+def _header(size_bytes: int, meta: Mapping[str, Any]) -> Header:
+    entry = Entry(
+        ENTRY, str(torch.uint8).removeprefix("torch."), (size_bytes,), Box((0,), (size_bytes,)), 0, size_bytes
+    )
+    return Header(None, (entry,), meta)

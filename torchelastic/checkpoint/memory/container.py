@@ -1,0 +1,378 @@
+"""The folder of one job on this host's tmpfs: its checkpoints, and the slots in which the next ones are built.
+
+All ranks of a host share it, each with slots of its own. Nothing in it is believed without its checksums. Who removes
+what: each process removes its own shards, since it uses their memory again; what no living process holds, anybody does.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.memory.commit import Commit, commit_from, content_of, meta_of
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.job import claim
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, is_part
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.shards.tree import unflatten
+from torchelastic.checkpoint.shards.writing import HIDDEN, hidden_path, save_tree
+
+log = logging.getLogger(__name__)
+
+_PUBLISH_ATTEMPTS = 10
+
+
+class Received(Protocol):
+    """Shards that were received from other hosts into this container."""
+
+    def retire(self, path: Path, /) -> bool:
+        """Removes a shard if it was received by this process, and keeps its slot; false if it is not."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What lies in the container of one step on this host, by names and sizes.
+
+    Attributes:
+        step: its number.
+        shards: the lengths of the shards' files in bytes.
+        commit: without metadata and extra files; None: it is not complete, or its commit cannot be read.
+        is_settled: whether another host has the commit too, so that older steps may go.
+    """
+
+    step: int
+    shards: Mapping[ShardName, int]
+    commit: Commit | None = None
+    is_settled: bool = False
+
+
+@dataclass
+class _Owned:
+    """What this process has published."""
+
+    paths: set[Path] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Container:
+    """One job's folder on this host; may be used by several threads. The same folder may be open in other processes.
+
+    Args:
+        root: the folder, best on tmpfs; created if it is missing. Its last part names the job to the other hosts.
+        disk: what touches files.
+
+    Attributes:
+        root: the folder.
+        name: its last part.
+        pool: the slots of this process.
+        received: what this process has received from other hosts; set by whoever receives.
+
+    Raises:
+        ValueError: the last part of the path cannot name an object.
+        CheckpointError: the folder cannot be used, or belongs to another job.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | CheckpointContainerId, *, disk: Disk = REAL_DISK) -> None:
+        self.root = Path(os.fspath(root) if not isinstance(root, CheckpointContainerId) else str(root)).absolute()
+        self.name = self.root.name
+        if not is_part(self.name):
+            raise ValueError(
+                f"the container {self.root} cannot be used: its last part names the job to the other hosts; use "
+                "letters, digits and _.=@+,- there, at most 128, the first of them no dot"
+            )
+        self.disk = disk
+        self._claim = claim(self.root, disk=disk)
+        self.pool = SlotPool(self.root, disk=disk)
+        self.received: Received | None = None
+        self._owned = _Owned()
+        self._lock = threading.RLock()  # one looks at the commits, or changes them, at a time
+        remove_left_overs(self.root, disk)
+
+    def folder_of(self, step: int) -> Path:
+        """The container of one step; it need not be there."""
+        return self.root / CheckpointContainerId.format_version_container(step)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def take(self, header: Header) -> Stage:
+        """A slot to copy tensors of this layout into; give it to `publish`, or to `pool.give_back`.
+
+        Raises:
+            CheckpointError: there is no room for a new one.
+        """
+        return self.pool.take(header)
+
+    def publish(self, stage: Stage, header: Header, step: int, name: ShardName | str) -> Path:
+        """Seals a stage and gives it its name; on any thread. Where it fails, the stage is given back.
+
+        Args:
+            stage: with all tensors copied.
+            header: of the stage, with checksums and meta.
+            step: of the checkpoint.
+            name: of the shard, or of another object.
+
+        Raises:
+            CheckpointError: the name is taken, or the disk refuses.
+        """
+        path = self.folder_of(step) / str(name)
+        try:
+            stage = self.pool.seal(stage, header)
+            self._publish(stage, path)
+        except BaseException:
+            self.pool.give_back(stage)
+            raise
+        self._own(path)
+        return path
+
+    def _publish(self, stage: Stage, path: Path) -> None:
+        for attempt in range(_PUBLISH_ATTEMPTS):
+            self.disk.make_folder(path.parent)
+            try:
+                self.pool.publish(stage, path)
+                return
+            except CheckpointError as error:
+                # another rank, tidying up, has removed the folder of this step in the moment when it was empty
+                if error.errno != errno.ENOENT or attempt == _PUBLISH_ATTEMPTS - 1:
+                    raise
+
+    def adopt(self, stage: Stage, step: int, name: ShardName) -> None:
+        """Another process has sealed this stage and given it its name, on behalf of this one."""
+        path = self.folder_of(step) / str(name)
+        self.pool.adopt(stage, path)
+        self._own(path)
+
+    def _own(self, path: Path) -> None:
+        with self._owned.lock:
+            self._owned.paths.add(path)
+
+    def write_commit(self, commit: Commit, *, is_settled: bool) -> Path:
+        """Makes a step complete on this host, with its extra files; replaces an older commit of the same step.
+
+        Args:
+            commit: of shards that all have their replicas.
+            is_settled: false until another host has it too; until then older steps stay.
+
+        Raises:
+            CheckpointError: the disk refuses; nothing has changed.
+        """
+        with self._lock:
+            return self._write_commit(commit, is_settled=is_settled)
+
+    def _write_commit(self, commit: Commit, *, is_settled: bool) -> Path:
+        folder = self.folder_of(commit.step)
+        new = folder / f"commit.{secrets.token_hex(4)}.new"  # not hidden: nobody holds it between here and its rename
+        self.disk.make_folder(folder)
+        save_tree(new, content_of(commit), meta=meta_of(commit), disk=self.disk)
+        try:
+            self._write_extras(folder, commit.extras)
+            self.disk.rename(new, folder / PENDING_FILE)
+        except BaseException:
+            self.disk.remove(new)
+            raise
+        return self.settle(commit.step) if is_settled else folder / PENDING_FILE
+
+    def settle(self, step: int) -> Path:
+        """Another host has the commit of this step too. Raises: CheckpointError."""
+        folder = self.folder_of(step)
+        with self._lock:
+            self.disk.rename(folder / PENDING_FILE, folder / COMMIT_FILE)
+        return folder / COMMIT_FILE
+
+    def _write_extras(self, folder: Path, extras: Mapping[str, bytes]) -> None:
+        for name, content in extras.items():
+            hidden = hidden_path(self.root)
+            descriptor = self.disk.create(hidden)
+            try:
+                self.disk.write(descriptor, [memoryview(content)], hidden)
+                self.disk.rename(hidden, folder / name)
+            except BaseException:
+                self.disk.remove(hidden)
+                raise
+            finally:
+                os.close(descriptor)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[Step]:
+        """What is here, newest first: by generation where there is a commit, then by step.
+
+        Raises:
+            CheckpointError: the folder cannot be listed.
+        """
+        found = []
+        with self._lock, explained("list the checkpoints in memory", self.root):
+            for entry in os.scandir(self.root):
+                number = CheckpointContainerId.parse_version_container_step(entry.name)
+                if number is not None and entry.is_dir(follow_symlinks=False):
+                    found.append(self._look_into(number, Path(entry.path)))
+        return sorted(found, key=lambda one: (one.commit.generation if one.commit else -1, one.step), reverse=True)
+
+    def _look_into(self, step: int, folder: Path) -> Step:
+        sizes: dict[ShardName, int] = {}
+        try:
+            for entry in os.scandir(folder):
+                name = ShardName.find(entry.name)
+                if name is not None:
+                    sizes[name] = entry.stat().st_size
+            is_settled = (folder / COMMIT_FILE).exists() and not (folder / PENDING_FILE).exists()
+            commit = self.read_commit(step, with_content=False)
+        except FileNotFoundError:
+            return Step(step, {})  # removed while we look
+        except CheckpointError as error:
+            is_there = self.commit_path(step) is not None  # else another process has removed it while we looked
+            if is_there and not isinstance(error, CorruptCheckpointError):
+                log.warning("the commit of step %d cannot be read: %s", step, error)
+            return Step(step, sizes)
+        return Step(step, sizes, commit, is_settled)
+
+    def commit_path(self, step: int) -> Path | None:
+        """Where the commit of a step lies; None if there is none. A pending one is the newer of two."""
+        folder = self.folder_of(step)
+        return next((folder / name for name in (PENDING_FILE, COMMIT_FILE) if (folder / name).exists()), None)
+
+    def read_commit(self, step: int, *, with_content: bool = True) -> Commit:
+        """The commit of a step.
+
+        Args:
+            step: which.
+            with_content: also the metadata and the extra files; without, only the header is read.
+
+        Raises:
+            CorruptCheckpointError: there is none, or it is damaged.
+            CheckpointError: it cannot be read.
+        """
+        path = self.commit_path(step)
+        if path is None:
+            raise CorruptCheckpointError(f"{self.folder_of(step)} has no commit: it is not complete")
+        with ShardReader(path) as shard:
+            content = unflatten(shard.header.structure, shard.read()) if with_content else None
+            commit = commit_from(shard.header.meta, content)
+        if commit.step != step:
+            raise CorruptCheckpointError(f"{path} is the commit of step {commit.step}")
+        return commit
+
+    # --- removing -----------------------------------------------------------------------------------------------------
+
+    def newest_generation(self) -> int:
+        """The highest generation of the commits here; -1 if there is none."""
+        return max((step.commit.generation for step in self.steps() if step.commit), default=-1)
+
+    def tidy(self) -> list[int]:
+        """Removes what the newest settled commit has replaced, as far as it is this process's to remove.
+
+        That is every commit of a lower generation, and every shard of its generation or a lower one that is none of its
+        own, whatever the steps: a run may have gone back. Call it on any thread.
+
+        Returns:
+            The steps that are gone.
+        """
+        with self._lock:
+            return self._tidy()
+
+    def _tidy(self) -> list[int]:
+        steps = self.steps()
+        settled = next((one.commit for one in steps if one.commit is not None and one.is_settled), None)
+        if settled is None:
+            return []
+        gone = []
+        for one in steps:
+            if one.commit is not None and one.commit.generation < settled.generation:
+                self._remove_commit(one.step)
+            for name in one.shards:
+                is_kept = one.step == settled.step and str(name) in settled.files
+                if name.generation <= settled.generation and not is_kept:
+                    self._retire(self.folder_of(one.step) / str(name))
+            if one.step != settled.step and self._remove_if_empty(one.step):
+                gone.append(one.step)
+        return gone
+
+    def remove(self, step: int) -> None:
+        """Removes a step as far as it is this process's to remove; it is no checkpoint any more. It may be gone.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        with self._lock:
+            self._remove_commit(step)
+            for name in self._look_into(step, self.folder_of(step)).shards:
+                self._retire(self.folder_of(step) / str(name))
+            self._remove_if_empty(step)
+
+    def remove_object(self, path: Path) -> None:
+        """Removes one file of a step, unless another process uses it. Raises: CheckpointError if the disk refuses."""
+        self._retire(path)
+
+    def _remove_commit(self, step: int) -> None:
+        for name in (COMMIT_FILE, PENDING_FILE):
+            self.disk.remove(self.folder_of(step) / name)
+
+    def _retire(self, path: Path) -> None:
+        with self._owned.lock:
+            is_ours = path in self._owned.paths
+            self._owned.paths.discard(path)
+        if is_ours:
+            self.pool.retire(path)
+        elif not (self.received is not None and self.received.retire(path)) and _is_nobodys(path):
+            self.disk.remove(path)
+
+    def _remove_if_empty(self, step: int) -> bool:
+        """Removes a step's folder if only extra files are left in it."""
+        folder = self.folder_of(step)
+        try:
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries]
+            if any(name.endswith(".shard") for name in names):
+                return False
+            for name in names:
+                self._retire(folder / name)
+            with explained("remove a checkpoint", folder):
+                folder.rmdir()
+        except FileNotFoundError:
+            return True
+        except CheckpointError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):  # somebody has begun to write there: good
+                raise
+            return error.errno == errno.ENOENT
+        return True
+
+    def remove_all(self) -> None:
+        """Removes the whole folder with everything in it: the job is over. Slots of this process are given back."""
+        self.close()
+        self.disk.remove_folder(self.root)
+
+    def close(self) -> None:
+        """Gives the memory of free slots back; what is published stays."""
+        self.pool.close()
+        self._claim.close()
+
+
+def _is_nobodys(path: Path) -> bool:
+    """Whether no living process holds a shard, as its writer or as a reader (both keep it locked)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # gone meanwhile, or not ours
+    try:
+        return lock_file(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file of the container is a slot or something unfinished."""
+    return name.startswith(HIDDEN)

@@ -1,0 +1,122 @@
+"""What lies in a container on this host: listed, verified, and told to the others as JSON."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.memory.choice import Candidate, Listing
+from torchelastic.checkpoint.memory.commit import Commit
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE
+from torchelastic.checkpoint.shards.reading import ShardReader
+
+log = logging.getLogger(__name__)
+
+
+def list_container(container: Container) -> list[Any]:
+    """What a container holds, by names, for `listing_from`. Raises: CheckpointError if it cannot be listed."""
+    found = []
+    for one in container.steps():
+        commit = None
+        if one.commit is not None:
+            commit = [one.commit.generation, one.commit.save_id, one.commit.world_size, list(one.commit.files)]
+        found.append([one.step, commit, {str(name): size_bytes for name, size_bytes in one.shards.items()}])
+    return found
+
+
+def listing_from(told: Sequence[Any]) -> Listing:
+    """What `list_container` told."""
+    commits, files = {}, {}
+    for step, commit, sizes in told:
+        files[int(step)] = {str(file): int(size_bytes) for file, size_bytes in sizes.items()}
+        if commit is not None:
+            generation, save_id, world_size, names = commit
+            commits[int(step)] = Candidate(
+                int(generation), int(step), str(save_id), int(world_size), tuple(sorted(map(str, names)))
+            )
+    return Listing(commits, files)
+
+
+def verify(container: Container, candidate: Candidate, files: Sequence[str]) -> dict[str, int]:
+    """Compares objects of a checkpoint with their checksums; what is damaged is removed, with a warning.
+
+    Args:
+        container: where they are.
+        candidate: the checkpoint.
+        files: shards, and maybe the commit.
+
+    Returns:
+        The good ones, with their sizes in bytes (commit: 0).
+    """
+    good = {}
+    for file in files:
+        try:
+            good[file] = _verified_bytes(container, candidate, file)
+        except CorruptCheckpointError as error:
+            log.warning("%s of step %d is of no use and is removed: %s", file, candidate.step, error)
+            remove_damaged(container, candidate.step, file)
+        except CheckpointError as error:
+            log.warning("%s of step %d cannot be read: %s", file, candidate.step, error)
+    return good
+
+
+def _verified_bytes(container: Container, candidate: Candidate, file: str) -> int:
+    if file == COMMIT_FILE:
+        commit = container.read_commit(candidate.step)
+        if commit.save_id != candidate.save_id:
+            raise CheckpointError(f"step {candidate.step} was saved anew meanwhile")
+        _mend_extras(container, commit)
+        return 0
+    with ShardReader(container.folder_of(candidate.step) / file) as shard:
+        shard.verify()
+        return shard.size_bytes
+
+
+def _mend_extras(container: Container, commit: Commit) -> None:
+    """Writes the extra files anew where they are not what the commit says; they have no checksums of their own."""
+    folder = container.folder_of(commit.step)
+    for name, content in commit.extras.items():
+        try:
+            is_same = (folder / name).read_bytes() == content
+        except OSError:
+            is_same = False
+        if not is_same:
+            log.warning("%s of step %d is not what was saved: it is written anew", name, commit.step)
+            container.write_commit(commit, is_settled=not (folder / PENDING_FILE).exists())
+            return
+
+
+def remove_damaged(container: Container, step: int, file: str) -> None:
+    """Removes an object that proved damaged, also where another process holds it: nobody can use it."""
+    path = container.commit_path(step) if file == COMMIT_FILE else container.folder_of(step) / file
+    if path is None:
+        return
+    if file != COMMIT_FILE:
+        container.remove_object(path)
+    container.disk.remove(path)
+
+
+def settle(container: Container, candidate: Candidate, *, is_elsewhere: bool) -> None:
+    """The chosen checkpoint is on all hosts: what it replaces may go.
+
+    Newer ones, which nobody could put together, do not count as settled any more; else they would replace this one.
+
+    Args:
+        container: of this host.
+        candidate: the checkpoint.
+        is_elsewhere: whether there is another host.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    for one in container.steps():
+        if one.commit is None:
+            continue
+        if one.commit.generation > candidate.generation and one.is_settled:
+            folder = container.folder_of(one.step)
+            container.disk.rename(folder / COMMIT_FILE, folder / PENDING_FILE)
+        if is_elsewhere and one.step == candidate.step and not one.is_settled:
+            container.settle(one.step)

@@ -1,0 +1,300 @@
+"""What one rank writes of a plan: its tensors and its pickles, with their names, and where they go in a shard."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align, encode_header, place
+from torchelastic.checkpoint.shards.tensors import dtype_name, encode_leaf
+from torchelastic.checkpoint.shards.tree import NamedTensor
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: The place behind the tensors where the pickles go: their sizes change from save to save, and nothing moves for it.
+BYTES_ENTRY = "~bytes"
+#: How much a header grows by an entry for a pickle, beside its name; and by any entry with an unknown name.
+_ENTRY_BYTES, _NAMED_ENTRY_BYTES = 160, 256
+_MAX_KNOWN_PICKLES = 100_000
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The items of a plan with what they hold now.
+
+    Attributes:
+        tensors: items and what they hold; not copied.
+        pickles: items and the bytes that the planner made.
+        names: of their entries, by position: first the tensors, then the pickles.
+    """
+
+    tensors: list[tuple[WriteItem, torch.Tensor]]
+    pickles: list[tuple[WriteItem, memoryview]]
+    names: list[str]
+
+    @property
+    def items(self) -> list[WriteItem]:
+        """All of them, in the order of the names."""
+        return [item for item, _ in self.tensors] + [item for item, _ in self.pickles]
+
+    @property
+    def pickled_bytes(self) -> int:
+        """How long the pickles are, with the gaps between them."""
+        return sum(align(content.nbytes, ALIGNMENT_BYTES) for _, content in self.pickles)
+
+
+def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickles: bool = False) -> Resolved:
+    """Asks the planner for what is to be written; copies no tensor.
+
+    Args:
+        plan: the final one of this rank.
+        planner: of this save.
+        allow_pickles: do not ask whether the pickles can be read without running code.
+
+    Raises:
+        TypeError: a tensor is of a kind that is not stored, or a pickle holds more than plain values; names it.
+        ValueError: the planner gives a tensor of another shape than it has planned.
+    """
+    tensors, pickles = [], []
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            content = planner.resolve_data(item)
+            pickles.append((item, _checked(content, item.index.fqn, allow_pickles)))
+        else:
+            tensors.append((item, _plain(planner.resolve_data(item), item)))
+    names = unique_names([item for item, _ in tensors] + [item for item, _ in pickles])
+    return Resolved(tensors, pickles, names)
+
+
+def unique_names(items: Sequence[WriteItem]) -> list[str]:
+    """A name for the entry of each item: its fqn, with where it begins if there are several parts of one; pure."""
+    fqns = [item.index.fqn for item in items]
+    if len(set(fqns)) == len(fqns):
+        return fqns
+    often, taken, names = Counter(fqns), set(fqns), []
+    for item, fqn in zip(items, fqns, strict=True):
+        name = fqn
+        if often[fqn] > 1:
+            name = base = f"{fqn}@{','.join(map(str, item.index.offset or ()))}"
+            number = 2
+            while name in taken:
+                name, number = f"{base}~{number}", number + 1
+            taken.add(name)
+        names.append(name)
+    return names
+
+
+def _plain(value: Any, item: WriteItem) -> torch.Tensor:
+    """A tensor with data that lie somewhere."""
+    fqn, tensor = item.index.fqn, value
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"the planner gives a {type(value).__name__} for the tensor {fqn!r}")
+    if (
+        type(tensor) not in _PLAIN
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_meta
+        or tensor.is_nested
+        or (tensor.numel() and not tensor.data_ptr())
+    ):
+        leaf = encode_leaf(tensor, fqn)  # says what is wrong with it
+        if len(leaf.parts) != 1 or leaf.recipe["kind"] not in ("strided", "shard"):
+            raise TypeError(f"the tensor {fqn!r} is quantised or sparse: save it dequantised, or with to_dense()")
+        tensor = leaf.parts[0].tensor
+    sizes = _chunk(item).sizes
+    if tensor.shape != sizes:
+        raise ValueError(f"{fqn!r} was planned with {tuple(sizes)} elements, and is {tuple(tensor.shape)} now")
+    return tensor.detach()
+
+
+def _chunk(item: WriteItem) -> Box:
+    data = item.tensor_data
+    if data is None:
+        raise ValueError(f"the planner says nothing of the shape of {item.index.fqn!r}")
+    return Box.whole(data.size) if data.chunk is None else _box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+@lru_cache(maxsize=65536)
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    return Box(offsets, sizes)
+
+
+# --- pickles ----------------------------------------------------------------------------------------------------------
+
+#: Digests of pickles that were found to hold plain values only: most do not change from save to save.
+_plain_pickles: set[bytes] = set()
+
+
+def _checked(content: Any, fqn: str, allow_pickles: bool) -> memoryview:
+    if not isinstance(content, io.BytesIO):
+        raise TypeError(f"the planner gives a {type(content).__name__} for {fqn!r}: it must be an io.BytesIO")
+    view = content.getbuffer()
+    if allow_pickles:
+        return view
+    digest = xxhash.xxh3_128_digest(view)
+    if digest not in _plain_pickles:
+        try:
+            torch.load(io.BytesIO(view), map_location="cpu", weights_only=True)
+        except (UnpicklingError, RuntimeError, ValueError, EOFError, TypeError, AttributeError) as error:
+            raise TypeError(
+                f"{fqn!r} is an object whose pickle may run code when it is read: save plain values and tensors, such "
+                "as a state_dict(), or give allow_pickles=True to the MemoryStorageWriter and to the "
+                f"MemoryStorageReader ({str(error).splitlines()[0] if str(error) else error!r})"
+            ) from error
+        if len(_plain_pickles) >= _MAX_KNOWN_PICKLES:
+            _plain_pickles.clear()
+        _plain_pickles.add(digest)
+    return view
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+class RecurringItems:
+    """Lays out the shards of one rank: what is the same as last time is not worked out anew. For any threads.
+
+    The tensors stand in front, as they are every time, and behind them is room for the pickles.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[list[Any], Header] | None = None
+
+    def lay_out(self, resolved: Resolved) -> Header:
+        """The layout to take a slot with: an entry per tensor, and `BYTES_ENTRY`."""
+        needed = resolved.pickled_bytes
+        chunks = [_chunk(item) for item, _ in resolved.tensors]
+        looks = [
+            (name, tensor.dtype, item.tensor_data.size if item.tensor_data else None, chunk)
+            for (item, tensor), name, chunk in zip(resolved.tensors, resolved.names, chunks, strict=False)
+        ]
+        last = self._last
+        if last is not None and looks == last[0] and _fits(last[1], needed, len(resolved.pickles)):
+            return last[1]
+        named = [
+            NamedTensor(name, tensor, tuple(look[2] or ()), chunk, item.type == WriteItemType.SHARD)
+            for (item, tensor), name, chunk, look in zip(resolved.tensors, resolved.names, chunks, looks, strict=False)
+        ]
+        reserve = sum(_ENTRY_BYTES + 6 * len(name) for name in resolved.names[len(named) :])
+        header = with_room(place(named), needed, reserve, len(resolved.pickles))
+        self._last = looks, header
+        return header
+
+
+class RecurringCopies:
+    """Lays out copies of the state of one rank; what is as last time is not worked out anew. For any threads."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[Any], Header] | None = None
+        self._pickled_bytes = 0
+
+    def lay_out(self, sources: Sequence[torch.Tensor], values: int, value_bytes: int) -> Header:
+        """The layout to take a slot with: an entry per tensor, by number, and `BYTES_ENTRY`.
+
+        Args:
+            sources: the tensors, none of them empty.
+            values: how many other values there are in the state.
+            value_bytes: how long their pickles will be, about.
+        """
+        looks = [(tensor.shape, tensor.dtype) for tensor in sources]
+        pickled_bytes = max(value_bytes, self._pickled_bytes)
+        last = self._last
+        if last is not None and looks == last[0] and pickled_bytes <= last[1].entries[-1].size_bytes:
+            return last[1]
+        entries = place(
+            NamedTensor(str(index), tensor, tuple(tensor.shape), Box.whole(tensor.shape))
+            for index, tensor in enumerate(sources)
+        )
+        header = with_room(entries, pickled_bytes, _NAMED_ENTRY_BYTES * (len(sources) + values), values)
+        self._last = looks, header
+        return header
+
+    def needed(self, pickled_bytes: int) -> None:
+        """So long were the pickles really: next time there is room for them."""
+        self._pickled_bytes = max(self._pickled_bytes, pickled_bytes)
+
+
+def with_room(entries: tuple[Entry, ...], pickled_bytes: int, reserve_bytes: int, pickles: int) -> Header:
+    """A layout with room for pickles behind the tensors, and for their entries in the header.
+
+    Args:
+        entries: of the tensors.
+        pickled_bytes: how long the pickles are; a quarter more is kept free.
+        reserve_bytes: how much longer the header will get.
+        pickles: how many there are.
+    """
+    capacity = align(pickled_bytes * 5 // 4, 4096) if pickled_bytes else 0
+    end = max((entry.offset_bytes + entry.size_bytes for entry in entries), default=0)
+    last = Entry(BYTES_ENTRY, "uint8", (capacity,), Box.whole((capacity,)), align(end, ALIGNMENT_BYTES), capacity)
+    # the slot keeps as much free in front of the data as this header needs
+    return Header(None, (*entries, last), {"reserved": " " * (reserve_bytes * 5 // 4), "pickles": pickles})
+
+
+def _fits(header: Header, pickled_bytes: int, pickles: int) -> bool:
+    capacity = header.entries[-1].size_bytes
+    is_wasteful = capacity > 4 * pickled_bytes + 2**20
+    return pickled_bytes <= capacity and not is_wasteful and pickles <= header.meta["pickles"]
+
+
+def entries_of_pickles(resolved: Resolved, room: Entry) -> list[Entry]:
+    """The entries of the pickles, one behind the other, beginning where `BYTES_ENTRY` does."""
+    entries, offset = [], room.offset_bytes
+    for (_, content), name in zip(resolved.pickles, resolved.names[len(resolved.tensors) :], strict=True):
+        size = content.nbytes
+        entries.append(Entry(name, "uint8", (size,), Box.whole((size,)), offset, size))
+        offset = align(offset + size, ALIGNMENT_BYTES)
+    return entries
+
+
+def entries_in_place(resolved: Resolved, layout: Header, data_begin: int) -> tuple[list[Entry], list[str]] | None:
+    """The entries of a plan whose tensors lie in a copy of the state already, if they are exactly what is in it.
+
+    Args:
+        resolved: the items.
+        layout: of the copy: its tensors that are not empty, and `BYTES_ENTRY`.
+        data_begin: the address of its data.
+
+    Returns:
+        The entries without those of pickles, in the order of their bytes, what is empty at the end; and the name of
+        the entry of each tensor's item. None if the plan wants less, more or other things than what lies there.
+    """
+    at = {entry.offset_bytes: index for index, entry in enumerate(layout.entries[:-1])}
+    found: list[Entry | None] = [None] * len(at)
+    empty, entry_names = [], []
+    for (item, tensor), name in zip(resolved.tensors, resolved.names, strict=False):
+        chunk, shape = _chunk(item), tuple(item.tensor_data.size) if item.tensor_data else ()
+        entry = Entry(name, dtype_name(tensor.dtype), shape, chunk, 0, 0, is_shard=item.type == WriteItemType.SHARD)
+        entry_names.append(name)
+        if not tensor.numel():
+            empty.append(entry)
+            continue
+        index = at.get(tensor.data_ptr() - data_begin)
+        if index is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        there, first = layout.entries[index], found[index]
+        entry = replace(entry, offset_bytes=there.offset_bytes, size_bytes=there.size_bytes)
+        if there.size_bytes != tensor.numel() * tensor.element_size():
+            return None
+        if first is None:
+            found[index] = entry
+        elif replace(entry, name=first.name) == first:
+            entry_names[-1] = first.name  # one tensor under two names
+        else:
+            return None
+    complete = [entry for entry in found if entry is not None]
+    if len(complete) < len(found):
+        return None
+    return [*complete, *empty], entry_names
+
+
+def header_bytes(header: Header) -> int:
+    """How long the header is, encoded; checksums do not change that."""
+    return len(encode_header(header))

@@ -1,0 +1,302 @@
+"""Which folder of this host's memory is this job's, and the claim on it that lasts as long as its processes do.
+
+A container has to be the same after a restart, and another one for another job. So its name is made from the run id,
+and whoever uses it holds the lock of its file `.job` (`job_file.py`): two jobs that would share one are told so, and
+what dead jobs have left is found (`dead.py`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.memory.job_file import (
+    JobRecord,
+    is_current,
+    open_job_file,
+    put_job_file,
+    read_record,
+    this_boot,
+)
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+
+log = logging.getLogger(__name__)
+
+RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
+ROOT_VARIABLE = "TORCHELASTIC_MEMORY_ROOT"
+DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - what is put there is protected by its folder's mode and owner
+#: What torchrun calls runs that were given no --rdzv-id.
+_NO_RUN_ID = "none"
+#: What it makes up instead on one host (a random UUID, see its run.py), and what `torchelastic run --standalone` does.
+_MADE_UP = re.compile(r"standalone-[0-9a-f]{8}|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+MAX_NAME_CHARS = 128  # as in `names.is_part`
+_PLAIN = re.compile(rb"[A-Za-z0-9._@+,-]")
+#: How often, and after what pause, a claim is tried again while somebody looks at the container, or removes it.
+CLAIM_ATTEMPTS, CLAIM_PAUSE_S = 250, 0.02
+_COMES_AND_GOES = "others create and remove it again and again"
+_REMEDY = (
+    "give torchrun an --rdzv-id, start the job with `torchelastic run`, set TORCHELASTIC_RUN_ID, or pass a run_id: the "
+    "same again after a restart, and another one for another job"
+)
+
+
+def job_container(run_id: str | None = None, root: str | os.PathLike[str] | None = None) -> CheckpointContainerId:
+    """The container of this job: `<root>/torchelastic-<user's number>/<run id>`.
+
+    The same job finds it again after a restart, on this host; another job gets another one. Any rank may call it, from
+    any thread. The folder of the user is created, for this user alone; that of the job by whoever claims it. A run id
+    of the environment that looks as if a launcher had made it up for this start alone is taken with a warning.
+
+    Args:
+        run_id: names the job; not given: see `known_run_id`. What a file name should not hold is escaped.
+        root: an absolute path of a folder on tmpfs; not given: see `memory_root`.
+
+    Raises:
+        ValueError: the job has no run id, or it is empty or torchrun's "none", or the root is no absolute path.
+        CheckpointError: the root is not there or cannot be written, or the user's folder belongs to somebody else or
+            can be written by others.
+    """
+    from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+
+    name = container_name(known_run_id() if run_id is None else run_id)
+    if run_id is None and _MADE_UP.fullmatch(name):
+        log.warning(
+            "the run id %s looks made up at this start, so a restart would not find its memory: %s", name, _REMEDY
+        )
+    folder = memory_root(root) / f"torchelastic-{os.geteuid()}"
+    _make_private(folder)
+    return CheckpointContainerId(str(folder / name))
+
+
+def known_run_id(environment: Mapping[str, str] | None = None) -> str | None:
+    """What the environment says of this job's identity; None: nothing.
+
+    Args:
+        environment: that of this process if not given.
+
+    Returns:
+        TORCHELASTIC_RUN_ID, which `torchelastic run` and torchrun set (torchrun's "none" is no identity); else
+        `slurm-<SLURM_JOB_ID>`, which a requeued job keeps, with `_<SLURM_ARRAY_TASK_ID>` for a job of an array.
+    """
+    environment = os.environ if environment is None else environment
+    run_id = environment.get(RUN_ID_VARIABLE, "")
+    if run_id and run_id != _NO_RUN_ID:
+        return run_id
+    job_id, task_id = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_ARRAY_TASK_ID", "")
+    return f"slurm-{job_id}" + (f"_{task_id}" if task_id else "") if job_id else None
+
+
+def container_name(run_id: str | None) -> str:
+    """The name of a job's folder; different for different run ids. Pure.
+
+    Letters, digits and `._@+,-` stay, other bytes become `=` and two hexadecimal digits (as in quoted-printable text,
+    RFC 2045), and so does a point at the beginning or the end. Of what is longer than 128 characters the first part
+    stays, with `=.` and 40 digits of the run id's SHA-256 behind it; no shorter name has `=.` in it.
+
+    Raises:
+        ValueError: there is no run id, or it is empty or "none".
+
+    >>> container_name("team/llama 7b")
+    'team=2Fllama=207b'
+    """
+    if not run_id or run_id == _NO_RUN_ID:
+        found = "this job has no run id" if not run_id else "its run id is 'none', as torchrun calls all that have none"
+        raise ValueError(f"no container can be told apart from those of other jobs: {found}; {_REMEDY}")
+    data = os.fsencode(run_id)
+    escaped = [bytes([byte]).decode() if _PLAIN.match(bytes([byte])) else f"={byte:02X}" for byte in data]
+    for end in (0, -1):
+        if escaped[end] == ".":
+            escaped[end] = "=2E"
+    name = "".join(escaped)
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    digest = f"=.{hashlib.sha256(data).hexdigest()[:40]}"
+    return name[: MAX_NAME_CHARS - len(digest)] + digest
+
+
+def memory_root(root: str | os.PathLike[str] | None = None) -> Path:
+    """Where this host keeps checkpoints in memory.
+
+    Args:
+        root: taken as it is, with a warning if it lies on a disk; not given: TORCHELASTIC_MEMORY_ROOT in the same way,
+            else /dev/shm.
+
+    Raises:
+        ValueError: the root is no absolute path.
+        CheckpointError: it is no folder that this user can write, or /dev/shm is not in memory; names the remedy.
+    """
+    given = root if root is not None else os.environ.get(ROOT_VARIABLE) or None
+    path = DEFAULT_ROOT if given is None else Path(given)
+    if not path.is_absolute():
+        raise ValueError(f"the root {str(path)!r} for checkpoints in memory is no absolute path: begin it with a slash")
+    remedy = f"set {ROOT_VARIABLE} to a folder on tmpfs that you may write, or pass root"
+    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{path} is no folder that this user can write: {remedy}")
+    if not is_in_memory(path):
+        if given is None:
+            raise CheckpointError(f"{path} is not in memory on this host (no tmpfs): {remedy}")
+        log.warning("%s is on a disk: checkpoints there are slower, and a dead job's are not found by `prune`", path)
+    return path
+
+
+def _make_private(folder: Path) -> None:
+    """Creates a folder for this user alone; in a root where everybody may write, somebody else may have been there."""
+    with explained("create the folder for this user's checkpoints", folder):
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise CheckpointError(
+            f"{folder} is no folder of this user (but of user {status.st_uid}), so others could read or change the "
+            f"checkpoints: have it removed, or set {ROOT_VARIABLE} to another folder on tmpfs"
+        )
+    if status.st_mode & 0o022:
+        raise CheckpointError(
+            f"others may write into {folder}: remove it, or `chmod 700` it if you trust what is there"
+        )
+
+
+class Claim:
+    """A container is in use, as long as a process has this.
+
+    The lock belongs to the open file, which a fork shares: the container is in use until the process that has claimed
+    it and all its forks (the workers of a data loader, say) have ended or closed theirs. A new program (exec, spawn)
+    does not get it; one that writes into the container should claim it itself.
+
+    Attributes:
+        base: the container.
+        record: what its file says of the job.
+    """
+
+    def __init__(self, base: Path, record: JobRecord, descriptor: int) -> None:
+        self.base = base
+        self.record = record
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        """This process does not use the container any more; closing again does nothing. Forks keep their share."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)  # no LOCK_UN: that would take the lock away from forks too
+            self._descriptor = -1
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(f"the claim on {self.base} cannot be sent to another process: claim the container there")
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def claim(
+    base: Path,
+    run_id: str | None = None,
+    *,
+    disk: Disk = REAL_DISK,
+    now_s: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Claim:
+    """Marks a container as in use by this job, until the `Claim` is closed or the process has ended.
+
+    All processes of a job that use it should call it, in any order, from any thread. It is created where it is missing;
+    one that is being removed as a left-over at this moment becomes a new, empty one.
+
+    Args:
+        base: the container; whoever chose the path answers for its being the same after a restart.
+        run_id: of this job. Then a container of any other job is refused. Not given: what the environment says
+            (`known_run_id`); then one of another job is refused while that lives, and taken over with a warning when
+            it is dead. A container or a job without a run id is never refused.
+        disk: what touches files.
+        now_s: the wall time, for the record.
+        sleep: waits so many seconds.
+
+    Raises:
+        CheckpointError: the container belongs to another job, or to another user, or the disk refuses.
+        CorruptCheckpointError: its file `.job` makes no sense.
+    """
+    base = Path(base).absolute()
+    mine = known_run_id() if run_id is None else run_id
+    because = ""
+    for _ in range(CLAIM_ATTEMPTS):
+        taken = _try_to_claim(base, JobRecord(mine, this_boot(), now_s()), is_given=run_id is not None, disk=disk)
+        if isinstance(taken, Claim):
+            return taken
+        because = taken
+        sleep(CLAIM_PAUSE_S)
+    raise CheckpointError(f"{base} could not be claimed in {CLAIM_ATTEMPTS * CLAIM_PAUSE_S:g} s: {because}")
+
+
+def _try_to_claim(base: Path, mine: JobRecord, *, is_given: bool, disk: Disk) -> Claim | str:
+    """Why not, where it is worth another try."""
+    if not _is_made(base, disk):
+        return _COMES_AND_GOES
+    descriptor = open_job_file(base)
+    if descriptor is None:
+        made = put_job_file(base, mine, disk, instead=False)
+        return Claim(base, mine, made) if made is not None else _COMES_AND_GOES
+    try:
+        record = read_record(descriptor, base)
+        is_other = None not in (record.run_id, mine.run_id) and record.run_id != mine.run_id
+        if is_other and is_given:
+            raise CheckpointError(
+                f"{base} belongs to job {record.run_id!r}, and this is job {mine.run_id!r}: give each job its own "
+                "container, see job_container; if that job is over, `torchelastic checkpoint prune --dead` removes it"
+            )
+        because = _locked(descriptor, base, fcntl.LOCK_EX if is_other else fcntl.LOCK_SH)
+        if because is not None:
+            return f"it belongs to job {record.run_id!r}, which is alive: see job_container" if is_other else because
+        if is_other:
+            return _take_over(base, mine, record, disk)
+        claimed, descriptor = Claim(base, record, descriptor), -1
+        return claimed
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _is_made(base: Path, disk: Disk) -> bool:
+    """False where it was there, and gone when `mkdir` looked again."""
+    try:
+        disk.make_folder(base)
+    except CheckpointError as error:
+        if error.errno != errno.EEXIST or (os.path.lexists(base) and not base.is_dir()):
+            raise
+        return False
+    return True
+
+
+def _locked(descriptor: int, base: Path, operation: int) -> str | None:
+    """Locks the file of a container that may go at any moment; why that could not be done."""
+    try:
+        lock_file(descriptor, operation)
+    except BlockingIOError:
+        return "its file .job is locked by a `torchelastic checkpoint prune --dead` that does not go on; end that"
+    return None if is_current(descriptor, base) else _COMES_AND_GOES
+
+
+def _take_over(base: Path, mine: JobRecord, record: JobRecord, disk: Disk) -> Claim | str:
+    """The file of a dead job is locked exclusively: a new one takes its place, so that our other ranks see ours."""
+    made = put_job_file(base, mine, disk, instead=True)
+    if made is None:
+        return "it was removed meanwhile"
+    log.warning("the container %s was of job %r, which is dead; job %r goes on there", base, record.run_id, mine.run_id)
+    return Claim(base, mine, made)

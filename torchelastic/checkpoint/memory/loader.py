@@ -1,0 +1,368 @@
+"""Finds the newest checkpoint in memory that the hosts can put together, and brings it to where it is needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.local.neighbours import root_id
+from torchelastic.checkpoint.memory.choice import (
+    Candidate,
+    Listing,
+    RecoveryPlan,
+    Roster,
+    candidates,
+    missing,
+    recovery_plan,
+    verification_share,
+)
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId
+from torchelastic.checkpoint.memory.inventory import (
+    list_container,
+    listing_from,
+    remove_damaged,
+    settle,
+    verify,
+)
+from torchelastic.checkpoint.memory.names import COMMIT_FILE
+from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.memory.retrieval import ReplicaMaking, Retrieval
+from torchelastic.checkpoint.replication.manager import ReplicationManager
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.metrics import publish_metric
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointLoader(ABC):
+    """Finds checkpoints and opens what is in them."""
+
+    @abstractmethod
+    def read_metadata(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> Metadata:
+        """DCP's metadata of a checkpoint. Raises: CheckpointError if it is not complete, or cannot be read."""
+
+    @abstractmethod
+    def open(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
+        """Opens a shard; it is fetched first if it is not on this host. Raises: CheckpointError."""
+
+    @abstractmethod
+    def repair(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
+        """Opens another copy of a shard that proved damaged. Raises: CheckpointError if there is none."""
+
+    @abstractmethod
+    def get_latest_complete_checkpoint(
+        self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
+    ) -> CheckpointContainerId | None:
+        """The newest checkpoint that can be loaded; None if there is none. Collective."""
+
+
+class DefaultCheckpointLoader(CheckpointLoader):
+    """Loads from the containers of all hosts.
+
+    The callables are accepted for code written for ML Flashpoint; what they would tell is asked of the replication
+    manager.
+
+    Args:
+        checkpoint_object_manager: has the containers of this host.
+        replication_manager: knows the other ranks.
+        global_rank_getter: not needed.
+        local_rank_getter: not needed.
+        broadcast_object_list_func: not needed.
+        all_gather_object_func: not needed.
+        world_size_getter: not needed.
+    """
+
+    def __init__(
+        self,
+        checkpoint_object_manager: CheckpointObjectManager,
+        replication_manager: ReplicationManager,
+        *,
+        global_rank_getter: Callable[..., int] | None = None,
+        local_rank_getter: Callable[..., int] | None = None,
+        broadcast_object_list_func: Callable[..., Any] | None = None,
+        all_gather_object_func: Callable[..., Any] | None = None,
+        world_size_getter: Callable[..., int] | None = None,
+    ) -> None:
+        del global_rank_getter, local_rank_getter, broadcast_object_list_func, all_gather_object_func, world_size_getter
+        self._objects = checkpoint_object_manager
+        self._replication = replication_manager
+        self._retrieval = Retrieval(checkpoint_object_manager.shelf, replication_manager)
+        self._lock = threading.Lock()
+        self._plans: dict[tuple[str, int], RecoveryPlan] = {}
+        self._making: ReplicaMaking | None = None
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read_metadata(
+        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, object_name: str = COMMIT_FILE
+    ) -> Metadata:
+        """See `CheckpointLoader`; a commit that is missing or damaged here is fetched. On any rank, from any thread.
+
+        Args:
+            checkpoint_id: the container of the step.
+            object_name: accepted for code written for ML Flashpoint; metadata lie in the commit.
+
+        Raises:
+            CorruptCheckpointError: the checkpoint is not complete, or its commit is damaged, and nobody has another.
+        """
+        del object_name
+        container, step = self._step_of(checkpoint_id)
+        try:
+            return container.read_commit(step).metadata
+        except CorruptCheckpointError as error:
+            try:
+                remove_damaged(container, step, COMMIT_FILE)
+                self._retrieval.fetch(container, step, COMMIT_FILE, self._holders(container, step, COMMIT_FILE))
+            except CheckpointError as other:
+                raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
+        return container.read_commit(step).metadata
+
+    def open(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
+        """See `CheckpointLoader`; what is fetched stays here. On any rank, from any thread.
+
+        Raises:
+            CorruptCheckpointError: it is no shard.
+            CheckpointError: it is nowhere to be had, or there is no room for it.
+        """
+        container, step = self._step_of(checkpoint_id)
+        path = container.folder_of(step) / file
+        if not path.exists():
+            log.info("fetching %s of step %d from another host", file, step)
+            self._retrieval.fetch(container, step, file, self._holders(container, step, file))
+        return ShardReader(path)
+
+    def repair(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
+        """See `CheckpointLoader`. On any rank, from any thread.
+
+        Raises:
+            CorruptCheckpointError: no other host has a good copy.
+            CheckpointError: there is no room for it.
+        """
+        container, step = self._step_of(checkpoint_id)
+        path = container.folder_of(step) / file
+        with self._lock:
+            try:
+                with ShardReader(path) as shard:
+                    shard.verify()
+            except CheckpointError as error:
+                log.warning("%s is removed, and fetched from another host: %s", path, error)
+                remove_damaged(container, step, file)
+                try:
+                    self._retrieval.fetch(container, step, file, self._holders(container, step, file))
+                except CheckpointError as other:
+                    raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
+        return ShardReader(path)
+
+    # --- choosing -----------------------------------------------------------------------------------------------------
+
+    def get_latest_complete_checkpoint(
+        self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
+    ) -> CheckpointContainerId | None:
+        """The newest checkpoint of which a good copy of everything is left. Collective; on the thread that trains.
+
+        When it returns one, every host has what its ranks need of it, verified. Replicas that were lost are made again
+        in the background; see `wait_for_replicas`.
+
+        Args:
+            checkpoint_base_container: of the job, on this host.
+
+        Returns:
+            The container of its step, on all ranks the same step; None if there is none: then load from long-term
+            storage, or begin anew.
+
+        Raises:
+            OutOfStepError: a rank did not come, or its process has ended; names it.
+            CheckpointError: a rank cannot use its container; names it.
+        """
+        call = f"get_latest_complete_checkpoint(.../{_name_of(checkpoint_base_container)})"
+        container, roster, listings = self._survey(checkpoint_base_container, call)
+        for candidate in candidates(listings):
+            plan = self._verified_plan(container, candidate, roster, listings, call)
+            if plan is None or not self._execute(container, plan, call):
+                continue
+            self._finish(container, plan, roster, call)
+            return self._id_of(container, candidate.step)
+        return None
+
+    def get_candidate_checkpoints(
+        self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
+    ) -> list[CheckpointContainerId]:
+        """The checkpoints of which every object is on some host, newest first; nothing is verified. Collective."""
+        call = f"get_candidate_checkpoints(.../{_name_of(checkpoint_base_container)})"
+        container, _, listings = self._survey(checkpoint_base_container, call)
+        return [
+            self._id_of(container, candidate.step)
+            for candidate in candidates(listings)
+            if not missing(candidate, {folder: listing.objects_of(candidate) for folder, listing in listings.items()})
+        ]
+
+    def get_checkpoint_objects_by_rank(
+        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId
+    ) -> dict[int, list[CheckpointObjectId]]:
+        """Of each rank, which shards of a checkpoint, and whether its commit, are on its host. Collective."""
+        parent = CheckpointContainerId(checkpoint_id)
+        base, step = _parts_of(parent)
+        _, roster, listings = self._survey(base, f"get_checkpoint_objects_by_rank({base.name}, {step})")
+        found = {}
+        for rank, folder in enumerate(roster.folders):
+            files = [*listings[folder].files.get(step, {}), *([COMMIT_FILE] * (step in listings[folder].commits))]
+            found[rank] = [CheckpointObjectId.from_container(parent, file) for file in sorted(files)]
+        return found
+
+    def retrieve_checkpoint(
+        self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId, plan: RecoveryPlan
+    ) -> bool:
+        """Fetches what a plan says, of `choice.recovery_plan`; whether all ranks could. Collective."""
+        container = self._objects.container(checkpoint_base_container)
+        return self._execute(container, plan, f"retrieve_checkpoint({container.name}, {plan.candidate.step})")
+
+    def wait_for_replicas(self, timeout_s: float) -> bool:
+        """Waits until this rank has made the replicas that were missing at the last recovery. Not a collective.
+
+        Returns:
+            Whether they are there, or the checkpoint was replaced meanwhile; false when the time is over or one failed.
+        """
+        return self._making is None or self._making.wait(timeout_s)
+
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    def _survey(
+        self, base: str | os.PathLike[str] | CheckpointContainerId, call: str
+    ) -> tuple[Container, Roster, Mapping[str, Listing]]:
+        """Where everybody is, and what there is by names; the first rank of each folder lists it."""
+
+        def look() -> list[str]:
+            host = self._replication.host_of(self._replication.rank)
+            return [host, root_id(self._objects.container(base).root)]
+
+        told = self._replication.together(f"{call}, looking", look)
+        container = self._objects.container(base)
+        roster = Roster(tuple(str(host) for host, _ in told), tuple(str(folder) for _, folder in told))
+        folder = roster.folders[self._replication.rank]
+        is_first = roster.ranks_of(folder)[0] == self._replication.rank
+        lists = self._replication.together(f"{call}, listing", lambda: list_container(container) if is_first else [])
+        return container, roster, {folder: listing_from(lists[ranks[0]]) for folder, ranks in roster.sharers.items()}
+
+    def _verified_plan(
+        self,
+        container: Container,
+        candidate: Candidate,
+        roster: Roster,
+        listings: Mapping[str, Listing],
+        call: str,
+    ) -> RecoveryPlan | None:
+        here = {folder: listing.objects_of(candidate) for folder, listing in listings.items()}
+        if self._lacks(candidate, here):
+            return None
+        rank = self._replication.rank
+        folder = roster.folders[rank]
+        share = verification_share(listings[folder], candidate, roster.ranks_of(folder), rank)
+        told = self._replication.together(
+            f"{call}, verifying step {candidate.step}", lambda: verify(container, candidate, share)
+        )
+        verified: dict[str, dict[str, int]] = {}
+        for other, good in enumerate(told):
+            verified.setdefault(roster.folders[other], {}).update(good)
+        if self._lacks(candidate, verified):
+            return None
+        return recovery_plan(candidate, verified, roster, self._replication.copies)
+
+    def _lacks(self, candidate: Candidate, held: Mapping[str, Mapping[str, int]]) -> bool:
+        lacking = missing(candidate, held)
+        if lacking and self._replication.rank == 0:
+            log.warning(
+                "step %d cannot be recovered: nobody has a good copy of %s", candidate.step, ", ".join(lacking[:8])
+            )
+        return bool(lacking)
+
+    def _execute(self, container: Container, plan: RecoveryPlan, call: str) -> bool:
+        """Whether all ranks could fetch what they need."""
+        own = [fetch for fetch in plan.fetches if fetch.receiver == self._replication.rank]
+        step = plan.candidate.step
+
+        def fetch_all() -> list[str]:
+            failed = []
+            for fetch in own:
+                try:
+                    self._retrieval.fetch(container, step, fetch.file, fetch.holders)
+                    publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", fetch.size_bytes)
+                except CheckpointError as error:
+                    log.warning("%s of step %d could not be fetched: %s", fetch.file, step, error)
+                    failed.append(f"rank {fetch.receiver} could not fetch {fetch.file}: {error}"[:500])
+            return failed
+
+        failures = [
+            text for told in self._replication.together(f"{call}, fetching step {step}", fetch_all) for text in told
+        ]
+        if failures and self._replication.rank == 0:
+            log.warning("step %d cannot be recovered: %s", step, "; ".join(failures[:4]))
+        return not failures
+
+    def _finish(self, container: Container, plan: RecoveryPlan, roster: Roster, call: str) -> None:
+        """Everybody has what is needed: it may replace what is older, and lost replicas are made again."""
+        rank, candidate = self._replication.rank, plan.candidate
+        is_first = roster.ranks_of(roster.folders[rank])[0] == rank
+
+        def settle_here() -> None:
+            if is_first:
+                settle(container, candidate, is_elsewhere=len(set(roster.hosts)) > 1)
+
+        self._replication.together(f"{call}, settling step {candidate.step}", settle_here)
+        self._plans = {(container.name, candidate.step): plan}
+        own = [fetch for fetch in plan.replicas if fetch.receiver == rank]
+        self._making = ReplicaMaking(
+            self._retrieval, container, candidate.step, own, lambda: _is_there(container, candidate)
+        )
+        self._making.start()
+
+    def _holders(self, container: Container, step: int, file: str) -> list[int]:
+        """Who may have an object: those known to have it, else one rank of each other host; not all ask the same."""
+        rank, world_size = self._replication.rank, self._replication.world_size
+        plan = self._plans.get((container.name, step))
+        known: Sequence[int] = plan.holders.get(file, ()) if plan is not None else ()
+        if not known:
+            hosts = self._replication.hosts
+            known = [hosts.index(host) for host in sorted(set(hosts)) if host != hosts[rank]]
+        return sorted((one for one in known if one != rank), key=lambda one: (one - rank) % world_size)
+
+    def _step_of(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> tuple[Container, int]:
+        base, step = _parts_of(CheckpointContainerId(checkpoint_id))
+        return self._objects.container(base), step
+
+    @staticmethod
+    def _id_of(container: Container, step: int) -> CheckpointContainerId:
+        base = CheckpointContainerId(container.root)
+        return CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"objects": self._objects, "replication": self._replication}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["objects"], state["replication"])  # type: ignore[misc]
+
+
+def _parts_of(checkpoint_id: CheckpointContainerId) -> tuple[CheckpointContainerId, int]:
+    parent, step = checkpoint_id.get_parent(), CheckpointContainerId.parse_version_container_step(checkpoint_id.name)
+    if parent is None or step is None:
+        raise ValueError(f"{checkpoint_id} is no container of a step, such as /dev/shm/jobs/145/step-20_ckpt")
+    return parent, step
+
+
+def _name_of(base: str | os.PathLike[str] | CheckpointContainerId) -> str:
+    return os.fspath(base).rstrip("/").rpartition("/")[2]
+
+
+def _is_there(container: Container, candidate: Candidate) -> bool:
+    """Whether a checkpoint is still this one: it was not replaced by a newer one meanwhile."""
+    try:
+        return container.read_commit(candidate.step, with_content=False).save_id == candidate.save_id
+    except CheckpointError:
+        return False

@@ -1,0 +1,229 @@
+"""The containers of this host that a process knows, by path for itself and by name for other hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory.buffer_io import BufferIO
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointId, CheckpointObjectId
+from torchelastic.checkpoint.memory.names import ObjectName
+from torchelastic.checkpoint.memory.received import ReceivedObjects
+from torchelastic.checkpoint.memory.registry import new_registry, registered_in
+from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointObjectManager:
+    """Opens containers, and takes and gives away their objects; may be used by several threads.
+
+    It pickles to what another process of this host needs: containers are opened anew there, and what that process opens
+    is known here too, for the server that receives replicas (`ReplicationManager`).
+
+    Args:
+        pool_config: accepted for code written for ML Flashpoint; slots need no configuration.
+        disk: what touches files.
+
+    Attributes:
+        shelf: the objects of all containers that this process and those that it was pickled to use; see `ReplicaShelf`.
+    """
+
+    def __init__(self, pool_config: object = None, *, disk: Disk = REAL_DISK) -> None:
+        self._pool_config = pool_config
+        self._disk = disk
+        self._registry: Path | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._lock = threading.RLock()
+        self._containers: dict[str, Container] = {}
+        self.shelf = ReceivedObjects(self._find, self._names)
+
+    def container(self, base: str | os.PathLike[str] | CheckpointContainerId) -> Container:
+        """The container of a job; the same object each time. From now on its objects can be received and given away.
+
+        Args:
+            base: its path on this host; its last part is its name, which all hosts of the job share.
+
+        Raises:
+            ValueError: the path cannot be a container's, or another container of this name is in use.
+            CheckpointError: the folder cannot be used, or belongs to another job.
+        """
+        root = Path(str(CheckpointContainerId(Path(os.fspath(base)).absolute())))
+        with self._lock:
+            known = self._containers.get(root.name)
+            if known is not None and known.root == root:
+                return known
+            self._check_free(root)
+            container = Container(root, disk=self._disk)
+            container.received = SlotShelf(container.root, self._disk)
+            self._containers[root.name] = container
+            self._register(root)
+            return container
+
+    def names_of(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> ObjectName:
+        """What the other hosts call an object.
+
+        Raises:
+            ValueError: it does not lie in the container of a step, or is neither a shard nor a commit.
+        """
+        base, step, file = _parts_of(CheckpointObjectId(object_id))
+        return ObjectName.parse(str(ObjectName(base.name, step, file)))
+
+    # --- buffers ------------------------------------------------------------------------------------------------------
+
+    def acquire_buffer(
+        self, object_id: str | os.PathLike[str] | CheckpointObjectId, buffer_size: int = 0, overwrite: bool = True
+    ) -> BufferIO:
+        """A new object in the container of a step, to be written; nobody sees it before it is closed.
+
+        Args:
+            object_id: the object.
+            buffer_size: how many bytes are expected; it grows if more are written.
+            overwrite: an object of this name is replaced.
+
+        Raises:
+            ValueError: it does not lie in the container of a step, or there is one and `overwrite` is false.
+            CheckpointError: there is no room.
+        """
+        wanted = CheckpointObjectId(object_id)
+        base, step, _ = _parts_of(wanted)
+        if not overwrite and Path(str(wanted)).exists():
+            raise ValueError(f"{wanted} is there already: give overwrite=True to replace it")
+        return BufferIO.create(wanted, self.container(base), step, buffer_size)
+
+    def get_buffer(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> BufferIO | None:
+        """An object for reading, compared with its checksum; None, with a warning, if it cannot be read."""
+        try:
+            return BufferIO.open(CheckpointObjectId(object_id))
+        except (CheckpointError, ValueError) as error:
+            log.warning("%s cannot be read: %s", object_id, error)
+            return None
+
+    def close_buffer(self, buffer_io: BufferIO, skip_close_if_symlink: bool = False, truncate: bool = True) -> None:
+        """Closes a buffer, which publishes what was written.
+
+        Args:
+            buffer_io: of `acquire_buffer` or `get_buffer`.
+            skip_close_if_symlink: accepted for code written for ML Flashpoint; objects are no links.
+            truncate: see `BufferIO.close`.
+
+        Raises:
+            CheckpointError: it cannot be published.
+        """
+        del skip_close_if_symlink
+        buffer_io.close(truncate)
+
+    def delete_object(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> None:
+        """Removes an object, unless another process uses it; it may be gone. Raises: ValueError, CheckpointError."""
+        base, step, file = _parts_of(CheckpointObjectId(object_id))
+        container = self.container(base)
+        container.remove_object(container.folder_of(step) / file)
+
+    def delete_container(self, container_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
+        """Removes the container of a step, or that of a job with all of its checkpoints; it may be gone.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        wanted = CheckpointContainerId(container_id)
+        parent, step = wanted.get_parent(), CheckpointContainerId.parse_version_container_step(wanted.name)
+        if not Path(str(wanted)).exists():
+            return
+        if step is not None and parent is not None:
+            self.container(parent).remove(step)
+            return
+        container = self.container(wanted)
+        with self._lock:
+            self._forget(container)
+        container.remove_all()
+
+    def teardown_pool(self) -> None:
+        """Gives the memory of all free slots back and forgets the containers; what is published stays."""
+        with self._lock:
+            for container in list(self._containers.values()):
+                self._forget(container)
+                container.close()
+            self.shelf.close()
+
+    # --- what other processes of this host use ------------------------------------------------------------------------
+
+    def _check_free(self, root: Path) -> None:
+        known = self._containers.get(root.name)
+        other = known.root if known is not None else self._registered(root.name)
+        if other is not None and other != root:
+            raise ValueError(
+                f"the container {root} has the same name as {other}, which is in use: containers are known to other "
+                "hosts by the last part of their path, so give it another one"
+            )
+
+    def _register(self, root: Path) -> None:
+        link = self._registry_folder() / root.name
+        try:
+            link.symlink_to(root)
+        except FileExistsError:
+            pass  # another process of this program was quicker
+        except FileNotFoundError:
+            log.debug("the program that %s belongs to has ended", link.parent)
+
+    def _forget(self, container: Container) -> None:
+        self._containers.pop(container.name, None)
+        if isinstance(container.received, SlotShelf):
+            container.received.close()
+        if self._registry is not None:
+            (self._registry / container.name).unlink(missing_ok=True)
+
+    def _registered(self, name: str) -> Path | None:
+        if self._registry is None:
+            return None
+        try:
+            return (self._registry / name).readlink()
+        except OSError:
+            return None
+
+    def _registry_folder(self) -> Path:
+        with self._lock:
+            if self._registry is None:
+                self._registry = new_registry()
+            return self._registry
+
+    def only_container(self) -> Container | None:
+        """The container, if just one is known to this program; None otherwise."""
+        names = self._names()
+        return self._find(names[0]) if len(names) == 1 else None
+
+    def _find(self, name: str) -> Container | None:
+        with self._lock:
+            known = self._containers.get(name)
+            if known is not None:
+                return known
+            root = self._registered(name)
+            return self.container(root) if root is not None else None
+
+    def _names(self) -> list[str]:
+        with self._lock:
+            return sorted({*self._containers, *(registered_in(self._registry) if self._registry is not None else ())})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry_folder()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._pool_config, self._disk, self._registry = state["pool_config"], state["disk"], state["registry"]
+        self._prepare()
+
+
+def _parts_of(object_id: CheckpointObjectId) -> tuple[CheckpointContainerId, int, str]:
+    """The container of the job, the step, and the file."""
+    folder = CheckpointId.get_parent(object_id)
+    base = folder.get_parent() if folder is not None else None
+    step = CheckpointContainerId.parse_version_container_step(folder.name) if folder is not None else None
+    if base is None or step is None:
+        raise ValueError(f"{object_id} lies in no container of a step, such as /dev/shm/jobs/145/step-20_ckpt")
+    return base, step, object_id.name

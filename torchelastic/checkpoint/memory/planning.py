@@ -1,0 +1,97 @@
+"""A save as it is planned: what a rank adds to its plan, and what the coordinator adds to all of them."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchelastic.checkpoint.memory.completion import newest_generation
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.names import save_id_of
+from torchelastic.checkpoint.memory.plans import (
+    Note,
+    Ticket,
+    collect_notes,
+    deliver,
+    refusal,
+    shares_bytes,
+    tensor_bytes,
+)
+from torchelastic.checkpoint.memory.room import measure
+from torchelastic.checkpoint.memory.slots import Slots
+from torchelastic.checkpoint.memory.staged_state import copied_bytes, refused_in
+from torchelastic.checkpoint.memory.staging import StagedItems
+
+
+@dataclass(eq=False)
+class Save:
+    """One save, on one rank.
+
+    Attributes:
+        id: the container of the checkpoint.
+        step: its step.
+        base: the container of the job.
+        rank: among those that save, if DCP tells.
+        extras: files that are attached.
+        ticket: what the coordinator has decided.
+        staged: this rank's share.
+    """
+
+    id: CheckpointContainerId
+    step: int
+    base: CheckpointContainerId
+    rank: int | None = None
+    extras: dict[str, bytes] = field(default_factory=dict)
+    ticket: Ticket | None = None
+    staged: StagedItems | None = None
+
+    @property
+    def about(self) -> str:
+        """What all hosts call the checkpoint."""
+        return f"{self.base.name}/{self.id.name}"
+
+
+def with_note(save: Save, plan: SavePlan, slots: Slots, rank: int, host: str) -> SavePlan:
+    """The plan of one rank with a `Note` of what that knows.
+
+    Args:
+        save: which.
+        plan: of the planner.
+        slots: of the container.
+        rank: among those that save.
+        host: see `Note`.
+    """
+    slots.reclaim()
+    refused = refused_in(item.index.fqn for item in plan.items)
+    needed_bytes, free = tensor_bytes(plan), measure(slots.container.root)
+    note = Note(
+        save.about,
+        rank,
+        host,
+        max(newest_generation(slots.container), slots.generation),
+        needed_bytes,
+        copied_bytes(),
+        slots.warm_bytes(needed_bytes),
+        free.tmpfs_bytes,
+        free.ram_bytes,
+        replace(refused[1], rank=rank) if refused is not None else None,
+    )
+    deliver(note)
+    items = plan.items if refused is None else [item for item in plan.items if item.index.fqn != refused[0]]
+    return replace(plan, items=items, storage_data=note)
+
+
+def with_tickets(save: Save, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], str]:
+    """The plans of all ranks with a `Ticket` in each; and the name of the save.
+
+    Raises:
+        RuntimeError: a rank saves something else.
+    """
+    notes = collect_notes(save.about, plans)
+    save_id = save_id_of(slots.next_generation(max(note.newest for note in notes)), secrets.randbits(32))
+    skipped = refusal(notes, shares_bytes(plans))
+    tickets = [Ticket(save.about, rank, len(plans), save_id, skipped) for rank in range(len(plans))]
+    deliver(tickets[0])  # for a save without collectives; with them, each rank's own arrives
+    return [replace(plan, storage_data=ticket) for plan, ticket in zip(plans, tickets, strict=True)], save_id

@@ -1,0 +1,239 @@
+"""What the ranks of a save tell each other through DCP's plans: who saves, under which name, and whether to at all.
+
+Each rank puts a `Note` into its local plan; the coordinator answers with a `Ticket` in everybody's plan. What it
+decides is a pure function of the notes.
+
+A planner that caches plans (`enable_plan_caching`) hands out the plan of an earlier save, with what was in it then. So
+notes and tickets are also remembered where they arrive, by the checkpoint they are about: unpickling one delivers it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory.room import decide
+
+#: Of how many checkpoints letters are kept that nobody has asked for: of saves that failed in between.
+_KEPT = 16
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    """Why a save is left out: in a ticket for all ranks, or in place of the results of the rank that failed.
+
+    Attributes:
+        reason: one word: "tmpfs", "ram", "disk" or "replica"; see `skipping.SkippedSaves`.
+        because: the error and the remedy.
+        rank: whose fault it is.
+    """
+
+    reason: str
+    because: str
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.because}"
+
+
+class NotSavedError(CheckpointError):
+    """A save is left out: there is no memory for it, or a replica cannot be made. The checkpoint before it stays.
+
+    Args:
+        why: the reason.
+    """
+
+    def __init__(self, why: NotSaved) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.why,)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one rank knows before a save.
+
+    Attributes:
+        about: the checkpoint, by the name that it has on all hosts.
+        rank: of those that save.
+        host: names the host; ranks of one host share its memory.
+        newest: the highest generation that is known here; -1 if there is none.
+        needed_bytes: of the tensors in this rank's plan, before others take their part of them.
+        copied_bytes: how large a copy is that was made of a state already, into a slot; 0: none.
+        warm_bytes: how large a slot is that is free.
+        tmpfs_bytes: see `room.Free`.
+        ram_bytes: see `room.Free`.
+        refused: why this rank cannot save.
+    """
+
+    about: str
+    rank: int
+    host: str
+    newest: int
+    needed_bytes: int
+    copied_bytes: int
+    warm_bytes: int
+    tmpfs_bytes: int | None
+    ram_bytes: int
+    refused: NotSaved | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (type(self), _values(self))
+
+    def allocates_bytes(self, share_bytes: int | None) -> int:
+        """How much this rank has to allocate.
+
+        Args:
+            share_bytes: what it writes according to the global plan; None: as in the local one.
+        """
+        share = self.needed_bytes if share_bytes is None else min(share_bytes, self.needed_bytes)
+        is_copied = share == self.needed_bytes <= self.copied_bytes
+        return 0 if is_copied or share <= self.warm_bytes else share
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What the coordinator has decided.
+
+    Attributes:
+        about: as in the notes.
+        rank: of whom it is for.
+        world_size: how many ranks save.
+        save_id: of this save.
+        skipped: why nobody saves.
+    """
+
+    about: str
+    rank: int
+    world_size: int
+    save_id: str
+    skipped: NotSaved | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (type(self), _values(self))
+
+
+_Letter = TypeVar("_Letter", Note, Ticket)
+
+
+def refusal(notes: Sequence[Note], shares_bytes: Sequence[int | None]) -> NotSaved | None:
+    """Whether all hosts have room for their ranks' shares; pure.
+
+    Args:
+        notes: of all ranks.
+        shares_bytes: of each, as for `Note.allocates_bytes`.
+
+    Returns:
+        Why there is to be no save; None if there is room.
+    """
+    needed: dict[str, int] = defaultdict(int)
+    for note, share_bytes in zip(notes, shares_bytes, strict=True):
+        if note.refused is not None:
+            return note.refused
+        needed[note.host] += note.allocates_bytes(share_bytes)
+    for host, needed_bytes in needed.items():
+        there = [note for note in notes if note.host == host]
+        tmpfs = [note.tmpfs_bytes for note in there if note.tmpfs_bytes is not None]
+        decision = decide(needed_bytes, min(tmpfs, default=None), min(note.ram_bytes for note in there))
+        if not decision.fits:
+            return NotSaved(decision.reason, f"no room on host {host!r}: {decision.because}", there[0].rank)
+    return None
+
+
+def tensor_bytes(plan: SavePlan) -> int:
+    """How many bytes the tensors of a plan have."""
+    total = 0
+    for item in plan.items:
+        if item.tensor_data is not None:
+            sizes = item.tensor_data.size if item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
+            total += math.prod(sizes) * item.tensor_data.properties.dtype.itemsize
+    return total
+
+
+def shares_bytes(plans: Iterable[SavePlan]) -> list[int | None]:
+    """What each rank writes; None for plans that stand for others (caches of planners)."""
+    plans = list(plans)
+    if any(not plan.usable for plan in plans) or not any(plan.items for plan in plans):
+        return [None] * len(plans)
+    return [tensor_bytes(plan) for plan in plans]
+
+
+# --- letters ----------------------------------------------------------------------------------------------------------
+
+
+_lock = threading.Lock()
+_notes: dict[str, dict[int, Note]] = {}
+_tickets: dict[str, Ticket] = {}
+
+
+def deliver(letter: Note | Ticket) -> None:
+    """Remembers a note or a ticket, instead of an older one; arriving from another rank does it too."""
+    with _lock:
+        if isinstance(letter, Ticket):
+            _tickets.pop(letter.about, None)
+            _tickets[letter.about] = letter
+        else:
+            _notes.setdefault(letter.about, {})[letter.rank] = letter
+        for letters in (_notes, _tickets):
+            while len(letters) > _KEPT:
+                letters.pop(next(iter(letters)))
+
+
+def collect_notes(about: str, plans: Sequence[SavePlan]) -> list[Note]:
+    """The notes of all ranks, each once.
+
+    Args:
+        about: the checkpoint.
+        plans: of all ranks; one per rank is expected.
+
+    Raises:
+        RuntimeError: the note of a rank is missing: not all of them save with a `MemoryStorageWriter`.
+    """
+    with _lock:
+        arrived = _notes.pop(about, {})
+    missing = [rank for rank in range(len(plans)) if rank not in arrived]
+    if not missing:
+        return [arrived[rank] for rank in range(len(plans))]
+    in_plans = [plan.storage_data for plan in plans]
+    if all(isinstance(note, Note) and note.about == about for note in in_plans):
+        return in_plans
+    raise RuntimeError(
+        f"rank {missing[0]} has said nothing about {about}: all ranks must save the same checkpoint, each with a "
+        "MemoryStorageWriter"
+    )
+
+
+def collect_ticket(about: str, plan: SavePlan) -> Ticket:
+    """The ticket of this rank.
+
+    Raises:
+        RuntimeError: there is none: the coordinator saves something else.
+    """
+    with _lock:
+        arrived = _tickets.pop(about, None)
+    ticket = arrived if arrived is not None else plan.storage_data
+    if not isinstance(ticket, Ticket) or ticket.about != about:
+        raise RuntimeError(
+            f"the coordinator has said nothing about {about}: all ranks must save the same checkpoint, each with a "
+            "MemoryStorageWriter"
+        )
+    return ticket
+
+
+def _values(letter: Note | Ticket) -> tuple[Any, ...]:
+    return tuple(getattr(letter, field.name) for field in fields(letter))
+
+
+def _arrived(kind: type[_Letter], values: tuple[Any, ...]) -> _Letter:
+    letter = kind(*values)
+    deliver(letter)
+    return letter

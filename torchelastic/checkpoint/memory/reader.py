@@ -1,0 +1,186 @@
+"""Loading through torch.distributed.checkpoint: what the plan asks for goes from tmpfs straight into the tensors."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.memory.commit import StoredItem
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.loader import CheckpointLoader
+from torchelastic.checkpoint.shards.reading import ShardReader, is_plain_memory
+from torchelastic.checkpoint.shards.tensors import copyable, dtype_named
+
+
+class MemoryStorageReader(StorageReader):
+    """Reads a checkpoint in memory for `torch.distributed.checkpoint.load`, checked; any planner, any number of ranks.
+
+    What is not on this host is fetched from one that has it. Every tensor's checksum is compared. As ever with DCP the
+    tensors are overwritten in place: where this raises, some of them may hold the checkpoint's values already.
+
+    Args:
+        path: the container of the checkpoint; `load(checkpoint_id=...)` overrides it.
+        checkpoint_loader: finds and fetches the shards.
+        allow_pickles: run pickles that hold more than torch's `weights_only` accepts. Only for checkpoints that you
+            wrote yourself.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | CheckpointContainerId | None = None,
+        checkpoint_loader: CheckpointLoader | None = None,
+        *,
+        allow_pickles: bool = False,
+    ) -> None:
+        super().__init__()
+        if checkpoint_loader is None:
+            raise TypeError("MemoryStorageReader needs checkpoint_loader, for example a DefaultCheckpointLoader")
+        self._loader = checkpoint_loader
+        self._allow_pickles = allow_pickles
+        self._id = CheckpointContainerId(path) if path is not None else None
+        self._storage: Mapping[MetadataIndex, StoredItem] = {}
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The container that is read; None until it is known."""
+        return str(self._id) if self._id is not None else None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None = None) -> None:
+        """Called by DCP: another checkpoint is to be read, or the same one again."""
+        if checkpoint_id is not None:
+            self._id = CheckpointContainerId(checkpoint_id)
+        self._storage = {}
+
+    def read_metadata(self) -> Metadata:
+        """Called by DCP on all ranks.
+
+        Raises:
+            CheckpointError: the checkpoint is not complete, or its commit cannot be read.
+        """
+        metadata: Metadata = self._loader.read_metadata(self._require_id())
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: ARG002 - DCP's signature
+        """Called by DCP on all ranks. Raises: ValueError if the metadata are those of another storage."""
+        storage = metadata.storage_data or {}
+        if any(not isinstance(item, StoredItem) for item in storage.values()):
+            raise ValueError("these metadata were not made by a MemoryStorageWriter: load with the reader that fits")
+        self._storage = storage
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Called by DCP; changes nothing."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Called by DCP on the coordinator; changes nothing."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Called by DCP on all ranks; returns when everything is read.
+
+        Raises:
+            CorruptCheckpointError: a tensor is damaged here and on every other host that has it; names it.
+            CheckpointError: a shard is nowhere to be had, or holds pickles that are not allowed.
+        """
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self._stored(item).file].append(item)
+        for file, items in by_file.items():
+            self._read_file(file, items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could be the container of a checkpoint."""
+        try:
+            CheckpointContainerId(checkpoint_id)
+        except ValueError:
+            return False
+        return True
+
+    def _require_id(self) -> CheckpointContainerId:
+        if self._id is None:
+            raise ValueError("give MemoryStorageReader a path, or dcp.load a checkpoint_id")
+        return self._id
+
+    def _stored(self, item: ReadItem) -> StoredItem:
+        try:
+            return self._storage[item.storage_index]
+        except KeyError:
+            raise CheckpointError(
+                f"{item.storage_index.fqn!r} is in the plan, and in no shard of {self._id}: its commit and the planner "
+                "do not belong together"
+            ) from None
+
+    def _read_file(self, file: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        try:
+            with self._loader.open(self._require_id(), file) as shard:
+                self._read_items(shard, items, planner)
+        except CorruptCheckpointError:
+            with self._loader.repair(self._require_id(), file) as shard:
+                self._read_items(shard, items, planner)
+
+    def _read_items(self, shard: ShardReader, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        entries = {entry.name: entry for entry in shard.header.entries}
+        straight: dict[str, torch.Tensor] = {}
+        commits: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in items:
+            name = self._stored(item).entry
+            if name not in entries:
+                raise CorruptCheckpointError(f"the shard {shard.path} has no {name!r}, which its commit promises")
+            if item.type == LoadItemType.BYTE_IO:
+                content = shard.read_one(name)
+                planner.load_bytes(item, io.BytesIO(self._checked(content.numpy().tobytes(), name)))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            entry = entries[name]
+            is_whole = tuple(item.lengths) == tuple(entry.box.sizes)
+            fits = target.dtype == dtype_named(entry.dtype) and tuple(target.shape) == tuple(entry.box.sizes)
+            if is_whole and fits and is_plain_memory(target) and name not in straight:
+                straight[name] = target
+            else:
+                part = _narrowed(shard.read_one(name), item)
+                if target.shape != part.shape:
+                    raise ValueError(
+                        f"{item.storage_index.fqn!r} has {tuple(part.shape)} in the plan, and a tensor of "
+                        f"{tuple(target.shape)} was given for it"
+                    )
+                copyable(target).copy_(copyable(part))
+            commits.append((item, target))
+        shard.read(straight, names=straight.keys())
+        for item, target in commits:
+            planner.commit_tensor(item, target)
+
+    def _checked(self, content: bytes, name: str) -> bytes:
+        """The same value as bytes that hold nothing but what `weights_only` accepts; planners run them unrestricted."""
+        if self._allow_pickles:
+            return content
+        try:
+            value: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except (UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+            raise CheckpointError(
+                f"{name!r} in {self._id} is a pickle that may run code: save plain values instead, or, if you wrote "
+                "the checkpoint yourself, give MemoryStorageReader allow_pickles=True"
+            ) from error
+        encoded = io.BytesIO()
+        torch.save(value, encoded)
+        return encoded.getvalue()
+
+
+def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor

@@ -1,0 +1,181 @@
+"""Fetches objects of other hosts into this host's containers: once per host, verified before they get their names."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.memory.choice import Fetch
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName
+from torchelastic.checkpoint.memory.received import ReceivedObjects, verify_received
+from torchelastic.checkpoint.replication.manager import ReplicationManager
+from torchelastic.checkpoint.shards.disk import lock_file
+from torchelastic.checkpoint.shards.writing import HIDDEN
+from torchelastic.metrics import publish_metric
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+#: For how long another process of this host is waited for that fetches the same object.
+FETCHING_ELSEWHERE_S = 600.0
+
+
+class Retrieval:
+    """Fetches into containers; may be used by several threads.
+
+    Args:
+        shelf: of the object manager.
+        replication: knows the other ranks.
+    """
+
+    def __init__(self, shelf: ReceivedObjects, replication: ReplicationManager) -> None:
+        self._shelf = shelf
+        self._replication = replication
+
+    def fetch(self, container: Container, step: int, file: str, holders: Sequence[int]) -> Path | None:
+        """Fetches an object unless it is there by now.
+
+        Args:
+            container: where it goes.
+            step: of the checkpoint.
+            file: a shard or the commit.
+            holders: the ranks that may give it, best first.
+
+        Returns:
+            Where it is; None for a commit.
+
+        Raises:
+            NoReplicasAvailableError: nobody gives it.
+            CorruptCheckpointError: all copies are damaged.
+            CheckpointError: there is no room for it.
+        """
+        name = ObjectName(container.name, step, file)
+        if file == COMMIT_FILE:
+            self._receive(str(name), holders)
+            return None
+        path = container.folder_of(step) / file
+        with _alone(container, name):
+            if not path.exists():
+                self._receive(str(name), holders)
+        return path
+
+    def _receive(self, object_id: str, holders: Sequence[int]) -> None:
+        """Asks the holders until a copy is good: a holder's disk may have gone bad since it verified its copy."""
+        left = list(holders)
+        while True:
+            try:
+                return self._receive_once(object_id, left)
+            except CorruptCheckpointError as error:
+                if len(left) < 2:
+                    raise
+                log.warning("the copy of %s that rank %d gave is of no use: %s", object_id, left[0], error)
+                left.pop(0)
+
+    def _receive_once(self, object_id: str, holders: Sequence[int]) -> None:
+        fetch = f"{secrets.token_hex(4)}:"
+        views: list[memoryview] = []
+
+        def destination(size_bytes: int) -> memoryview:
+            views.append(self._shelf.take_room(object_id, size_bytes, fetch))
+            return views[-1]
+
+        try:
+            incoming = self._replication.fetch(object_id, holders, destination)
+            incoming.release()
+            if not object_id.endswith(f"/{COMMIT_FILE}"):
+                verify_received(views[-1], object_id)
+        except BaseException:
+            self._shelf.abandon(object_id, fetch)
+            raise
+        self._shelf.received(object_id, incoming.digest, fetch)
+
+
+@contextmanager
+def _alone(container: Container, name: ObjectName) -> Iterator[None]:
+    """One process of this host at a time fetches an object; the others find it when it is their turn."""
+    path = container.root / f"{HIDDEN}fetch-{name.step}-{name.file}"
+    with explained("lock an object of the checkpoint", path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline_s = time.monotonic() + FETCHING_ELSEWHERE_S
+        while not _is_locked(descriptor):
+            if time.monotonic() >= deadline_s:
+                raise CheckpointError(f"another process has been fetching {name} for {FETCHING_ELSEWHERE_S:g} s")
+            time.sleep(_POLL_S)
+        yield
+        container.disk.remove(path)  # who waits for this one has the file open, and finds the object
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        lock_file(descriptor, fcntl.LOCK_EX)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class ReplicaMaking:
+    """Makes missing replicas on a thread; one run.
+
+    Args:
+        retrieval: fetches them.
+        container: where they go.
+        step: of the checkpoint.
+        fetches: what this rank fetches.
+        is_wanted: whether the checkpoint still is the one to keep.
+    """
+
+    def __init__(
+        self,
+        retrieval: Retrieval,
+        container: Container,
+        step: int,
+        fetches: Sequence[Fetch],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        self._retrieval, self._container, self._step = retrieval, container, step
+        self._fetches, self._is_wanted = fetches, is_wanted
+        self._is_done = threading.Event()
+        self._failed: list[str] = []
+
+    def start(self) -> None:
+        """Begins."""
+        if self._fetches:
+            threading.Thread(target=self._run, name="replica-making", daemon=True).start()
+        else:
+            self._is_done.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all replicas are there, or not wanted any more, within so many seconds."""
+        return self._is_done.wait(timeout_s) and not self._failed
+
+    def _run(self) -> None:
+        try:
+            for fetch in self._fetches:
+                if self._is_wanted():
+                    self._make(fetch)
+        finally:
+            self._is_done.set()
+
+    def _make(self, fetch: Fetch) -> None:
+        try:
+            self._retrieval.fetch(self._container, self._step, fetch.file, fetch.holders)
+        except Exception as error:  # noqa: BLE001 - training goes on; the next save makes replicas of its own
+            if not self._is_wanted():
+                return
+            self._failed.append(fetch.file)
+            publish_metric("torchelastic", "checkpoint.replication.failures", 1)
+            log.warning("step %d has no new replica of %s: %s", self._step, fetch.file, error)
+        else:
+            publish_metric("torchelastic", "checkpoint.replication.remade.bytes", fetch.size_bytes)

@@ -1,0 +1,162 @@
+"""Whether there is room for what a save has to allocate: on the tmpfs, and in the memory of this host.
+
+A tmpfs may be larger than the memory that is left, and then the kernel ends processes when it is filled. So both count,
+and so does the memory limit of a container (control group), which a file on tmpfs is charged to as well. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from torchelastic.checkpoint.errors import explained
+from torchelastic.checkpoint.memory.cgroup import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
+
+#: What is left to everybody else on this host: a step allocates too, and so do data loaders.
+DEFAULT_MARGIN_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Free:
+    """What there is.
+
+    Attributes:
+        tmpfs_bytes: how much more fits onto the file system; None: it has no limit of its own (ramfs, size=0).
+        ram_bytes: how much can be allocated without swapping, in this control group and on this host.
+        limited_by: "host" or "cgroup": which of them says `ram_bytes`.
+    """
+
+    tmpfs_bytes: int | None
+    ram_bytes: int
+    limited_by: str = "host"
+
+
+@dataclass(frozen=True)
+class RoomDecision:
+    """Whether a save may go on, with the numbers behind it.
+
+    Attributes:
+        fits: whether it may.
+        reason: "fits", "tmpfs" (too small or too full) or "ram" (too little memory is left on this host).
+        needed_bytes: what it has to allocate.
+        tmpfs_free_bytes: as in `Free`.
+        ram_available_bytes: as in `Free`.
+        margin_bytes: how much of that is left alone.
+    """
+
+    fits: bool
+    reason: str
+    needed_bytes: int
+    tmpfs_free_bytes: int | None
+    ram_available_bytes: int
+    margin_bytes: int
+
+    @property
+    def because(self) -> str:
+        """How much is needed, how much is there, and what to do about it."""
+        needed = bytes_text(self.needed_bytes)
+        ram, margin = bytes_text(self.ram_available_bytes), bytes_text(self.margin_bytes)
+        tmpfs = "no limit" if self.tmpfs_free_bytes is None else bytes_text(self.tmpfs_free_bytes)
+        numbers = (
+            f"it has to allocate {needed}; there are {tmpfs} on the tmpfs, and {ram} of memory ({margin} of them stay)"
+        )
+        if self.reason == "tmpfs":
+            return (
+                f"{numbers}: make the tmpfs larger (`mount -o remount,size=...`; `--shm-size` for docker), or remove "
+                "what dead jobs have left there (`torchelastic checkpoint prune --dead`)"
+            )
+        if self.reason == "ram":
+            return (
+                f"{numbers}: remove what dead jobs have left there (`torchelastic checkpoint prune --dead`), raise the "
+                "memory limit of the container, or save on hosts with more memory"
+            )
+        return numbers
+
+
+def decide(
+    needed_bytes: int,
+    tmpfs_free_bytes: int | None,
+    ram_available_bytes: int,
+    margin_bytes: int = DEFAULT_MARGIN_BYTES,
+) -> RoomDecision:
+    """Whether a save may allocate what it needs. Pure.
+
+    A save that needs nothing, because it goes into slots that are there, always fits. The margin is taken off the
+    memory alone: a tmpfs that is full refuses more, and harms nobody.
+
+    Args:
+        needed_bytes: what all ranks of this host allocate for it together, beside what they hold already.
+        tmpfs_free_bytes: see `Free.tmpfs_bytes`.
+        ram_available_bytes: see `Free.ram_bytes`.
+        margin_bytes: how much memory is left alone.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+    if min(needed_bytes, tmpfs_free_bytes or 0, ram_available_bytes, margin_bytes) < 0:
+        raise ValueError(
+            f"bytes cannot be negative: needed {needed_bytes}, tmpfs {tmpfs_free_bytes}, memory {ram_available_bytes}, "
+            f"margin {margin_bytes}"
+        )
+    reason = "fits"
+    if tmpfs_free_bytes is not None and needed_bytes > tmpfs_free_bytes:
+        reason = "tmpfs"
+    elif needed_bytes and needed_bytes + margin_bytes > ram_available_bytes:
+        reason = "ram"
+    return RoomDecision(reason == "fits", reason, needed_bytes, tmpfs_free_bytes, ram_available_bytes, margin_bytes)
+
+
+def measure(
+    path: Path,
+    *,
+    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs,
+    host_available_bytes: Callable[[], int] = lambda: int(psutil.virtual_memory().available),
+    cgroup_root: Path = CGROUP_ROOT,
+    self_cgroup: Path = SELF_CGROUP,
+) -> Free:
+    """What there is now; on any thread, in about 0.2 ms.
+
+    Args:
+        path: a folder on the tmpfs.
+        statvfs: asks a file system.
+        host_available_bytes: asks the host (`MemAvailable` of /proc/meminfo: without swapping, page cache counted in).
+        cgroup_root: where control groups are mounted.
+        self_cgroup: names those of this process.
+
+    Raises:
+        CheckpointError: the path is not there.
+    """
+    with explained("ask for the room on a file system", path):
+        status = statvfs(path)
+    tmpfs_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
+    ram_bytes, limit_bytes = host_available_bytes(), cgroup_available_bytes(cgroup_root, self_cgroup)
+    if limit_bytes is not None and limit_bytes < ram_bytes:
+        return Free(tmpfs_bytes, limit_bytes, "cgroup")
+    return Free(tmpfs_bytes, ram_bytes)
+
+
+def held_bytes(folder: Path) -> int:
+    """How much memory the files in a folder take, hidden ones too; what goes away meanwhile is not counted."""
+    seen: dict[tuple[int, int], int] = {}
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                status = (Path(where) / name).lstat()
+            except OSError:
+                continue
+            seen[(status.st_dev, status.st_ino)] = status.st_blocks * 512  # a slot has two names for a moment
+    return sum(seen.values())
+
+
+def bytes_text(size_bytes: int) -> str:
+    """A size for people, in the unit in which models are measured; the exact one is in the decision.
+
+    >>> bytes_text(1536 * 2**20)
+    '1.50 GiB'
+    """
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.2f} MiB"

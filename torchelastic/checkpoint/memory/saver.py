@@ -1,0 +1,414 @@
+"""Saves into memory: the place where the work is done. `writer.MemoryStorageWriter` is what DCP sees of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, storage_data_of
+from torchelastic.checkpoint.memory.completion import complete
+from torchelastic.checkpoint.memory.homes import Homes
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId
+from torchelastic.checkpoint.memory.items import resolve
+from torchelastic.checkpoint.memory.names import ShardName, generation_of
+from torchelastic.checkpoint.memory.planning import Save, with_note, with_tickets
+from torchelastic.checkpoint.memory.plans import (
+    NotSaved,
+    NotSavedError,
+    collect_ticket,
+)
+from torchelastic.checkpoint.memory.saver_interface import CheckpointSaver
+from torchelastic.checkpoint.memory.skipping import SkippedSaves
+from torchelastic.checkpoint.memory.staged_state import (
+    StagedState,
+    TakenApart,
+    find_copy,
+    not_staged,
+    staged_in,
+)
+from torchelastic.checkpoint.memory.staging import StagedItems, Target, items_of_copy, push_shard, stage_items, why_not
+from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+    from torchelastic.checkpoint.replication.manager import ReplicationManager
+
+log = logging.getLogger(__name__)
+
+__all__ = ["CheckpointSaver", "DefaultCheckpointSaver"]
+
+DEFAULT_INITIAL_BUFFER_SIZE_BYTES = 16 * 2**30
+#: Of how many saves something is remembered that were begun, and neither finished nor abandoned.
+_REMEMBERED = 16
+
+
+class DefaultCheckpointSaver(CheckpointSaver):
+    """Saves into the containers of an object manager, and has every shard replicated before a checkpoint is complete.
+
+    It may be used by several threads, one save per thread at a time. It pickles to what a process of this host needs to
+    save on behalf of this one; the functions stay behind, and `torch.distributed` is asked there.
+
+    Args:
+        global_rank_getter: the rank, for messages; the replication manager is asked if it is left out.
+        local_rank_getter: accepted for code written for ML Flashpoint; not needed.
+        global_barrier_func: called by `finalize_checkpoint` when other code than DCP calls that.
+        ckpt_obj_manager: opens the containers.
+        replication_manager: sends shards to other hosts; None: this host is the only one.
+        initial_buffer_size_bytes: accepted for code written for ML Flashpoint: memory is taken as it is needed, no more
+            at the beginning and no limit to it.
+        use_optimized_save: accepted for code written for ML Flashpoint; there is one format.
+
+    Attributes:
+        skipped: counts the saves that were left out.
+
+    Raises:
+        TypeError: there is no object manager.
+    """
+
+    def __init__(
+        self,
+        global_rank_getter: Callable[[], int] | None = None,
+        local_rank_getter: Callable[[], int] | None = None,
+        global_barrier_func: Callable[[], Any] | None = None,
+        ckpt_obj_manager: CheckpointObjectManager | None = None,
+        replication_manager: ReplicationManager | None = None,
+        initial_buffer_size_bytes: int = DEFAULT_INITIAL_BUFFER_SIZE_BYTES,
+        use_optimized_save: bool = True,
+    ) -> None:
+        del local_rank_getter, use_optimized_save
+        if ckpt_obj_manager is None:
+            raise TypeError("DefaultCheckpointSaver needs ckpt_obj_manager, a CheckpointObjectManager")
+        if initial_buffer_size_bytes < 0:
+            raise ValueError(f"initial_buffer_size_bytes is {initial_buffer_size_bytes}: it cannot be negative")
+        self._manager, self._replication = ckpt_obj_manager, replication_manager
+        self._rank_getter, self._barrier = global_rank_getter, global_barrier_func
+        self._allow_pickles = False
+        self._threads = DEFAULT_THREADS
+        self._identity = secrets.token_hex(8)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.skipped = SkippedSaves()
+        self._current = threading.local()
+        self._saves: dict[str, Save] = {}
+        self._homes = Homes(self._manager)
+
+    def configure(self, *, threads: int | None = None, allow_pickles: bool | None = None) -> None:
+        """What a storage writer is told by its user.
+
+        Args:
+            threads: how many copy and compute checksums.
+            allow_pickles: save objects whose pickles may run code when they are read.
+        """
+        if threads is not None:
+            self._threads = max(1, threads)
+        if allow_pickles is not None:
+            self._allow_pickles = allow_pickles
+
+    # --- one save -----------------------------------------------------------------------------------------------------
+
+    @property
+    def save(self) -> Save:
+        """The save of this thread. Raises: ValueError if none was begun."""
+        save: Save | None = getattr(self._current, "save", None)
+        if save is None:
+            raise ValueError("no save was begun on this thread: give dcp.save a checkpoint_id")
+        return save
+
+    def initialize_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
+        """Begins a save on this thread; see `CheckpointSaver`."""
+        container_id = CheckpointContainerId(checkpoint_id)
+        step = CheckpointContainerId.parse_version_container_step(container_id.name)
+        base = container_id.get_parent()
+        if step is None or base is None:
+            raise ValueError(
+                f"{container_id} cannot be the container of a checkpoint: put it into the job's, and name it with "
+                "CheckpointContainerId.format_version_container(step), such as /dev/shm/jobs/145/step-20_ckpt"
+            )
+        self._current.save = Save(container_id, step, base)
+
+    def describe(self) -> str:
+        """The save of this thread, for people."""
+        return f"step {self.save.step} in {self.save.base}"
+
+    def attach(self, name: str, content: bytes) -> None:
+        """Adds a file to the checkpoint of this thread's save; see `MemoryStorageWriter.attach`."""
+        self.save.extras[check_extra_name(name)] = bytes(content)
+
+    def stage_data(
+        self,
+        checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None,
+        state_dict: Mapping[str, Any],
+        non_blocking: bool = True,
+    ) -> StagedState:
+        """Copies a state into a slot, in one pass; when this returns, the state may change. On any thread.
+
+        Args:
+            checkpoint_id: for which checkpoint; None: not known yet.
+            state_dict: the state.
+            non_blocking: accepted for code written for ML Flashpoint: all copies from a GPU are waited for once.
+
+        Returns:
+            The copy; where there is no memory for it, one that makes all ranks leave this save out.
+
+        Raises:
+            TypeError: the state holds a tensor that is not stored; names it.
+        """
+        del non_blocking
+        taken = TakenApart(state_dict)
+        try:
+            base = CheckpointContainerId(checkpoint_id).get_parent() if checkpoint_id is not None else None
+            slots = self._homes.at(base) if base is not None else self._homes.for_a_copy()
+            layout = slots.copies.lay_out(taken.sources, taken.values, taken.value_bytes)
+            held = slots.take(layout, None)
+            try:
+                staged = staged_in(held, taken, layout)
+            except BaseException:
+                held.give_back()
+                raise
+        except CheckpointError as error:
+            return not_staged(taken, why_not(error, 0))
+        slots.hold(held, staged)
+        return staged
+
+    # --- planning -----------------------------------------------------------------------------------------------------
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Notes in this rank's plan what it knows: the newest checkpoint, and the room that there is.
+
+        Raises:
+            CheckpointError: the container cannot be used.
+        """
+        save = self.save
+        rank = self._rank() if save.rank is None else save.rank
+        return with_note(save, plan, self._homes.at(save.base), rank, self._host())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decides under which name is saved, and whether at all; on the coordinator.
+
+        Args:
+            plans: of all ranks, as the planner has made them of what `prepare_local_plan` returned.
+
+        Raises:
+            RuntimeError: a rank saves something else.
+        """
+        save = self.save
+        plans, save_id = with_tickets(save, plans, self._homes.at(save.base))
+        self._remember(save_id, save)
+        return plans
+
+    def _remember(self, save_id: str, save: Save) -> None:
+        self._saves[save_id] = save
+        while len(self._saves) > _REMEMBERED:
+            self._saves.pop(next(iter(self._saves)))
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner, *, with_checksums: bool = False) -> StagedItems:
+        """Copies what a plan writes; when this returns, the state may change. See `staging.StagedItems`.
+
+        What was copied by `stage_data` is not copied again where the plan writes just that.
+
+        Args:
+            plan: the final one of this rank.
+            planner: of the save.
+            with_checksums: compute them on the way; for who waits for them anyway.
+
+        Raises:
+            NotSavedError: the coordinator has decided that nobody saves, or there is no room on this rank.
+            TypeError: something in the plan is not stored; names it.
+        """
+        return self._stage(plan, planner, with_checksums=with_checksums, is_own=True)
+
+    def _stage(self, plan: SavePlan, planner: SavePlanner, *, with_checksums: bool, is_own: bool) -> StagedItems:
+        save = self.save
+        ticket = save.ticket = collect_ticket(save.about, plan)
+        if ticket.skipped is not None:
+            raise NotSavedError(ticket.skipped)
+        slots = self._homes.at(save.base)
+        name = ShardName(ticket.rank, ticket.world_size, ticket.save_id)
+        target = Target(slots.container.root, save.step, name)
+        meta = {
+            "step": save.step,
+            "save_id": ticket.save_id,
+            "rank": ticket.rank,
+            "world_size": ticket.world_size,
+        }
+        resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
+        tensors = [tensor for _, tensor in resolved.tensors]
+        if any(tensor.is_meta for tensor in tensors):
+            raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", ticket.rank))
+        copied = find_copy(tensors)
+        how: dict[str, Any] = {"replication": self._replication, "threads": self._threads}
+        if copied is not None:
+            staged = items_of_copy(resolved, copied, target, slots, meta, **how)
+            if staged is not None:
+                return staged
+        owner = None if is_own else save
+        return stage_items(resolved, target, slots, meta, owner=owner, with_checksums=with_checksums, **how)
+
+    def write_data(self, staged: StagedItems) -> list[WriteResult]:
+        """Writes what was copied, and returns when the partners have it. On any thread.
+
+        Raises:
+            CheckpointError: it cannot be written, or has no replicas; it is removed.
+        """
+        staged.write()
+        return staged.results
+
+    def write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """All of it for `dcp.save`: copies, writes and replicates what a plan writes.
+
+        Returns:
+            The results; where there was no memory or no replica, one that makes `write_metadata` leave the save out.
+
+        Raises:
+            TypeError, ValueError: something in the plan is not stored.
+        """
+        save = self.save
+        try:
+            save.staged = self._stage(plan, planner, with_checksums=True, is_own=False)
+            results = self.write_data(save.staged)
+            self.skipped.publish_held(self._homes.at(save.base).container.root)
+            return results
+        except CheckpointError as error:
+            ticket = save.ticket
+            decided = ticket.skipped if ticket is not None else None  # by the coordinator, of whichever rank
+            why = decided or why_not(error, ticket.rank if ticket is not None else 0)
+            return [WriteResult(MetadataIndex(str(save.id)), 0, why)]
+
+    def async_replicate_object(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> list[Future[int]]:
+        """Sends a shard to the partners in the background; `write_data` has done so already.
+
+        Returns:
+            A future with how many copies there are, or the `ReplicationError`; none without a replication manager.
+        """
+        if self._replication is None:
+            return []
+        name = str(self._manager.names_of(CheckpointObjectId(object_id)))
+        pool = ThreadPoolExecutor(1, thread_name_prefix="replicate")
+        future = pool.submit(push_shard, Path(str(object_id)), name, self._replication)
+        pool.shutdown(wait=False)
+        return [future]
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def write_metadata(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Commit | None:
+        """Makes a checkpoint complete, here and on the other hosts; on the coordinator.
+
+        Args:
+            metadata: of the planner; it gets the storage data.
+            results: of all ranks.
+
+        Returns:
+            The commit; None if a newer checkpoint is complete already.
+
+        Raises:
+            NotSavedError: a rank has not saved. What this one has saved is removed.
+            CheckpointError: the commit cannot be written.
+        """
+        save = self._save_of(results)
+        failures = [one.storage_data for each in results for one in each if isinstance(one.storage_data, NotSaved)]
+        if failures:
+            if save.staged is not None:
+                save.staged.abandon()
+            raise NotSavedError(failures[0])
+        ticket = save.ticket
+        if ticket is None:
+            raise ValueError(f"{save.id}: finish belongs to a save that was planned and written by this writer")
+        metadata.storage_data = storage_data_of(results)
+        metadata.storage_meta = StorageMeta(str(save.id), ticket.save_id)
+        files = sorted({item.file for item in metadata.storage_data.values()})
+        generation = generation_of(ticket.save_id)
+        slots = self._homes.at(save.base)
+        commit = Commit(
+            save.step, generation, ticket.save_id, ticket.world_size, tuple(files), metadata, dict(save.extras)
+        )
+        with slots.finishing:
+            if slots.container.newest_generation() > generation:
+                log.info("%s is left out: a checkpoint that was begun later is complete already", save.id)
+                return None
+            complete(slots.container, commit, self._replication)
+            slots.container.tidy()
+        return commit
+
+    def finalize_checkpoint(
+        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None = None
+    ) -> list[int]:
+        """Removes what newer checkpoints have replaced, as far as it is this process's. Called by others than DCP.
+
+        Args:
+            checkpoint_id: of the newest one; not given: that of this thread's save.
+
+        Returns:
+            The steps that are gone.
+        """
+        if checkpoint_id is None:
+            base: CheckpointContainerId | None = self.save.base
+        else:
+            base = CheckpointContainerId(checkpoint_id).get_parent()
+        if self._barrier is not None:
+            self._barrier()
+        return self._homes.at(base).container.tidy() if base is not None else []
+
+    # --- who and where ------------------------------------------------------------------------------------------------
+
+    def _save_of(self, results: Iterable[Iterable[WriteResult]]) -> Save:
+        """The save that these results are of: the one on this thread, if they do not say."""
+        items = (one.storage_data for each in results for one in each)
+        stored = next((item for item in items if isinstance(item, StoredItem)), None)
+        name = ShardName.find(stored.file) if stored is not None else None
+        save = self._saves.pop(name.save_id, None) if name is not None else None
+        return save if save is not None else self.save
+
+    def _rank(self) -> int:
+        if self._rank_getter is not None:
+            return self._rank_getter()
+        if self._replication is not None:
+            return self._replication.rank
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def _host(self) -> str:
+        if self._replication is None:
+            return platform.node()
+        return self._replication.host_of(self._replication.rank)
+
+    # --- another process ----------------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {"_threads": self._threads, "_allow_pickles": self._allow_pickles}
+        return _elsewhere, (type(self), self._identity, self._manager, self._replication, options)
+
+
+_lock = threading.Lock()
+_savers: dict[str, DefaultCheckpointSaver] = {}
+
+
+def _elsewhere(
+    kind: type[DefaultCheckpointSaver],
+    identity: str,
+    manager: CheckpointObjectManager,
+    replication: ReplicationManager | None,
+    options: dict[str, Any],
+) -> DefaultCheckpointSaver:
+    """A saver in the process that it was sent to: the same one each time, so that its slots are warm."""
+    with _lock:
+        saver = _savers.get(identity)
+        if saver is None:
+            saver = _savers[identity] = kind(ckpt_obj_manager=manager, replication_manager=replication)
+        saver._identity, saver._replication = identity, replication
+        vars(saver).update(options)
+        return saver

@@ -1,0 +1,204 @@
+"""Who holds which slot of a container, and what becomes of it when its save is over, however it ended.
+
+A slot that was taken for a save belongs to something: a copy of a state, the items of a plan, or the save itself. When
+that is gone the save is over, and the slot is free again, or published, or published without ever having been part of a
+checkpoint. That is looked at when the next slot is needed: what a finaliser calls must not take locks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.items import RecurringCopies, RecurringItems
+from torchelastic.checkpoint.memory.names import ShardName
+from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
+from torchelastic.checkpoint.memory.room import decide, measure
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.checkpoint.shards.stage import Stage, capacity_for
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Held:
+    """A slot that was taken for a save.
+
+    Attributes:
+        container: whose slot it is.
+        stage: None once there is nothing left to do about it.
+        published: its shard, as far as this process knows.
+    """
+
+    container: Container
+    stage: Stage | None
+    published: Path | None = None
+
+    def give_back(self) -> None:
+        """What is in it is of no worth."""
+        stage, self.stage = self.stage, None
+        if stage is None:
+            return
+        if self.published is not None:
+            self.container.remove_object(self.published)
+        elif name_of(stage.slot, self.container) == stage.slot.path:
+            self.container.pool.give_back(stage)
+        else:
+            stage.slot.close()  # another process has removed it
+
+
+class Slots:
+    """The slots of one container in this process; may be used by several threads.
+
+    Args:
+        container: theirs.
+        container_at: opens the container of a path.
+
+    Attributes:
+        items: layouts of what is written of plans.
+        copies: layouts of copies of states.
+        finishing: held by the one save that makes its checkpoint complete and removes others.
+        generation: the highest that this process has given to a save; see `next_generation`.
+    """
+
+    def __init__(self, container: Container, container_at: Callable[[Path], Container]) -> None:
+        self.container = container
+        self.generation = -1
+        self._container_at = container_at
+        self.items = RecurringItems()
+        self.copies = RecurringCopies()
+        self._over: deque[Held] = deque()
+        self.finishing = threading.Lock()
+        self._lock = threading.Lock()
+
+    def next_generation(self, newest: int) -> int:
+        """A generation above all that are known here and elsewhere; no two saves get the same.
+
+        Args:
+            newest: the highest that any rank knows.
+        """
+        with self._lock:
+            self.generation = max(self.generation, newest) + 1
+            return self.generation
+
+    def take(self, header: Header, owner: Any) -> Held:
+        """A slot for tensors of this layout; a warm one where there is one.
+
+        Args:
+            header: the layout.
+            owner: when it is gone the save is over; None: see `hold`.
+
+        Raises:
+            NotSavedError: there is no room for a new one.
+        """
+        self.reclaim()
+        if not self.container.pool.is_warm(header):
+            self.container.tidy()
+        if not self.container.pool.is_warm(header):
+            self._require_room(header)
+        try:
+            held = Held(self.container, self.container.take(header))
+        except CheckpointError as error:
+            because = f"there is no room for a slot of {capacity_for(header)} bytes: {error}"
+            raise NotSavedError(NotSaved("tmpfs", because)) from error
+        if owner is not None:
+            self.hold(held, owner)
+        return held
+
+    def hold(self, held: Held, owner: Any) -> None:
+        """Names the owner of a slot."""
+        weakref.finalize(owner, self._over.append, held).atexit = False
+
+    def warm_bytes(self, needed_bytes: int) -> int:
+        """How large the largest free slot is; what newer checkpoints have replaced is removed if that is needed."""
+        if self.container.pool.largest_free_bytes() < needed_bytes:
+            self.container.tidy()
+        return self.container.pool.largest_free_bytes()
+
+    def reclaim(self) -> None:
+        """Sees to the slots whose saves are over."""
+        while self._over:
+            try:
+                held = self._over.popleft()
+            except IndexError:
+                break  # another thread was quicker
+            try:
+                self._reclaim(held)
+            except CheckpointError as error:
+                log.warning("a slot of %s cannot be used again: %s", self.container.root, error)
+
+    def _reclaim(self, held: Held) -> None:
+        if held.stage is None:
+            return
+        if held.published is None:
+            path = name_of(held.stage.slot, held.container)
+            if path is not None and path != held.stage.slot.path:
+                self._adopt(held, path)
+        if held.published is None or not is_committed(held.container, held.published):
+            held.give_back()
+
+    def _adopt(self, held: Held, path: Path) -> None:
+        """Another process has published it on behalf of this one, and this one learns of it now."""
+        name, step = ShardName.find(path.name), CheckpointContainerId.parse_version_container_step(path.parent.name)
+        if held.stage is None or name is None or step is None:
+            return
+        container = self._container_at(path.parent.parent)
+        container.adopt(held.stage, step, name)
+        held.container, held.published = container, path
+
+    def _require_room(self, header: Header) -> None:
+        free = measure(self.container.root)
+        decision = decide(capacity_for(header), free.tmpfs_bytes, free.ram_bytes)
+        if not decision.fits:
+            raise NotSavedError(NotSaved(decision.reason, decision.because))
+
+
+def is_committed(container: Container, path: Path) -> bool:
+    """Whether a shard is part of the checkpoint of its step, as far as this host knows."""
+    step = CheckpointContainerId.parse_version_container_step(path.parent.name)
+    try:
+        return step is not None and path.name in container.read_commit(step, with_content=False).files
+    except CheckpointError:
+        return False
+
+
+def name_of(slot: Slot, container: Container) -> Path | None:
+    """Under which name the file of a slot is now, whoever renamed it; None if it was removed.
+
+    Args:
+        slot: of this process.
+        container: where to look, if it is not where it was put, and the system has forgotten (it shows the first name).
+    """
+    status = slot.status()
+    named = [path for path in (slot.path, slot.shown_path()) if path is not None]
+    for path in itertools.chain(named, container.root.glob("step-*_ckpt/rank-*.shard")):
+        try:
+            if os.path.samestat(status, path.stat()):
+                return path
+        except OSError:
+            continue
+    return None
+
+
+_lock = threading.Lock()
+_known: weakref.WeakKeyDictionary[Container, Slots] = weakref.WeakKeyDictionary()
+
+
+def slots_of(container: Container, container_at: Callable[[Path], Container]) -> Slots:
+    """The slots of a container in this process; arguments as for `Slots`."""
+    with _lock:
+        if container not in _known:
+            _known[container] = Slots(container, container_at)
+        return _known[container]

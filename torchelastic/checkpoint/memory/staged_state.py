@@ -1,0 +1,316 @@
+"""A copy of a state that is made at the call, in one pass, and written later: by a thread, or by another process.
+
+The copy is a dict like the state itself, so that any planner plans it; its tensors are places in a slot. To another
+process it goes as the name of the slot's file and the structure around it: no tensor is copied, and no file descriptor
+is needed for one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchelastic.checkpoint.memory.mapped import map_slot
+from torchelastic.checkpoint.memory.plans import NotSaved
+from torchelastic.checkpoint.memory.slots import Held
+from torchelastic.checkpoint.shards.cuda import copy_beside
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.shards.tensors import dtype_named, encode_leaf
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_UNCHANGEABLE = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type(Ellipsis)}
+)
+#: How long the pickle of a small value is.
+_PICKLE_BYTES = 2048
+
+#: How a key begins that is put into a state for which there was no memory: the rest says why, and so does the plan.
+_REFUSED = "torchelastic.not_copied:"
+
+
+@dataclass(frozen=True)
+class _At:
+    """Stands for a tensor in the slot, by number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Empty:
+    """Stands for a tensor without elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Stands for a DTensor."""
+
+    local: _At | _Empty
+    spec: Any
+
+
+class TakenApart:
+    """A state as a skeleton and the tensors that were in it; nothing is copied but what is no tensor.
+
+    Args:
+        state: dicts, lists and tuples; tensors of this rank, DTensors, and values.
+
+    Attributes:
+        skeleton: the state, with numbers for the tensors.
+        sources: the tensors, each once.
+        values: how many leaves are no tensors.
+        value_bytes: how long their pickles will be, about.
+
+    Raises:
+        TypeError: a tensor is of a kind that is not stored; names it.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.sources: list[torch.Tensor] = []
+        self.values = self.value_bytes = 0
+        self._known: dict[Any, _At] = {}
+        self.skeleton = self._take(state, "")
+
+    def _take(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return self._tensor(value, path)
+        if kind in (dict, OrderedDict) or isinstance(value, Mapping):
+            return {key: self._take(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+        if kind is list:
+            return [self._take(item, f"{path}.{index}") for index, item in enumerate(value)]
+        if isinstance(value, tuple) and kind is not torch.Size:
+            items = [self._take(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return kind(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, torch.Tensor):
+            return self._special(value, path)
+        return self._value(value)
+
+    def _value(self, value: Any) -> Any:
+        self.values += 1
+        self.value_bytes += _PICKLE_BYTES
+        if isinstance(value, (str, bytes)) or hasattr(value, "nbytes"):
+            self.value_bytes += sys.getsizeof(value) + int(getattr(value, "nbytes", 0))
+        return value if type(value) in _UNCHANGEABLE else copy.deepcopy(value)
+
+    def _special(self, value: torch.Tensor, path: str) -> Any:
+        if isinstance(value, DTensor):
+            local = value._local_tensor
+            return _Spread(self._tensor(local if type(local) in _PLAIN else value.to_local(), path), value._spec)
+        return self._tensor(value, path)
+
+    def _tensor(self, value: torch.Tensor, path: str) -> _At | _Empty:
+        if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            leaf = encode_leaf(value, path)
+            if len(leaf.parts) != 1 or leaf.recipe["kind"] != "strided":
+                raise TypeError(f"the tensor {path!r} is quantised or sparse: save it dequantised, or with to_dense()")
+            value = leaf.parts[0].tensor
+        if not value.numel():
+            return _Empty(tuple(value.shape), value.dtype)
+        address = value.data_ptr()
+        if not address:
+            raise TypeError(f"the tensor {path!r} has no data: its memory was freed (as FSDP does) before saving")
+        # a conjugated view of the same memory holds other values
+        looks = (address, value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg())
+        known = self._known.get(looks)
+        if known is None:
+            known = self._known[looks] = _At(len(self.sources))
+            self.sources.append(value.detach() if value.requires_grad else value)
+        return known
+
+
+_Leaf = Callable[["_At | _Empty"], Any]
+
+
+def fill(skeleton: Any, tensor_of: _Leaf) -> Any:
+    """A state again: containers of its own, with tensors for the numbers."""
+
+    def spread(one: _Spread) -> torch.Tensor:
+        kind: Any = DTensor  # its constructor has no types
+        tensor: torch.Tensor = kind(tensor_of(one.local), one.spec, requires_grad=False)
+        return tensor
+
+    return _map(skeleton, tensor_of, spread)
+
+
+def _map(skeleton: Any, leaf: _Leaf, spread: Callable[[_Spread], Any]) -> Any:
+    kind = type(skeleton)
+    if kind in (_At, _Empty):
+        return leaf(skeleton)
+    if kind is dict:
+        return {key: _map(item, leaf, spread) for key, item in skeleton.items()}
+    if kind is list:
+        return [_map(item, leaf, spread) for item in skeleton]
+    if kind is _Spread:
+        return spread(skeleton)
+    if isinstance(skeleton, tuple) and kind is not torch.Size:
+        items = [_map(item, leaf, spread) for item in skeleton]
+        return kind(*items) if hasattr(skeleton, "_fields") else tuple(items)
+    return skeleton
+
+
+@dataclass(eq=False)
+class Copied:
+    """Where a copy of a state lies, in this process's memory.
+
+    Attributes:
+        path: the slot's file, still hidden.
+        memory: the slot.
+        data_offset: where its data begin.
+        layout: its tensors that are not empty, and `items.BYTES_ENTRY`.
+        held: the slot, in the process that owns it.
+        is_consumed: whether it was published, so that it is nobody's copy any more.
+    """
+
+    path: Path
+    memory: torch.Tensor
+    data_offset: int
+    layout: Header
+    held: Held | None = None
+    is_consumed: bool = False
+
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in it."""
+        return 0 <= address - self.memory.data_ptr() < self.memory.numel()
+
+    def tensor(self, at: _At | _Empty) -> torch.Tensor:
+        """One of its tensors."""
+        if isinstance(at, _Empty):
+            return torch.empty(at.shape, dtype=at.dtype)
+        entry = self.layout.entries[at.index]
+        begin = self.data_offset + entry.offset_bytes
+        return self.memory[begin : begin + entry.size_bytes].view(dtype_named(entry.dtype)).view(entry.box.sizes)
+
+
+class StagedState(dict[str, Any]):
+    """A copy of a state; see the module. While it lives its slot is not used for anything else.
+
+    Attributes:
+        copied: where it lies; None if there was no memory for it.
+        skeleton: see `TakenApart`.
+    """
+
+    def __init__(self, skeleton: Any, copied: Copied | None, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.skeleton, self.copied = skeleton, copied
+        if copied is not None:
+            _remember(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        copied = self.copied
+        if copied is None:
+            return _without_data, (self.skeleton, next(key for key in self if key.startswith(_REFUSED)))
+        if copied.held is not None and copied.held.stage is not None:
+            copied.held.stage.slot.share()  # the other process will publish it: its readers must not be locked out
+        return _elsewhere, (copied.path, copied.data_offset, replace(copied.layout, meta={}), self.skeleton)
+
+
+def staged_in(held: Held, taken: TakenApart, layout: Header) -> StagedState:
+    """Copies a state into a slot; when this returns, the state may change.
+
+    Args:
+        held: a slot that was taken with `layout`.
+        taken: the state.
+        layout: of `items.RecurringCopies`.
+
+    Raises:
+        ValueError: the slot is not for this layout.
+    """
+    stage = held.stage
+    if stage is None or stage.slot.path is None:
+        raise ValueError("the slot was given back already")
+    copy_into(stage, taken.sources)
+    copied = Copied(stage.slot.path, stage.slot.memory, stage.data_offset, layout, held)
+    places = stage.places
+    content = fill(
+        taken.skeleton, lambda at: places[at.index] if isinstance(at, _At) else torch.empty(at.shape, dtype=at.dtype)
+    )
+    return StagedState(taken.skeleton, copied, content)
+
+
+def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:
+    """A state without data, which every rank plans, and nobody writes; see `refused_in`."""
+
+    def shape(at: _At | _Empty) -> _Empty:
+        if isinstance(at, _Empty):
+            return at
+        source = taken.sources[at.index]
+        return _Empty(tuple(source.shape), source.dtype)
+
+    shapes = _map(taken.skeleton, shape, lambda one: replace(one, local=shape(one.local)))
+    return _without_data(shapes, _REFUSED + json.dumps([why.reason, why.because, why.rank]))
+
+
+def refused_in(names: Iterable[str]) -> tuple[str, NotSaved] | None:
+    """The name among those of a plan that says that there was no memory for a copy, and what it says."""
+    for name in names:
+        if name.startswith(_REFUSED):
+            return name, NotSaved(*json.loads(name.removeprefix(_REFUSED)))
+    return None
+
+
+def copy_into(stage: Stage, sources: Sequence[torch.Tensor]) -> None:
+    """Copies all tensors of a layout whose last entry is that of the pickles; also from GPUs, waiting once."""
+    tensors_only = replace(
+        stage, header=replace(stage.header, entries=stage.header.entries[:-1]), places=stage.places[:-1]
+    )
+    if any(source.is_cuda for source in sources):
+        copy_beside(tensors_only, sources).wait()
+    else:
+        tensors_only.copy(sources)
+
+
+def find_copy(tensors: Sequence[torch.Tensor]) -> Copied | None:
+    """The copy of a state in which the first of these tensors lies, in this process."""
+    address = next((tensor.data_ptr() for tensor in tensors if tensor.numel() and not tensor.is_cuda), None)
+    if address is None:
+        return None
+    with _lock:
+        return next((copied for copied in _copies if copied.holds(address) and not copied.is_consumed), None)
+
+
+def copied_bytes() -> int:
+    """How large the largest copy is that waits in this process to be written."""
+    with _lock:
+        sizes = [sum(e.size_bytes for e in one.layout.entries[:-1]) for one in _copies if not one.is_consumed]
+    return max(sizes, default=0)
+
+
+_lock = threading.Lock()
+_copies: weakref.WeakSet[Copied] = weakref.WeakSet()
+
+
+def _remember(copied: Copied) -> None:
+    with _lock:
+        _copies.add(copied)
+
+
+def _elsewhere(path: Path, data_offset: int, layout: Header, skeleton: Any) -> StagedState:
+    """The copy, in the process that it was sent to."""
+    copied = Copied(path, map_slot(path).memory, data_offset, layout)
+    return StagedState(skeleton, copied, fill(skeleton, copied.tensor))
+
+
+def _without_data(shapes: Any, refusal: str) -> StagedState:
+    content = fill(shapes, _meta_tensor)
+    return StagedState(shapes, None, {**content, refusal: None})
+
+
+def _meta_tensor(at: _At | _Empty) -> torch.Tensor:
+    if isinstance(at, _At):
+        raise TypeError("a copy that was not made has no tensors by number")
+    return torch.empty(at.shape, dtype=at.dtype, device="meta")
