@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VENV_NEMO ?= .venv-nemo
+READY_NEMO := $(VENV_NEMO)/.ready
 
-.PHONY: help demo test test-all soak lint types bench clean
+.PHONY: help demo test test-all test-nemo soak lint types bench clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
 	@echo "make test      lint, types and the tests that fit in ten minutes"
 	@echo "make test-all  the slow ring too"
+	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
 	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers"
 	@echo "make bench     every benchmark, one JSON line each"
 
@@ -18,6 +21,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0 -e '.[standalone,examples,test]'
 	touch $(READY)
+
+# NeMo holds lightning, numpy, protobuf and others at versions that nothing else here wants
+$(READY_NEMO): pyproject.toml constraints-nemo.txt
+	$(PYTHON) -m venv $(VENV_NEMO)
+	$(VENV_NEMO)/bin/python -m pip install --quiet -c constraints-nemo.txt torch==2.13.0
+	$(VENV_NEMO)/bin/python -m pip install --quiet --no-deps -r constraints-nemo.txt
+	$(VENV_NEMO)/bin/python -m pip install --quiet --no-deps -e .
+	touch $(READY_NEMO)
 
 demo: $(READY)
 	$(BIN)/python -m examples.imagenet.demo
@@ -35,6 +46,9 @@ test: lint types
 test-all: lint types
 	$(BIN)/python -m pytest
 
+test-nemo: $(READY_NEMO)
+	$(VENV_NEMO)/bin/python -m pytest tests/nemo
+
 soak: $(READY)
 	$(BIN)/python -m torchelastic.testing.simulation --events 1000000000 --seconds 600 --hosts 8
 	$(BIN)/python -m torchelastic.testing.simulation --members 10000 --nproc 8
@@ -49,8 +63,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.checkpoint.replicated
 	$(BIN)/python -m benchmarks.replica_transfer
+	$(BIN)/python -m benchmarks.memory_tier
 	$(BIN)/python -m benchmarks.agent_footprint
 	$(BIN)/python -m benchmarks.rendezvous --members 2,32,128 --runs 3 --peers c10d --limit-s 20
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_NEMO) build dist *.egg-info

@@ -1,0 +1,201 @@
+"""What the ranks of tests/process/test_accelerate_memory.py do: a training loop of somebody who uses Accelerate."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped, unused-ignore]
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchelastic.adapters.accelerate import MemoryCheckpointer
+from torchelastic.adapters.hugging_face.memory import HuggingFaceTier
+from torchelastic.checkpoint.errors import CheckpointError
+
+EPOCHS, EPOCH_STEPS = 3, 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of the program.
+
+    Attributes:
+        base: the container in memory; "": no checkpoints.
+        kill_at: the step that is begun by a SIGKILL of rank 0, when the save before is through.
+        async_save: of the checkpointer.
+        models: how many are prepared.
+    """
+
+    base: str
+    kill_at: int | None = None
+    async_save: bool = True
+    models: int = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank has seen.
+
+    Attributes:
+        loaded: the step that was loaded.
+        extra: what was saved with it.
+        losses: of the steps of this start.
+        digest: of all states at the end.
+        seen: what the registered object has counted.
+    """
+
+    loaded: int | None
+    extra: dict[str, Any]
+    losses: tuple[float, ...]
+    digest: str
+    seen: int
+
+
+class Counter:
+    """An object that is registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros((), dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "unit": ("batches", 1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["unit"] == ("batches", 1)
+        self.seen = state["seen"]
+
+
+class Training:
+    """The state of the loop; the order of its data depends on a seed that is another one in each process."""
+
+    def __init__(self, run: Run, seed: int = 0) -> None:
+        order = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+        self.accelerator = accelerate.Accelerator(cpu=True, dataloader_config=order)
+        rank = self.accelerator.process_index
+        torch.manual_seed(1)
+        models = [
+            torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3)),
+            torch.nn.Linear(8, 1),
+        ]
+        self.models = [self.accelerator.prepare(model) for model in models[: run.models]]
+        optimizer = torch.optim.AdamW([weight for model in models for weight in model.parameters()], lr=0.05)
+        inputs = torch.randn(8 * EPOCH_STEPS, 4, generator=torch.Generator().manual_seed(3))
+        loader = DataLoader(TensorDataset(inputs), batch_size=8 // self.accelerator.num_processes, shuffle=True)
+        self.optimizer = self.accelerator.prepare(optimizer)
+        self.scheduler = self.accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        torch.manual_seed(seed)
+        self.loader = self.accelerator.prepare(loader)
+        torch.manual_seed(100 * seed + rank)
+
+    def step(self, batch: torch.Tensor) -> float:
+        hidden = batch
+        for model in self.models:
+            hidden = model(hidden)
+        loss = hidden.square().mean()
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.counter.seen += 1
+        return float(loss.detach())
+
+    def digest(self) -> str:
+        digest = hashlib.sha256(repr(self.scheduler.get_last_lr()).encode())
+        states = [self.accelerator.unwrap_model(model).state_dict() for model in self.models]
+        for state in [*states, *self.optimizer.state_dict()["state"].values()]:
+            for value in state.values():
+                digest.update(value.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def train(run: Run, seed: int) -> Outcome:
+    """The program.
+
+    Args:
+        run: this start.
+        seed: of the process; the first start's decides the order of the data of all.
+    """
+    run = _on_this_host(run)
+    training = Training(run, seed)
+    memory = MemoryCheckpointer(training.accelerator, run.base, async_save=run.async_save) if run.base else None
+    loaded = memory.load() if memory else None
+    extra = memory.extra if memory else {}
+    done = loaded or 0
+    losses: list[float] = []
+    for epoch in range(done // EPOCH_STEPS, EPOCHS):
+        skipped = done - epoch * EPOCH_STEPS
+        loader = accelerate.skip_first_batches(training.loader, skipped) if skipped else training.loader
+        loader.set_epoch(epoch)
+        for (batch,) in loader:
+            if memory is not None and not losses and skipped:
+                memory.restore_random_numbers()
+            if done == run.kill_at:
+                if memory is not None:
+                    memory.wait()
+                if training.accelerator.is_main_process:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            losses.append(training.step(batch))
+            done += 1
+            if memory is not None and done % 2 == 0:
+                memory.save(done, epoch=epoch, note="after step", weights=torch.full((2,), float(done)))
+    if memory is not None:
+        memory.remove()
+    return Outcome(loaded, _plain(extra), tuple(losses), training.digest(), int(training.counter.seen))
+
+
+def load_with_one_model_less(run: Run) -> str:
+    """What is said when the program has changed."""
+    run = _on_this_host(run)
+    training = Training(replace(run, models=1))
+    with MemoryCheckpointer(training.accelerator, run.base) as memory:
+        try:
+            memory.load()
+        except CheckpointError as error:
+            return str(error)
+    return "loaded"
+
+
+def save_what_cannot_be_saved(run: Run) -> str:
+    """What is said of a value that is none."""
+    training = Training(run)
+    with MemoryCheckpointer(training.accelerator, run.base) as memory:
+        try:
+            memory.save(1, logger=training)
+        except TypeError as error:
+            return str(error)
+    return "saved"
+
+
+def offered(base: str) -> list[list[str]]:
+    """What this rank gives to DCP: of two tensors that all ranks have, and when rank 1 has one more."""
+    given: list[list[str]] = []
+
+    class Noting(HuggingFaceTier):
+        def save(self, checkpoint_id: str, tensors: Any) -> None:
+            given.append(sorted(tensors))
+
+    tier = Noting(_on_this_host(Run(base)).base, async_save=False, timeout_s=30)
+    equal = {"replicated/a": torch.zeros(9), "replicated/b": torch.zeros(8), f"rank-{tier.rank}/x": torch.zeros(1)}
+    tier.save_step(1, equal)
+    tier.save_step(2, {**equal, "replicated/c": torch.zeros(1)} if tier.rank == 1 else equal)
+    tier.close()
+    return given
+
+
+def _plain(extra: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in extra.items()}
+
+
+def _on_this_host(run: Run) -> Run:
+    host = os.environ.get("TORCHELASTIC_FAILURE_DOMAIN")
+    if host is None or not run.base:
+        return run
+    return replace(run, base=f"{Path(run.base).parent}/{host}/{Path(run.base).name}")

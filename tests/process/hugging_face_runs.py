@@ -1,0 +1,268 @@
+"""What the ranks of tests/process/test_transformers_memory.py do: real trainers, on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+from transformers.utils import logging as transformers_logging
+
+from torchelastic.adapters.hugging_face.memory import HuggingFaceTier
+from torchelastic.adapters.hugging_face.state import Share, tensors_of
+from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
+from torchelastic.checkpoint.memory import saver, slots
+from torchelastic.checkpoint.memory.room import Free
+
+STEPS = 12
+EPOCH_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a training program.
+
+    Attributes:
+        folder: of the Trainer's durable checkpoints.
+        base: the container in memory.
+        every: optimizer steps from one checkpoint in memory to the next; 0: without the callback.
+        kill_at: the step that is begun by a SIGKILL of rank 0, when the save before is through.
+        at_once: do not wait for that.
+        batch_norm: a model with buffers that differ from rank to rank, in place of one with tied weights.
+        stop_at: the step at which something asks the Trainer to stop.
+        has_memory: whether there is any for a save.
+        knows_trainer: whether the callback is told which Trainer it is that resumes.
+        memory: further arguments of the callback.
+        arguments: of the Trainer.
+    """
+
+    folder: str
+    base: str
+    every: int = 2
+    kill_at: int | None = None
+    at_once: bool = False
+    batch_norm: bool = False
+    stop_at: int | None = None
+    has_memory: bool = True
+    knows_trainer: bool = True
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank has seen.
+
+    Attributes:
+        resumed_from: what the Trainer was given.
+        files: the names of the files there.
+        first_step: of the steps that were taken.
+        digest: of all weights and buffers at the end.
+        counted: the steps that a callback has counted which is restored from the checkpoint.
+        was_tidy: whether the folder it was given was gone after the first step, if it was made from memory.
+        warnings: of this library.
+    """
+
+    resumed_from: str | None
+    files: tuple[str, ...]
+    first_step: int
+    digest: str
+    counted: int
+    was_tidy: bool
+    warnings: tuple[str, ...]
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.dropout = torch.nn.Dropout(0.2)
+        self.out = torch.nn.Linear(6, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.norm(self.embedding(input_ids).flatten(0, 1)).unflatten(0, input_ids.shape)
+        logits = self.out(self.dropout(hidden))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Events(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Kills, stops, and notes where training begins."""
+
+    def __init__(self, run: Run, memory: MemoryCheckpointCallback | None) -> None:
+        self.run, self.memory = run, memory
+        self.first_step, self.was_tidy = -1, True
+        self.path: str | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0 and dist.is_initialized():
+            torch.manual_seed(100 + dist.get_rank())  # else dropout is the same on all ranks
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.first_step == -1:
+            self.first_step = state.global_step
+        elif self.path is not None and self.path.startswith(self.run.base):
+            self.was_tidy = self.was_tidy and not Path(self.path).exists()
+        if state.global_step == self.run.kill_at:
+            if self.memory is not None and self.memory._tier is not None and not self.run.at_once:
+                self.memory._tier.wait()
+            if args.process_index == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.run.stop_at:
+            control.should_training_stop = True
+
+
+class Counting(TrainerCallback, ExportableState):  # type: ignore[misc, unused-ignore]
+    """Has a state that a Trainer can restore."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"count": self.count}, "attributes": {}}
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def model_of(run: Run) -> torch.nn.Module:
+    torch.manual_seed(1)
+    if run.batch_norm:
+        return Normed()
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def samples(count: int) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(16, (count, 6), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer_of(run: Run, *callbacks: TrainerCallback) -> Trainer:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    arguments = {
+        "output_dir": run.folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4 // ranks,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 3,
+        "dataloader_pin_memory": False,
+        "ddp_find_unused_parameters": False,
+        **run.arguments,
+    }
+    return Trainer(
+        model=model_of(run),
+        args=TrainingArguments(**arguments),
+        train_dataset=samples(4 * EPOCH_STEPS),
+        eval_dataset=samples(4),
+        callbacks=list(callbacks),
+    )
+
+
+def digest_of(model: Any) -> str:
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(run: Run) -> Outcome:
+    """The training program: a user's own, with one line more."""
+    run, warnings = _begin(run)
+    memory = MemoryCheckpointCallback(run.base, run.every, **run.memory) if run.every else None
+    events = Events(run, memory)
+    trainer = trainer_of(run, *([memory] if memory else []), events, Counting())
+    path = memory.resume_from_checkpoint(trainer if run.knows_trainer else None) if memory else None
+    files = tuple(sorted(one.name for one in Path(path).iterdir())) if path else ()
+    events.path = path
+    trainer.train(resume_from_checkpoint=path)
+    (counting,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Counting))
+    return Outcome(
+        path,
+        files,
+        events.first_step,
+        digest_of(trainer.model),
+        counting.count,
+        events.was_tidy,
+        tuple(warnings.texts),
+    )
+
+
+def look(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
+    """What a Trainer would resume from: the path, what is in the files that hold no tensors alone, and the warnings."""
+    run, warnings = _begin(run)
+    path = resume_path(trainer_of(run), run.base)
+    content: dict[str, Any] = {}
+    for file in sorted(Path(path).iterdir()) if path else ():
+        if file.suffix in (".pt", ".pth") and Path(run.base) in file.parents:
+            content[file.name] = _without_tensors(torch.load(file, weights_only=True))
+        elif file.suffix == ".json":
+            content[file.name] = json.loads(file.read_text())
+    return path, content, tuple(warnings.texts)
+
+
+def look_at_a_checkpoint_of_other_code(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
+    """As `look`, after somebody has saved something else into the container."""
+    tier = HuggingFaceTier(run.base, async_save=False, timeout_s=30)
+    tier.save_step(3, tensors_of(Share({"weights": torch.ones(3)}, {}, {}), tier.rank))
+    tier.close()
+    return look(run)
+
+
+def _without_tensors(value: Any) -> Any:
+    """To be sent by a process that ends."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _without_tensors(item) for key, item in value.items()}
+    return type(value)(map(_without_tensors, value)) if type(value) in (list, tuple) else value
+
+
+def _nothing_free(path: Path) -> Free:
+    return Free(0, 0)
+
+
+def _begin(run: Run) -> tuple[Run, Warnings]:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers_logging.set_verbosity(logging.ERROR)
+    warnings = Warnings()
+    logging.getLogger("torchelastic").addHandler(warnings)
+    if not run.has_memory:
+        for module in (saver, slots):
+            setattr(module, "measure", _nothing_free)  # noqa: B010 - for mypy it is a function, and constant
+    host = os.environ.get("TORCHELASTIC_FAILURE_DOMAIN")  # where the test has several hosts on this machine
+    if host is not None:
+        run = replace(run, base=f"{Path(run.base).parent}/{host}/{Path(run.base).name}")
+    return run, warnings

@@ -1,0 +1,135 @@
+"""A real Accelerator on the CPU: loops that are killed and go on from memory."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped, unused-ignore]
+import pytest
+
+from tests.process.accelerate_runs import (
+    EPOCH_STEPS,
+    EPOCHS,
+    Outcome,
+    Run,
+    load_with_one_model_less,
+    offered,
+    save_what_cannot_be_saved,
+    train,
+)
+from tests.process.forked_ranks import Ended, run_ranks, values
+from torchelastic.adapters.accelerate import MemoryCheckpointer
+
+HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
+STEPS = EPOCHS * EPOCH_STEPS
+#: The seeds of the first start, and of the one after the crash.
+FIRST, SECOND = 5, 6
+
+
+def start(function: Callable[..., Any], *arguments: Any, ranks: int = 1, hosts: Sequence[Any] = ()) -> list[Ended]:
+    return run_ranks(function, *arguments, ranks=ranks, environments=hosts)
+
+
+def trained(run: Run, seed: int = SECOND, ranks: int = 1, hosts: Sequence[Any] = ()) -> list[Outcome]:
+    return values(start(train, run, seed, ranks=ranks, hosts=hosts))
+
+
+def crash(run: Run, ranks: int = 1, hosts: Sequence[Any] = ()) -> None:
+    ended = start(train, run, FIRST, ranks=ranks, hosts=hosts)
+    assert ended[0].exit_code == -signal.SIGKILL, ended[0].error
+
+
+@pytest.fixture
+def base() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield f"{folder}/job7"
+
+
+@pytest.fixture(scope="module")
+def alone() -> Outcome:
+    """A run that nothing disturbs."""
+    return trained(Run(""), FIRST)[0]
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[Outcome]:
+    return trained(Run(""), FIRST, ranks=2)
+
+
+@pytest.mark.parametrize(("kill_at", "async_save"), [(7, True), (9, False)])
+def test_a_killed_loop_goes_on_from_memory_and_ends_with_the_same_state(
+    base: str, alone: Outcome, kill_at: int, async_save: bool
+) -> None:
+    crash(Run(base, kill_at, async_save))
+    (outcome,) = trained(Run(base))
+    loaded = kill_at - 1
+    assert outcome.loaded == loaded
+    assert outcome.extra == {"epoch": (loaded - 1) // EPOCH_STEPS, "note": "after step", "weights": [loaded, loaded]}
+    assert (outcome.losses, outcome.digest) == (alone.losses[loaded:], alone.digest)
+    assert outcome.seen == STEPS
+    assert not Path(base).exists(), "it was removed"
+
+
+def test_killed_ranks_go_on_each_with_its_own_random_numbers(base: str, pair: list[Outcome]) -> None:
+    crash(Run(base, 7), ranks=2)
+    outcomes = trained(Run(base), ranks=2)
+    assert pair[0].losses != pair[1].losses
+    assert [(one.loaded, one.losses, one.digest) for one in outcomes] == [
+        (6, one.losses[6:], one.digest) for one in pair
+    ]
+
+
+def test_a_lost_host_is_served_by_its_peer(base: str, pair: list[Outcome]) -> None:
+    crash(Run(base, 7), ranks=2, hosts=HOSTS)
+    shutil.rmtree(Path(base).parent / "a")
+    outcomes = trained(Run(base), ranks=2, hosts=HOSTS)
+    assert [(one.loaded, one.digest) for one in outcomes] == [(6, one.digest) for one in pair]
+
+
+def test_a_rank_copies_no_more_than_its_portion_where_all_have_the_same(base: str) -> None:
+    zero, one = values(start(offered, base, ranks=2))
+    assert (zero[0], one[0]) == (["rank-0/x", "replicated/a"], ["rank-1/x", "replicated/b"])
+    assert zero[1] == ["rank-0/x", "replicated/a", "replicated/b"], "the planner has to find out who writes what"
+    assert one[1] == ["rank-1/x", "replicated/a", "replicated/b", "replicated/c"]
+
+
+def test_the_number_of_ranks_may_change(base: str) -> None:
+    crash(Run(base, 7), ranks=2)
+    shutil.copytree(base, f"{base}-2")
+    (outcome,) = trained(Run(base))
+    assert (outcome.loaded, outcome.seen) == (6, STEPS)
+    crash(Run(f"{base}-1", 5))
+    outcomes = trained(Run(f"{base}-1"), ranks=2)
+    assert [(one.loaded, one.seen) for one in outcomes] == [(4, STEPS)] * 2
+
+
+def test_without_a_checkpoint_nothing_is_loaded(base: str, alone: Outcome) -> None:
+    (outcome,) = trained(Run(base), FIRST)
+    assert (outcome.loaded, outcome.losses, outcome.digest) == (None, alone.losses, alone.digest)
+
+
+def test_another_number_of_models_is_named(base: str) -> None:
+    crash(Run(base, 3))
+    (said,) = values(start(load_with_one_model_less, Run(base)))
+    assert "has 2 models, and the accelerator has prepared 1" in said
+
+
+def test_what_cannot_be_saved_is_named(base: str) -> None:
+    (said,) = values(start(save_what_cannot_be_saved, Run(base)))
+    assert "extra/logger" in said
+
+
+def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"accelerate\.Accelerator"):
+        MemoryCheckpointer("cuda", "/dev/shm/job7")
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="timeout_s"):
+        MemoryCheckpointer(accelerator, "/dev/shm/job7", timeout_s=0)
+    monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType.FSDP)
+    with pytest.raises(ValueError, match=r"FSDP.*MemoryStorageWriter"):
+        MemoryCheckpointer(accelerator, "/dev/shm/job7")

@@ -1,0 +1,237 @@
+"""Megatron's real package, real gloo groups, simulated hosts: each has a failure domain and a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.process.local_ranks import Crew, crew_of, succeeded
+
+pytest.importorskip("megatron", reason="megatron-core is not installed")
+
+from tests.process import megatron_ranks as work
+from torchelastic.adapters.megatron.flattened import HAS_FLATTENED_RANGES
+
+TWO, THREE = "ab", "abc"
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Three processes for all tests."""
+    with crew_of(3) as crew:
+        crew.run(work.warm_up, ranks=3)
+        yield crew
+
+
+@pytest.fixture
+def root() -> Iterator[str]:
+    """A folder on tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield folder
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and set(one) == set(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+# A model
+
+
+@pytest.fixture(scope="module")
+def killed() -> Iterator[tuple[str, dict[str, dict[str, torch.Tensor]]]]:
+    """Two ranks saved a GPTModel through each kind of queue, trained on, and were killed during the next save."""
+    kinds = ("temporal", "persistent", "thread")
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        with crew_of(2) as doomed:
+            doomed.run(work.warm_up, ranks=2)
+            answers = {kind: succeeded(doomed.run(work.save_and_train_on, folder, kind, ranks=2)) for kind in kinds}
+        for _, pid in (answer for of_ranks in answers.values() for answer in of_ranks):
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)  # Megatron's worker outlives its trainer
+        yield folder, {kind: work.whole([shards for shards, _ in of_ranks]) for kind, of_ranks in answers.items()}
+
+
+@pytest.mark.parametrize("kind", ["temporal", "persistent", "thread"])
+def test_a_killed_job_goes_on_with_the_values_at_the_call(crew: Crew, killed: Any, kind: str) -> None:
+    folder, saved = killed
+    answers = succeeded(crew.run(work.load_gpt, f"{folder}/{kind}", ranks=2))
+    assert [Path(answer.latest).name for answer in answers] == ["step-1_ckpt"] * 2
+    assert same(work.whole([answer.shards for answer in answers]), saved[kind])
+    for rank, answer in enumerate(answers):
+        assert answer.state["iteration"] == 1
+        assert same(answer.state["args"], {"seed": [1, 2], "mean": torch.full((3,), 1.0)})
+        assert answer.state["rng"]["rank"] == rank
+        assert {f"step-1_ckpt/{name}" for name in ("common.pt", "metadata.json", "commit.shard")} <= set(answer.files)
+
+
+def test_one_rank_loads_the_model_of_two(crew: Crew, killed: Any) -> None:
+    folder, saved = killed
+    (answer,) = succeeded(crew.run(work.load_gpt, f"{folder}/temporal", ranks=1))
+    assert same(work.whole([answer.shards]), saved["temporal"])
+
+
+# Every kind of state
+
+
+@pytest.mark.parametrize("is_fully_parallel", [False, True], ids=["plain", "fully-parallel"])
+@pytest.mark.parametrize("hosts", [TWO, THREE])
+def test_a_replaced_host_is_served_everything(crew: Crew, root: str, hosts: str, is_fully_parallel: bool) -> None:
+    ranks = len(hosts)
+    succeeded(crew.run(work.save_plain, root, hosts, [1.0, 2.0], is_fully_parallel, ranks=ranks))
+    expected = succeeded(crew.run(work.expected_plain, 2.0, ranks=ranks))
+    work.wipe(root, hosts[-1])
+    found = succeeded(crew.run(work.load_plain, root, hosts, is_fully_parallel, ranks=ranks))
+    for answer, state in zip(found, expected, strict=True):
+        assert Path(answer.latest).name == "step-2_ckpt"
+        assert same(answer.state, state), (answer.state, state)
+        assert {"step-2_ckpt/common.pt", "step-2_ckpt/metadata.json"} <= set(answer.files)
+
+
+def test_one_rank_loads_what_three_have_saved(crew: Crew, root: str) -> None:
+    succeeded(crew.run(work.save_plain, root, "aaa", [4.0], ranks=3))
+    expected = succeeded(crew.run(work.expected_plain, 4.0, ranks=3))
+    ((rows, layers),) = succeeded(crew.run(work.load_rows_as_one, root, "a", ranks=1))
+    assert same(rows, torch.cat([state["rows"] for state in expected]))
+    assert same(layers, torch.stack([layer for state in expected for layer in state["layers"]]))
+
+
+def test_megatrons_own_save_reaches_every_host_too(crew: Crew, root: str) -> None:
+    succeeded(crew.run(work.save_as_megatron_does, root, TWO, "temporal", ranks=2))
+    work.wipe(root, "a")
+    found = succeeded(crew.run(work.load_plain, root, TWO, ranks=2))
+    expected = succeeded(crew.run(work.expected_plain, 1.0, ranks=2))
+    for answer, state in zip(found, expected, strict=True):
+        assert same(answer.state, {**state, "content_metadata": {"kind": "test"}})
+
+
+NO_FLATTENED_RANGES = (
+    "megatron-core 0.16 has no flattened ranges: run `pip install --no-deps megatron-core==0.15.3` in an environment of "
+    "its own, then `pytest tests/process/test_megatron_memory.py` there"
+)
+
+
+@pytest.mark.skipif(not HAS_FLATTENED_RANGES, reason=NO_FLATTENED_RANGES)
+def test_flattened_ranges_are_loaded_with_another_grid(crew: Crew, root: str) -> None:
+    answers = succeeded(crew.run(work.flattened, root, TWO, ranks=2))
+    assert same(torch.cat(answers), torch.arange(24.0))
+
+
+# Plans
+
+
+def test_a_tensor_added_after_the_plan_was_kept_is_saved(crew: Crew, root: str) -> None:
+    answers = succeeded(crew.run(work.add_a_tensor, root, TWO, ranks=2))
+    assert [answer["plans"] for answer in answers] == [[1, 1, 1, 2, 2, 3, 3]] * 2
+    for answer in answers:
+        assert same(answer["loaded"]["late"], torch.full((2,), 7.0))
+        assert same(answer["loaded"]["rows"], answer["saved"]["rows"])
+        assert same(answer["loaded"]["whole"], torch.full((5,), 7.0))
+
+
+# What goes wrong
+
+
+@pytest.fixture(scope="module", params=["temporal", "persistent"])
+def lived(crew: Crew, request: pytest.FixtureRequest) -> list[work.Lived]:
+    """Two ranks saved seven times through one of Megatron's queues, and not every save could be made."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        return succeeded(crew.run(work.live, folder, TWO, request.param, ranks=2))
+
+
+def test_a_save_that_cannot_be_made_is_left_out_and_the_queue_goes_on(lived: list[work.Lived]) -> None:
+    for rank in lived:
+        assert rank.after == [("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-4_ckpt", 4.0)]
+
+
+def test_nothing_is_left_over_after_many_saves(lived: list[work.Lived]) -> None:
+    for rank in lived:
+        first, *_, last = rank.counts
+        assert {file.split("/")[0] for file in last["files"] if "/" in file} == {"step-7_ckpt"}
+        assert len(first["files"]) == len(last["files"])
+        assert {**first, "files": 0} == {**last, "files": 0}
+        assert last["descriptors"] + last["descriptors of the worker"] < work.TENSORS
+
+
+def test_an_error_of_one_rank_is_raised_on_all(crew: Crew, root: str) -> None:
+    first, second = succeeded(crew.run(work.program_errors, root, TWO, ranks=2))
+    assert "CheckpointingException: could not plan step-1_ckpt: rank 1:" in first[0]
+    assert "`data` attr is None" in first[0]
+    assert "`data` attr is None" in second[0]
+    for answer in (first, second):
+        assert "save_strategy is a object: give a MegatronAsyncSaveStrategy" in answer[1]
+        assert "ValueError" in answer[2], answer[2]
+        assert "Invalid access pattern" in answer[3]
+        assert answer[4].endswith("step-1_ckpt")
+
+
+def test_a_save_may_begin_before_the_last_one_is_finalised(crew: Crew, root: str) -> None:
+    expected = succeeded(crew.run(work.expected_plain, 2.0, ranks=2))
+    for answer, state in zip(
+        succeeded(crew.run(work.two_at_once, root, TWO, "thread", ranks=2)), expected, strict=True
+    ):
+        assert Path(answer.latest).name == "step-2_ckpt"
+        assert same(answer.state, state)
+
+
+def test_a_rank_that_does_not_come_is_named(crew: Crew, root: str) -> None:
+    first, _ = succeeded(crew.run(work.one_stays_away, root, TWO, ranks=2))
+    assert first.startswith("OutOfStepError: rank 1 did not come to plan step-1_ckpt within 1 s")
+
+
+def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: str) -> None:
+    for answer in succeeded(crew.run(work.pickled_objects, root, TWO, ranks=2)):
+        assert "allow_pickles=True to the MemoryStorageWriter" in answer["refused"]
+        assert "allow_pickles=True" in answer["safe"]
+        assert answer["trusting"]
+        assert "without running what it says" in answer["common"]
+        assert answer["megatrons"], "with the variable set, Megatron's own strategy runs it"
+        assert "/nowhere/common.pt does not exist" in answer["nowhere"]
+
+
+# Looking
+
+
+def test_a_checkpoint_tells_what_is_in_it(crew: Crew, root: str) -> None:
+    succeeded(crew.run(work.save_as_megatron_does, root, TWO, "thread", ranks=2))
+    for answer in succeeded(crew.run(work.look_into, root, TWO, ranks=2)):
+        assert answer["tensors"] == {
+            "rows": ((4, 3), torch.float32),
+            "half": ((2, 6), torch.bfloat16),
+            "whole": ((5,), torch.float32),
+            "layers": ((4, 2), torch.float32),
+            "glu.w": ((4, 3), torch.float32),
+            "glu.v": ((4, 3), torch.float32),
+        }
+        objects = ["copied/shard_0_1", "object/shard_0_2", "object/shard_1_2"]
+        assert answer["all"] == sorted([*answer["tensors"], *objects])
+        assert answer["content"] == {"kind": "test"}
+        by_hand, by_load, version, shape, key = answer["refused"]
+        assert "'x', and this strategy loads 'other'" in by_hand
+        assert "saved with backend 'torchelastic', and this strategy loads 'other'" in by_load
+        assert "has version 2 of 'torchelastic', and this strategy reads up to 1" in version
+        assert "Global shape mismatch" in shape
+        assert "nowhere" in key
+        assert answer["unexpected"] == sorted({*answer["tensors"], "copied", "object"} - {"rows"})
+
+
+def test_without_megatron_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['megatron'] = None; import torchelastic.adapters.megatron"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ImportError: torchelastic.adapters.megatron needs megatron-core" in done.stderr
+    assert "pip install 'torchelastic[megatron]'" in done.stderr

@@ -1,0 +1,334 @@
+"""Real Trainers on the CPU, killed and resumed from memory."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.forked_ranks import Ended, run_ranks, values
+from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, look_at_a_checkpoint_of_other_code, train
+from torchelastic.adapters.hugging_face import memory as hugging_face_memory
+from torchelastic.adapters.transformers import MemoryCheckpointCallback, is_due
+from torchelastic.checkpoint.shards import ShardReader
+
+HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
+DURABLE = {"save_strategy": "steps", "save_steps": 5}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def start(function: Callable[[Run], Any], run: Run, ranks: int = 1, hosts: Sequence[Any] = ()) -> list[Ended]:
+    return run_ranks(function, run, ranks=ranks, environments=hosts)
+
+
+def trained(run: Run, ranks: int = 1, hosts: Sequence[Any] = ()) -> list[Outcome]:
+    return values(start(train, run, ranks, hosts))
+
+
+def crash(run: Run, ranks: int = 1, hosts: Sequence[Any] = ()) -> None:
+    ended = start(train, run, ranks, hosts)
+    assert ended[0].exit_code == -signal.SIGKILL, ended[0].error
+
+
+@pytest.fixture(scope="module")
+def shared_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def run(tmp_path: Path, shared_memory: Path) -> Iterator[Run]:
+    """A job of one test."""
+    with tempfile.TemporaryDirectory(dir=shared_memory) as folder:
+        yield Run(str(tmp_path / "durable"), f"{folder}/job7")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = Run(str(tmp_path_factory.mktemp("alone")), "/none", every=0)
+    return trained(run)[0].digest
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    run = Run(str(tmp_path_factory.mktemp("pair")), "/none", every=0, batch_norm=True)
+    return [outcome.digest for outcome in trained(run, 2)]
+
+
+@pytest.fixture(scope="module")
+def crashed_alone(tmp_path_factory: pytest.TempPathFactory, shared_memory: Path) -> Run:
+    """Killed in step 8: step 5 is durable, and step 6 in memory."""
+    run = Run(str(tmp_path_factory.mktemp("crashed") / "durable"), f"{shared_memory}/alone/job7", kill_at=7)
+    crash(replace(run, arguments=DURABLE))
+    return run
+
+
+@pytest.fixture(scope="module")
+def crashed_pair(tmp_path_factory: pytest.TempPathFactory, shared_memory: Path) -> Run:
+    """The same with two ranks, each on a host of its own."""
+    run = Run(
+        str(tmp_path_factory.mktemp("crashed") / "pair"), f"{shared_memory}/pair/job7", batch_norm=True, kill_at=7
+    )
+    crash(replace(run, arguments=DURABLE), 2, HOSTS)
+    return run
+
+
+def again(crashed: Run, fresh: Run) -> Run:
+    """What a crashed run has left, once more, for a test that may change it."""
+    shutil.copytree(crashed.folder, fresh.folder)
+    shutil.copytree(Path(crashed.base).parent, Path(fresh.base).parent, dirs_exist_ok=True)
+    return replace(crashed, folder=fresh.folder, base=fresh.base, kill_at=None)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_from_memory_and_ends_with_the_same_weights(
+    crashed_alone: Run, run: Run, undisturbed: str
+) -> None:
+    run = again(crashed_alone, run)
+    (outcome,) = trained(run)
+    assert outcome.resumed_from == f"{run.base}/resume/checkpoint-6"
+    assert (outcome.first_step, outcome.digest, outcome.warnings) == (6, undisturbed, ())
+    assert outcome.was_tidy, "the folder is not needed after the first step"
+    assert not Path(run.base).exists(), "the run is over"
+
+
+def test_a_kill_in_the_middle_of_a_save_costs_that_save_only(run: Run, undisturbed: str) -> None:
+    crash(replace(run, every=1, kill_at=7, at_once=True))
+    (outcome,) = trained(run)
+    assert outcome.first_step in (6, 7)
+    assert outcome.digest == undisturbed
+
+
+def test_the_folder_is_in_the_trainers_own_layout_and_holds_plain_values(crashed_alone: Run, run: Run) -> None:
+    run = again(crashed_alone, run)
+    ((path, content, _),) = values(start(look, run))
+    assert path == f"{run.base}/resume/checkpoint-6"
+    names = {"model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
+    assert {file.name for file in Path(path).iterdir()} == names
+    by_trainer = {file.name for file in (Path(run.folder) / "checkpoint-5").iterdir()}
+    assert by_trainer - names == {"config.json", "generation_config.json", "training_args.bin"}
+    state = content["trainer_state.json"]
+    assert (state["global_step"], [entry["step"] for entry in state["log_history"]]) == (6, [3, 6])
+    assert content["scheduler.pt"]["last_epoch"] == 6
+    assert content["optimizer.pt"]["state"][0]["step"] == 6
+    assert isinstance(content["rng_state.pth"]["numpy"][1], list)
+
+
+@pytest.mark.parametrize("kill_at", [5, 7], ids=["after_an_epoch", "in_an_epoch"])
+def test_evaluation_that_draws_random_numbers_changes_nothing(run: Run, kill_at: int, evaluated: str) -> None:
+    run = replace(run, every=1, arguments=EVALUATED)
+    crash(replace(run, kill_at=kill_at))
+    (outcome,) = trained(run)
+    assert (outcome.first_step, outcome.digest) == (kill_at, evaluated)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = Run(str(tmp_path_factory.mktemp("evaluated")), "/none", every=0, arguments=EVALUATED)
+    return trained(run)[0].digest
+
+
+def test_a_newer_durable_checkpoint_wins(run: Run, undisturbed: str) -> None:
+    run = replace(run, every=4, arguments=DURABLE)
+    crash(replace(run, kill_at=7))
+    (outcome,) = trained(run)
+    assert outcome.resumed_from == f"{run.folder}/checkpoint-5"
+    assert (outcome.first_step, outcome.digest) == (5, undisturbed)
+
+
+def test_lost_memory_falls_back_to_the_durable_checkpoint_and_then_to_a_fresh_start(
+    crashed_alone: Run, run: Run, undisturbed: str
+) -> None:
+    run = again(crashed_alone, run)
+    shutil.rmtree(run.base)
+    (outcome,) = trained(run)
+    assert (outcome.resumed_from, outcome.digest) == (f"{run.folder}/checkpoint-5", undisturbed)
+    shutil.rmtree(run.folder)
+    assert values(start(look, run))[0][0] is None
+
+
+def test_damaged_memory_is_passed_over(crashed_alone: Run, run: Run) -> None:
+    run = again(crashed_alone, run)
+    for shard in Path(run.base).glob("step-6_ckpt/rank-*"):
+        content = bytearray(shard.read_bytes())
+        content[-3000:-1000] = bytes(2000)
+        shard.write_bytes(content)
+    ((path, _, warnings),) = values(start(look, run))
+    assert path == f"{run.folder}/checkpoint-5"
+    assert warnings
+
+
+def test_a_folder_that_cannot_be_made_is_passed_over(crashed_alone: Run, run: Run, tmp_path: Path) -> None:
+    run = again(crashed_alone, run)
+    (tmp_path / "file").touch()
+    (outcome,) = trained(replace(run, memory={"resume_folder": tmp_path / "file" / "resume"}))
+    assert outcome.resumed_from == f"{run.folder}/checkpoint-5"
+    assert any("passed over" in text for text in outcome.warnings)
+
+
+def test_a_checkpoint_of_other_code_is_passed_over_by_all_ranks(run: Run) -> None:
+    """Only one of the ranks looks into it, and the other one must not wait for that."""
+    outcomes = values(start(look_at_a_checkpoint_of_other_code, run, 2))
+    for path, _, warnings in outcomes:
+        assert path is None
+        assert any("passed over" in text for text in warnings)
+
+
+def test_skipped_steps_are_left_to_durable_checkpoints(run: Run) -> None:
+    assert [step for step in range(1, 13) if is_due(step, 2, 6)] == [2, 4, 8, 10]
+    crash(replace(run, every=1, kill_at=6, memory={"skip_every_n_steps": 3}))
+    ((path, _, _),) = values(start(look, run))
+    assert path == f"{run.base}/resume/checkpoint-5"
+
+
+def test_disabled_it_leaves_everything_to_the_trainer(crashed_alone: Run, run: Run, undisturbed: str) -> None:
+    run = again(crashed_alone, run)
+    before = sorted(Path(run.base).rglob("*"))
+    (outcome,) = trained(replace(run, memory={"enabled": False}))
+    assert (outcome.resumed_from, outcome.digest) == (f"{run.folder}/checkpoint-5", undisturbed)
+    assert sorted(Path(run.base).rglob("*")) == before
+
+
+def test_what_is_kept_at_the_end_is_the_last_step(run: Run, undisturbed: str) -> None:
+    (outcome,) = trained(replace(run, memory={"keep_on_train_end": True, "async_save": False}))
+    assert outcome.digest == undisturbed
+    ((path, content, _),) = values(start(look, run))
+    assert content["trainer_state.json"]["global_step"] == STEPS
+    assert path == f"{run.base}/resume/checkpoint-{STEPS}"
+
+
+def test_a_run_that_is_stopped_early_keeps_what_only_memory_has(run: Run, undisturbed: str) -> None:
+    (outcome,) = trained(replace(run, stop_at=8))
+    assert any("step 8 of 12" in text for text in outcome.warnings)
+    (outcome,) = trained(run)
+    assert (outcome.first_step, outcome.digest) == (8, undisturbed)
+    trained(replace(run, stop_at=5, arguments=DURABLE))
+    assert not Path(run.base).exists(), "the durable checkpoint is as new"
+
+
+def test_states_of_callbacks_are_restored_if_the_trainer_is_known(run: Run) -> None:
+    run = replace(run, arguments={"restore_callback_states_from_checkpoint": True})
+    crash(replace(run, kill_at=7))
+    (outcome,) = trained(run)
+    assert outcome.counted == STEPS
+    (ended,) = start(train, replace(run, knows_trainer=False))
+    assert ended.error is not None
+    assert "resume_from_checkpoint(trainer)" in ended.error
+
+
+def test_a_run_for_which_there_is_no_memory_goes_on_undisturbed(run: Run, undisturbed: str) -> None:
+    run = replace(run, arguments=DURABLE)
+    crash(replace(run, kill_at=8, has_memory=False))
+    assert not list(Path(run.base).glob("step-*"))
+    (outcome,) = trained(replace(run, has_memory=False))
+    assert outcome.resumed_from == f"{run.folder}/checkpoint-5", "durable saves went on"
+    assert outcome.digest == undisturbed
+    assert any("was skipped" in text for text in outcome.warnings)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def test_two_killed_ranks_go_on_with_their_own_random_numbers(
+    crashed_pair: Run, run: Run, undisturbed_pair: list[str]
+) -> None:
+    """Its buffers and dropout differ from rank to rank."""
+    run = again(crashed_pair, run)
+    outcomes = trained(run, 2, HOSTS)
+    assert [outcome.resumed_from for outcome in outcomes] == [
+        f"{Path(run.base).parent}/{host}/job7/resume/checkpoint-6" for host in "ab"
+    ]
+    assert [(outcome.first_step, outcome.digest) for outcome in outcomes] == [(6, one) for one in undisturbed_pair]
+    assert not list(Path(run.base).parent.glob("*/job7"))
+
+
+def test_a_lost_host_is_served_by_its_peer(crashed_pair: Run, run: Run, undisturbed_pair: list[str]) -> None:
+    run = again(crashed_pair, run)
+    shutil.rmtree(Path(run.base).parent / "b")
+    outcomes = trained(run, 2, HOSTS)
+    assert [(outcome.first_step, outcome.digest) for outcome in outcomes] == [(6, one) for one in undisturbed_pair]
+
+
+def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_pair: Run) -> None:
+    written: list[dict[str, int]] = []
+    for shard in sorted((Path(crashed_pair.base).parent / "a" / "job7" / "step-6_ckpt").glob("rank-*")):
+        with ShardReader(shard) as reader:
+            written.append({entry.name: entry.size_bytes for entry in reader.header.entries})
+    assert len(written) == 2, "its own, and the replica of the other host's"
+    replicated = [{name: size for name, size in each.items() if "replicated/" in name} for each in written]
+    assert not replicated[0].keys() & replicated[1].keys()
+    assert len(replicated[0]) + len(replicated[1]) == 5 + 3 * 5, "of 5 parameters Adam has 3 tensors each"
+    smaller, larger = sorted(sum(each.values()) for each in replicated)
+    assert larger < 1.3 * smaller
+    for rank, each in enumerate(written):
+        assert any(f"rank-{rank}/" in name for name in each)
+        assert not any(f"rank-{1 - rank}/" in name for name in each)
+        assert any("running_mean" in name for name in each) == (rank == 0), "DDP takes buffers from rank 0"
+
+
+def test_other_numbers_of_ranks_resume_too(crashed_pair: Run, crashed_alone: Run, run: Run) -> None:
+    alone = again(crashed_pair, run)
+    alone = replace(alone, base=f"{Path(alone.base).parent}/a/job7")
+    ((path, content, _),) = values(start(look, alone))
+    assert path == f"{alone.base}/resume/checkpoint-6"
+    assert "rng_state.pth" in content
+    (outcome,) = trained(alone)
+    assert outcome.first_step == 6
+
+
+def test_a_second_rank_that_did_not_save_keeps_its_random_numbers(crashed_alone: Run, run: Run) -> None:
+    outcomes = trained(again(crashed_alone, run), 2)
+    assert [outcome.first_step for outcome in outcomes] == [6, 6]
+    assert "rng_state_0.pth" in outcomes[0].files
+    assert "rng_state_1.pth" not in outcomes[0].files
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [{"every_n_steps": 0}, {"skip_every_n_steps": 0}, {"timeout_s": 0.0}])
+def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        MemoryCheckpointCallback("/dev/shm/job7", **wrong)
+
+
+def test_without_a_container_the_job_has_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="TORCHELASTIC_RUN_ID"):
+        MemoryCheckpointCallback()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    assert MemoryCheckpointCallback()._tier is not None
+
+
+def test_an_unknown_trainer_is_asked_for() -> None:
+    callback = MemoryCheckpointCallback("/dev/shm/job7")
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint\(trainer\)"):
+        callback.resume_from_checkpoint()
+    with pytest.raises(ValueError, match="neither a Trainer nor TrainingArguments"):
+        callback.resume_from_checkpoint("checkpoint-5")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_strategies_that_shard_the_model_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"{kind}.*MemoryStorageWriter"):
+        hugging_face_memory.refuse_sharding("MemoryCheckpointCallback", kind)
+    hugging_face_memory.refuse_sharding("MemoryCheckpointCallback", "MULTI_GPU")
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+def test_a_missing_package_is_named_with_what_installs_it(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import torchelastic.adapters.{package}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'torchelastic[transformers]'" in done.stderr

@@ -1,0 +1,1 @@
+"""What the adapters for Transformers and Accelerate share."""

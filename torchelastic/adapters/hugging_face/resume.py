@@ -1,0 +1,151 @@
+"""What Transformers' Trainer resumes from: its own durable checkpoints, and a folder like one made from memory.
+
+The layout is that of `Trainer._save_checkpoint` of transformers 5: model.safetensors, optimizer.pt, scheduler.pt,
+scaler.pt, trainer_state.json, and rng_state.pth, or rng_state_<rank>.pth for several ranks. The `.pt` and `.pth` files
+hold plain values and tensors only, as `torch.load(weights_only=True)` wants them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchelastic.adapters.hugging_face.state import without_arrays
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_STATE_FILE = "trainer_state.json"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin", "*/adapter_model.*")
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*")
+
+
+@dataclass(frozen=True, order=True)
+class Durable:
+    """A checkpoint that the Trainer has saved itself; one that can be resumed from in full sorts after one that cannot.
+
+    Attributes:
+        is_full: whether the optimizer's state is in it (it is not, with `save_only_model`).
+        step: of the checkpoint.
+    """
+
+    is_full: bool
+    step: int
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
+        return f"checkpoint-{self.step}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to resume from: memory, or else a durable checkpoint, or else nothing.
+
+    Attributes:
+        from_memory: whether the checkpoint in memory is to be used.
+        durable: the best durable checkpoint that all ranks see, which is used if not.
+    """
+
+    from_memory: bool
+    durable: Durable | None
+
+
+def choose(memory_step: int | None, seen: Sequence[Iterable[Durable]]) -> Choice:
+    """Chooses the newest; of two of the same step that in memory, which is read faster.
+
+    A durable checkpoint without the optimizer's state is taken only where there is nothing else.
+
+    Args:
+        memory_step: of the newest complete checkpoint in memory.
+        seen: the durable checkpoints that each rank sees; one that not all see is no choice.
+
+    >>> choose(7, [[Durable(True, 5)], [Durable(True, 5), Durable(True, 10)]])
+    Choice(from_memory=True, durable=Durable(is_full=True, step=5))
+    """
+    by_all = set.intersection(*(set(each) for each in seen)) if seen else set()
+    durable = max(by_all, default=None)
+    newer = durable is not None and durable.is_full and memory_step is not None and durable.step > memory_step
+    return Choice(memory_step is not None and not newer, durable)
+
+
+def durable_checkpoints(output_dir: str | Path | None) -> list[Durable]:
+    """The complete checkpoints of a Trainer in a folder: with weights, and with the state, which is written last."""
+    folder = None if output_dir is None else Path(output_dir)
+    if folder is None or not folder.is_dir():
+        return []
+    return sorted(one for path in folder.iterdir() if (one := _look_at(path)) is not None)
+
+
+def _look_at(path: Path) -> Durable | None:
+    match = _CHECKPOINT.fullmatch(path.name)
+    if match is None or not _has_any(path, _WEIGHTS):
+        return None
+    try:
+        state = json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(state, dict) or state.get("global_step") != int(match[1]):
+        return None
+    return Durable(_has_any(path, _OPTIMIZERS), int(match[1]))
+
+
+def _has_any(path: Path, patterns: Sequence[str]) -> bool:
+    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
+
+
+def write_folder(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes what all ranks of a host read; the Trainer's state last. What was there before is removed.
+
+    Args:
+        folder: of the checkpoint.
+        content: "model" and, as they were saved, "optimizer", "scheduler", "scaler" (or None) and "trainer_state".
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    from safetensors.torch import save_file
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+    save_file(_without_aliases(content["model"]), folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("optimizer", "scheduler", "scaler"):
+        if content[name] is not None:
+            torch.save(without_arrays(content[name]), folder / f"{name}.pt")
+    text = json.dumps(content["trainer_state"], indent=2, sort_keys=True) + "\n"
+    (folder / _STATE_FILE).write_text(text, encoding="utf-8")
+
+
+def _without_aliases(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by name, each once (tied weights have several names); safetensors wants them contiguous."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, value in model.items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            tensors[name] = value.contiguous()
+    return tensors
+
+
+def rng_file(rank: int, world_size: int) -> str:
+    """The name under which the Trainer looks for the random numbers of a rank."""
+    return "rng_state.pth" if world_size <= 1 else f"rng_state_{rank}.pth"
+
+
+def trainer_rng(state: Mapping[str, Any], *, is_distributed: bool) -> dict[str, Any]:
+    """The random numbers of a rank as the Trainer stores them.
+
+    Args:
+        state: as `state.rng_state` made it.
+        is_distributed: whether the Trainer runs one process for each device; else it stores one CUDA device only.
+    """
+    converted = {"python": state["python"], "numpy": without_arrays(state["numpy"]), "cpu": state["torch"]}
+    if "cuda" in state:
+        devices = state["cuda"]
+        converted["cuda"] = devices if is_distributed else devices[state["cuda_device"]]
+    return converted

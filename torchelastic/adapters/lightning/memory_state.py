@@ -1,0 +1,181 @@
+"""A checkpoint of Lightning as tensors with names, which `torch.distributed.checkpoint` can store, and back.
+
+What is no tensor is stored as JSON in one tensor of bytes, so that nothing is ever unpickled. Names are paths as in a
+JSON pointer (`state_dict/layer.weight`); see `torchelastic.checkpoint.shards.tree`. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.shards.tree import flatten, unflatten
+
+#: The tensor with everything that is no tensor.
+VALUES = "lightning"
+#: Its length is a multiple of this, so that a counter with one digit more does not change the layout.
+VALUES_BLOCK_BYTES = 4096
+
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
+#: The versions of the model's modules, which `Module.state_dict` keeps in an attribute of the dict that it returns.
+_VERSIONS = "~versions"
+#: What only `load_from_checkpoint` needs, and not a run that goes on: a part of it that cannot be stored is left out.
+OPTIONAL = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A checkpoint, taken apart.
+
+    Attributes:
+        tensors: by name; not copied.
+        left_out: where values were that cannot be stored and are not needed to go on.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    left_out: tuple[str, ...] = ()
+
+
+def take_apart(checkpoint: Mapping[str, Any], *, is_sharded: bool, allow_pickles: bool = False) -> Parts:
+    """Takes a checkpoint apart; changes nothing in it.
+
+    Args:
+        checkpoint: what `trainer.dump_checkpoint` makes.
+        is_sharded: each rank has a part of the tensors of model and optimizers (DTensor), and loads them in place.
+        allow_pickles: store objects that are neither plain values nor tensors as pickles.
+
+    Raises:
+        TypeError: it holds something that cannot be stored; names where and what to do.
+    """
+    rest, tensors = dict(checkpoint), dict[str, torch.Tensor]()
+    if is_sharded:
+        for key in (MODEL, OPTIMIZERS):
+            if key in rest:
+                rest[key] = without_tensors(rest[key], key, tensors)
+    left_out: list[str] = []
+    for key in OPTIONAL:
+        if key in rest and not allow_pickles:
+            part = _storable_part(rest.pop(key), key, left_out)
+            rest.update({} if part is _NOTHING else {key: part})
+    rest[_VERSIONS] = getattr(checkpoint.get(MODEL), "_metadata", None)
+    try:
+        flat = flatten(as_plain(rest), allow_pickles=allow_pickles)
+    except TypeError as error:
+        raise TypeError(
+            f"the checkpoint cannot be saved in memory: {str(error).partition(':')[0]}. Have the state_dict or "
+            "on_save_checkpoint that it comes from give plain values and tensors, or give the wrapper "
+            "allow_pickles=True; durable checkpoints are not affected"
+        ) from error
+    content = json.dumps(flat.structure, separators=(",", ":")).encode()
+    content = content.ljust(-(-len(content) // VALUES_BLOCK_BYTES) * VALUES_BLOCK_BYTES)
+    tensors[VALUES] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    tensors.update({part.name: part.tensor for part in flat.tensors})
+    return Parts(tensors, tuple(left_out))
+
+
+def put_together(tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = False) -> dict[str, Any]:
+    """The inverse of `take_apart`; of a sharded checkpoint, all but the tensors of model and optimizers.
+
+    Raises:
+        CheckpointError: it holds pickles, and they are not allowed; or it is no checkpoint of Lightning.
+        CorruptCheckpointError: what is stored is damaged.
+    """
+    if VALUES not in tensors:
+        raise CheckpointError("this checkpoint in memory was not saved by a trainer of Lightning")
+    try:
+        structure = json.loads(tensors[VALUES].numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the values of the checkpoint in memory are damaged: {error!r}") from error
+    checkpoint = unflatten(structure, tensors, allow_pickles=allow_pickles)
+    if not isinstance(checkpoint, dict):
+        raise CorruptCheckpointError("the checkpoint in memory is no dict")
+    versions = checkpoint.pop(_VERSIONS, None)
+    if versions is not None and isinstance(checkpoint.get(MODEL), OrderedDict):
+        checkpoint[MODEL]._metadata = versions
+    return checkpoint
+
+
+def share_of(rank: int, tensors: Mapping[str, Any], everywhere: Set[str]) -> dict[str, Any]:
+    """What one rank gives to be saved: rank 0 all, the others what `torch.distributed.checkpoint` may take from any.
+
+    Lightning's own checkpoints are those of rank 0. Two ranks may differ in what has one name: in the running mean of
+    a batch norm, in the state of a callback.
+
+    Args:
+        rank: global.
+        tensors: of `take_apart`.
+        everywhere: names of tensors that are equal on all ranks, or of which each rank has its part.
+    """
+    return dict(tensors) if rank == 0 else {name: tensor for name, tensor in tensors.items() if name in everywhere}
+
+
+def names_of_optimizers(tensors: Mapping[str, Any]) -> set[str]:
+    """The names of the tensors in optimizers' states."""
+    return {name for name in tensors if name.startswith(f"{OPTIMIZERS}/")}
+
+
+def as_plain(value: Any) -> Any:
+    """The same with plain types in place of their subclasses: dicts (AttributeDict), strings and numbers (enums)."""
+    if isinstance(value, dict):
+        items = ((as_plain(key), as_plain(item)) for key, item in value.items())
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+    if type(value) in (list, tuple):
+        return type(value)(as_plain(item) for item in value)
+    if isinstance(value, np.generic) and not isinstance(value, str):
+        return value  # a np.float64 is a float
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int) and type(value) is not bool:
+        return int(value)
+    return float(value) if isinstance(value, float) else value
+
+
+def without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The same with None in place of tensors, which are put into `tensors` by name."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return None
+    if isinstance(value, Mapping):
+        return {key: without_tensors(item, f"{name}/{key}", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_tensors(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]
+    return value
+
+
+def merged(target: Any, saved: Any) -> Any:
+    """The tensors of one tree, and the values of the other; where the other has more, that too."""
+    if isinstance(target, torch.Tensor):
+        return target
+    if isinstance(target, Mapping) and isinstance(saved, Mapping):
+        values = {key: merged(target.get(key, item), item) for key, item in saved.items()}
+        return {**{key: item for key, item in target.items() if key not in values}, **values}
+    if isinstance(target, list | tuple) and isinstance(saved, list | tuple) and len(target) == len(saved):
+        return [merged(mine, theirs) for mine, theirs in zip(target, saved, strict=True)]
+    return saved
+
+
+#: In place of what cannot be stored.
+_NOTHING = object()
+
+
+def _storable_part(value: Any, path: str, left_out: list[str]) -> Any:
+    """What of hyper-parameters can be stored; the places of the rest are added to `left_out`."""
+    if type(value).__module__.partition(".")[0] == "omegaconf":
+        value = sys.modules["omegaconf"].OmegaConf.to_container(value)  # it is there: the value is one of its own
+    if isinstance(value, dict):
+        items = {key: _storable_part(item, f"{path}/{key}", left_out) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not _NOTHING}
+    try:
+        flatten(as_plain(value))
+    except (TypeError, ValueError):
+        left_out.append(path)
+        return _NOTHING
+    return value

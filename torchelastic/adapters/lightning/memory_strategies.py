@@ -1,0 +1,75 @@
+"""How Lightning's strategies lay out a checkpoint over the ranks. Pure.
+
+They are told by the names of their classes, so that it does not matter which package they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from torchelastic.adapters.lightning.memory_state import MODEL
+
+_SHARDING = ("FSDPStrategy", "ModelParallelStrategy")
+
+
+class Layout(Enum):
+    """What the ranks hold."""
+
+    #: Rank 0 has everything that Lightning would save; the others may differ.
+    OF_RANK_0 = "rank 0"
+    #: All ranks have the same parameters and optimizers.
+    REPLICATED = "replicated"
+    #: Each has its part of parameters and optimizers.
+    SHARDED = "sharded"
+
+
+def layout_of(strategy: Any) -> Layout:
+    """How the checkpoints of a strategy are laid out.
+
+    Raises:
+        TypeError: it saves checkpoints in a way of its own (DeepSpeed, XLA, Megatron).
+        ValueError: it shards, and is set to gather everything on rank 0 for a checkpoint.
+    """
+    family = type(strategy).__mro__
+    names = [one.__name__ for one in family]
+    if any(name in names for name in _SHARDING):
+        if getattr(strategy, "_state_dict_type", "sharded") != "sharded":
+            raise ValueError("checkpoints in memory are saved in parts: use FSDPStrategy(state_dict_type='sharded')")
+        if not getattr(strategy, "_save_distributed_checkpoint", True):
+            raise ValueError(
+                "checkpoints in memory are saved in parts: use ModelParallelStrategy(save_distributed_checkpoint=True)"
+            )
+        return Layout.SHARDED
+    base = next((one for one in family if one.__name__ == "Strategy"), None)
+    if base is None or type(strategy).save_checkpoint is not base.__dict__["save_checkpoint"]:
+        raise TypeError(
+            f"{type(strategy).__name__} saves checkpoints in a way of its own: checkpoints in memory work with "
+            "strategies that use Lightning's (single device, DDP) and with FSDPStrategy and ModelParallelStrategy"
+        )
+    # ranks that average their models only now and then differ in between
+    averages = getattr(strategy, "_model_averaging_period", None) is not None
+    return Layout.REPLICATED if "DDPStrategy" in names and not averages else Layout.OF_RANK_0
+
+
+def names_on_all_ranks(strategy: Any, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of the model's and of sharded tensors that `torch.distributed.checkpoint` may take from any rank.
+
+    Args:
+        strategy: with its model.
+        layout: of the strategy.
+        tensors: of the checkpoint.
+    """
+    if layout is Layout.SHARDED:
+        return {name for name, tensor in tensors.items() if isinstance(tensor, DTensor | ShardedTensor)}
+    module = strategy.lightning_module
+    if layout is Layout.OF_RANK_0 or module is None:
+        return set()
+    # what DDP is told to ignore is not kept equal
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {f"{MODEL}/{name}" for name, _ in module.named_parameters() if name not in ignored} & set(tensors)
