@@ -30,7 +30,7 @@ from torchelastic.adapters.megatron import (
     save_local_aware_megatron_checkpoint,
 )
 from torchelastic.adapters.memory_tier import MemoryTier
-from torchelastic.adapters.nemo.context import CONTEXT_FILE, packed
+from torchelastic.adapters.packed_folder import CONTEXT_FILE, packed
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError
 
