@@ -23,6 +23,7 @@ FLOORS: dict[str, int] = {
     "coordinator": 2,
     "worker_stats": 2,
     "checkpoint": 2,
+    "lifetime": 3,
     "state": 3,
     "model_state": 4,
     "train_loop": 4,

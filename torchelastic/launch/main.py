@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchelastic.launch import checkpoint, drain, run
+from torchelastic.launch import checkpoint, drain, run, simulate_esi
 from torchelastic.launch.options import UsageError
 from torchelastic.version import __version__
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_parser(commands)
     drain.add_parser(commands)
     checkpoint.add_parser(commands)
+    simulate_esi.add_parser(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == [checkpoint.NAME]:
         return checkpoint.execute(words[1:])

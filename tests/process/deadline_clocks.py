@@ -1,0 +1,34 @@
+"""Clocks that a test moves, and waiting for what a thread does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 20.0
+NOON_S = 1_795_262_400.0  # 2026-11-21T12:00:00Z
+
+
+class Clocks:
+    """Monotonic and wall clock."""
+
+    def __init__(self) -> None:
+        self.now_s, self.wall_s = 500.0, NOON_S
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def wall_clock(self) -> float:
+        return self.wall_s
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.wall_s += seconds
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Until it holds; fails after `PATIENCE_S`."""
+    limit_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit_s, "waited in vain"
+        time.sleep(0.005)

@@ -1,0 +1,304 @@
+"""Signals as notices: what was handled before stays handled, children and second signals are as ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.process.deadline_clocks import PATIENCE_S, Clocks
+from torchelastic.lifetime import DeadlineAt
+from torchelastic.lifetime.sources import SignalNotices, SlurmDeadline, close_all, detect
+from torchelastic.p2p.termination import leave_on_sigterm
+from torchelastic.rendezvous.handler import RendezvousHandler
+
+ENDED_BY_SIGTERM = -signal.SIGTERM
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+@pytest.fixture(autouse=True)
+def actions_of_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (TERM, USR1, INT)}
+    yield
+    for number, action in before.items():
+        signal.signal(number, action)
+
+
+class Rendezvous(RendezvousHandler):
+    """Only remembers that somebody wanted to leave."""
+
+    def __init__(self) -> None:
+        self.left = threading.Event()
+
+    def next_rendezvous(self):  # type: ignore[no-untyped-def]  # not called
+        raise NotImplementedError
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        raise NotImplementedError
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def can_leave(self) -> bool:
+        return True
+
+    def leave(self) -> None:
+        self.left.set()
+
+
+def exit_code_of(process: Callable[[], None]) -> int:
+    """What a forked process ends with that does this."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            process()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_signal_is_a_deadline_after_its_grace(clocks: Clocks, caplog: pytest.LogCaptureFixture) -> None:
+    notices = SignalNotices({TERM: 30.0, USR1: 60.0}, clock=clocks.clock)
+    assert notices.remaining_s(clocks.now_s) is None
+    signal.raise_signal(USR1)
+    assert not caplog.records  # not in the handler
+    clocks.pass_s(10.0)
+    assert notices.remaining_s(clocks.now_s) == 50.0
+    signal.raise_signal(TERM)
+    assert notices.remaining_s(clocks.now_s) == 30.0
+    assert notices.reason == "SIGTERM, 30 s of grace"
+    assert "signal: SIGUSR1, 60 s of grace" in caplog.text
+    notices.close()
+
+
+def test_closing_restores_what_was_there_and_keeps_what_was_said(clocks: Clocks) -> None:
+    def mine(*_: object) -> None:
+        pass
+
+    signal.signal(USR1, mine)
+    signal.signal(TERM, signal.SIG_IGN)
+    notices = SignalNotices({TERM: 30.0, USR1: 60.0}, clock=clocks.clock)
+    signal.raise_signal(TERM)
+    notices.close()
+    notices.close()
+    assert signal.getsignal(USR1) is mine
+    assert signal.getsignal(TERM) is signal.SIG_IGN
+    assert notices.remaining_s(clocks.now_s) == 30.0
+
+
+def test_a_handler_that_was_put_on_top_stays_and_may_call_on(clocks: Clocks) -> None:
+    came: list[str] = []
+    signal.signal(USR1, lambda *_: came.append("below"))
+    notices = SignalNotices({USR1: 60.0}, clock=clocks.clock)
+    ours = signal.getsignal(USR1)
+    assert callable(ours)
+
+    def above(number: int, frame: object) -> None:
+        came.append("above")
+        ours(number, frame)  # type: ignore[arg-type]
+
+    signal.signal(USR1, above)
+    notices.close()
+    assert signal.getsignal(USR1) is above
+    signal.raise_signal(USR1)
+    assert came == ["above", "below"]
+    assert notices.remaining_s(clocks.now_s) is None  # it was closed
+
+
+def test_the_handler_of_before_is_called_with_every_signal(clocks: Clocks) -> None:
+    came: list[int] = []
+    signal.signal(USR1, lambda number, _: came.append(number))
+    notices = SignalNotices({USR1: 60.0}, clock=clocks.clock)
+    signal.raise_signal(USR1)
+    signal.raise_signal(USR1)
+    assert came == [USR1, USR1]
+    notices.close()
+
+
+def test_two_at_once_are_one_and_a_second_one_later_ends_the_process() -> None:
+    def at_once() -> None:
+        signal.signal(TERM, signal.SIG_DFL)
+        clocks = Clocks()
+        notices = SignalNotices({TERM: 30.0}, clock=clocks.clock)
+        signal.raise_signal(TERM)
+        clocks.pass_s(4.0)
+        signal.raise_signal(TERM)  # the scheduler's, and the same passed on by the launcher
+        assert notices.remaining_s(clocks.now_s) == 26.0
+
+    def later() -> None:
+        signal.signal(TERM, signal.SIG_DFL)
+        clocks = Clocks()
+        SignalNotices({TERM: 30.0}, clock=clocks.clock)
+        signal.raise_signal(TERM)
+        clocks.pass_s(6.0)
+        signal.raise_signal(TERM)
+        time.sleep(PATIENCE_S)
+
+    assert exit_code_of(at_once) == 0
+    assert exit_code_of(later) == ENDED_BY_SIGTERM
+
+
+def test_the_first_interrupt_is_a_notice_and_the_second_interrupts(clocks: Clocks) -> None:
+    signal.signal(INT, signal.default_int_handler)
+    notices = SignalNotices({INT: 30.0}, clock=clocks.clock)
+    signal.raise_signal(INT)
+    assert notices.remaining_s(clocks.now_s) == 30.0
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(INT)
+
+
+def test_draining_and_a_notice_go_together_and_a_second_sigterm_still_ends_the_process() -> None:
+    def process() -> None:
+        signal.signal(TERM, signal.SIG_DFL)
+        rendezvous, clocks = Rendezvous(), Clocks()
+        leave_on_sigterm(rendezvous)
+        notices = SignalNotices({TERM: 30.0}, clock=clocks.clock)
+        signal.raise_signal(TERM)
+        assert rendezvous.left.wait(PATIENCE_S)
+        assert notices.remaining_s(clocks.now_s) == 30.0
+        clocks.pass_s(6.0)
+        signal.raise_signal(TERM)
+        time.sleep(PATIENCE_S)
+
+    assert exit_code_of(process) == ENDED_BY_SIGTERM
+
+
+def test_a_forked_child_ends_on_sigterm_as_ever() -> None:
+    context = multiprocessing.get_context("fork")
+    has_begun = context.Event()
+
+    def sleep() -> None:
+        has_begun.set()
+        time.sleep(PATIENCE_S)
+
+    signal.signal(TERM, signal.SIG_DFL)
+    notices = SignalNotices({TERM: 30.0})
+    child = context.Process(target=sleep)
+    child.start()
+    assert has_begun.wait(PATIENCE_S)
+    child.terminate()
+    child.join(PATIENCE_S)
+    assert child.exitcode == ENDED_BY_SIGTERM
+    notices.close()
+
+
+def test_on_another_thread_nothing_is_installed_and_it_is_said(clocks: Clocks) -> None:
+    before = signal.getsignal(TERM)
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            SignalNotices({TERM: 30.0})
+        except ValueError as error:
+            errors.append(str(error))
+        assert detect({}, machine=str) == []
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert errors == ["signals are handled on the main thread: make SignalNotices there"]
+    assert signal.getsignal(TERM) is before
+
+
+# --- the signal of a scheduler ----------------------------------------------------------------------------------------
+
+
+def test_usr1_a_minute_early_is_no_reason_to_stop_a_minute_early(clocks: Clocks) -> None:
+    job = DeadlineAt("SLURM", clocks.now_s + 360.0, "squeue says so")  # --signal=USR1@300
+    notices = SignalNotices({USR1: 60.0}, scheduler=job, clock=clocks.clock)
+    signal.raise_signal(USR1)
+    assert notices.remaining_s(clocks.now_s) is None
+    notices.close()
+
+
+def test_usr1_asks_the_scheduler_anew_and_believes_it(clocks: Clocks) -> None:
+    """Preempted: the end of the job was far, and is near now."""
+    end_s = clocks.wall_s + 7200.0
+    job = SlurmDeadline("42", runner=lambda *_: f"42 {end_s:.0f}", clock=clocks.clock, wall_clock=clocks.wall_clock)
+    asked: list[float] = []
+    job.when_asked_again(asked.append)
+    job.poll()
+    notices = SignalNotices({USR1: 60.0}, scheduler=job, clock=clocks.clock)
+    signal.raise_signal(USR1)
+    end_s = clocks.wall_s + 120.0
+    assert notices.remaining_s(clocks.now_s) == 60.0  # as long as nothing better is known
+    assert notices.remaining_s(clocks.now_s) == 60.0
+    assert len(asked) == 1
+    job.poll()
+    assert notices.remaining_s(clocks.now_s) is None
+    assert job.remaining_s(clocks.now_s) == 120.0
+    end_s = clocks.wall_s + 86400.0  # `scontrol update`: nothing is left of the signal
+    job.poll()
+    clocks.pass_s(100.0)
+    assert notices.remaining_s(clocks.now_s) is None
+    signal.raise_signal(USR1)  # but another one is another one
+    assert notices.remaining_s(clocks.now_s) == 60.0
+    notices.close()
+
+
+def test_sigterm_asks_the_scheduler_anew_too(clocks: Clocks) -> None:
+    job = SlurmDeadline("42", runner=lambda *_: "", clock=clocks.clock, wall_clock=clocks.wall_clock)
+    asked: list[float] = []
+    job.when_asked_again(asked.append)
+    notices = SignalNotices({TERM: 30.0}, scheduler=job, clock=clocks.clock)
+    signal.raise_signal(TERM)
+    assert notices.remaining_s(clocks.now_s) == 30.0
+    assert len(asked) == 1
+    notices.close()
+
+
+# --- which are taken --------------------------------------------------------------------------------------------------
+
+
+def taken(**variables: str) -> dict[str, float]:
+    """By signal, what is left after it; none is raised."""
+    deadlines = detect(variables, machine=str, runner=lambda *_: "")
+    found = [deadline for deadline in deadlines if isinstance(deadline, SignalNotices)]
+    names = {number.name: grace_s for notices in found for number, grace_s in notices.graces_s.items()}
+    close_all(deadlines)
+    return names
+
+
+def test_sigterm_is_a_notice_where_it_would_end_the_process() -> None:
+    signal.signal(TERM, signal.SIG_DFL)
+    assert taken() == {"SIGTERM": 30.0}
+    assert taken(TORCHELASTIC_TERM_GRACE_S="120") == {"SIGTERM": 120.0}
+    assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+def test_sigterm_is_left_to_draining_and_to_whoever_has_a_handler() -> None:
+    signal.signal(TERM, signal.SIG_DFL)
+    assert taken(TORCHELASTIC_AGENT_SOCKET="/run/agent") == {}
+    signal.signal(TERM, lambda *_: None)
+    assert taken() == {}
+    signal.signal(TERM, signal.SIG_IGN)
+    assert taken() == {}
+
+
+def test_in_a_slurm_job_usr1_is_one_too() -> None:
+    signal.signal(TERM, signal.SIG_DFL)
+    signal.signal(USR1, signal.SIG_DFL)
+    assert taken(SLURM_JOB_ID="42") == {"SIGTERM": 30.0, "SIGUSR1": 60.0}
+
+
+def test_what_the_user_names_is_taken_in_any_case() -> None:
+    signal.signal(TERM, lambda *_: None)
+    variables = {"TORCHELASTIC_AGENT_SOCKET": "/run/agent", "TORCHELASTIC_DEADLINE_SIGNALS": "SIGTERM=5,SIGINT"}
+    assert taken(**variables) == {"SIGTERM": 5.0, "SIGINT": 30.0}
+    assert taken(TORCHELASTIC_DEADLINE_SIGNALS="none", SLURM_JOB_ID="42") == {}

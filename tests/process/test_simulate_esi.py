@@ -1,0 +1,334 @@
+"""`torchelastic simulate-esi` with real processes: what it ends, what it starts again, what survives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from torchelastic.launch.simulation_of_instances.instance import write_whole
+from torchelastic.launch.simulation_of_instances.process_tree import SurvivorsError, end_all
+from torchelastic.launch.simulation_of_instances.progress_file import Progress, Told
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
+
+PATIENCE_S = 60.0
+JOB = Path(__file__).parent / "short_lived_job.py"
+SIMULATOR = [sys.executable, "-m", "torchelastic.launch", "simulate-esi"]
+FOREVER = ["--timeout", "600", "--grace", "600"]
+
+
+def job(way: str, folder: Path) -> str:
+    return shlex.join([sys.executable, "-S", str(JOB), way, str(folder)])
+
+
+def simulate(command: str, *words: str, **settings: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([*SIMULATOR, "--cmd", command, *words], capture_output=True, timeout=PATIENCE_S, **settings)
+
+
+def report_of(done: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
+    assert done.stdout, done.stderr.decode()
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def column(report: dict[str, Any], name: str) -> list[Any]:
+    return [life[name] for life in report["lives"]]
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(word) for word in (folder / "pids").read_text().split()]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A simulator whose job ignores SIGTERM and has started everything that it starts."""
+    with (tmp_path / "stderr").open("wb") as stderr:
+        command = [*SIMULATOR, "--cmd", job("ignore", tmp_path), *FOREVER, "--report", str(tmp_path / "report")]
+        process = subprocess.Popen(command, stderr=stderr, preexec_fn=_hear_of_control_c)
+    try:
+        wait_until((tmp_path / "pids").exists, "the job starts")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _hear_of_control_c() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
+
+
+# --- how lives end --------------------------------------------------------------------------------
+
+
+def test_a_job_that_saves_at_its_end_loses_no_step_although_its_shell_goes_first(tmp_path: Path) -> None:
+    done = simulate(f"{job('save', tmp_path)}; exit $?", "--timeout", "1.5", "--grace", "50", "--json")
+    report = report_of(done)
+    assert (done.returncode, report["finished"], report["steps_lost"]) == (0, True, 0), done.stderr.decode()
+    assert (tmp_path / "done").read_text().split() == [str(step) for step in range(1, 12)]
+    assert set(column(report, "how")[:-1]) == {"ended"}
+    assert column(report, "killed_processes") == [0] * len(report["lives"])
+    assert (tmp_path / "early").read_text() == ""  # SIGTERM never comes before the moment that was told
+
+
+def test_a_job_that_stops_early_is_started_again_with_a_new_end_of_its_time(tmp_path: Path) -> None:
+    done = simulate(job("stop", tmp_path), "--timeout", "500", "--json", cwd=tmp_path)
+    report = report_of(done)
+    assert (done.returncode, report["steps_lost"]) == (0, 0)
+    assert column(report, "how") == ["stopped", "stopped", "finished"]
+    assert column(report, "resumed_step") == [0, 4, 8]
+    assert column(report, "committed_step") == [4, 8, 11]
+    assert all(0 < given_up_s <= 500 for given_up_s in column(report, "given_up_s")[:2])
+    lives = [line.split() for line in (tmp_path / "ends").read_text().splitlines()]
+    assert [number for number, *_ in lives] == ["1", "2", "3"]
+    assert all(in_file == variable for _, in_file, variable, _ in lives)
+    assert all(0 < float(end) - float(now) <= 500 for _, end, _, now in lives)
+    assert len({end for _, end, *_ in lives}) == 3
+
+
+def test_a_job_that_ignores_sigterm_is_killed_with_all_that_it_has_started_and_its_loss_is_told(tmp_path: Path) -> None:
+    report_path = tmp_path / "report.json"
+    words = ["--timeout", "4", "--grace", "0.3", "--max-restarts", "0", "--report", str(report_path)]
+    done = simulate(job("ignore", tmp_path), *words)
+    report = json.loads(report_path.read_text())
+    assert (done.returncode, report["finished"], report["steps_lost"]) == (1, False, 2)
+    (life,) = report["lives"]
+    assert (life["how"], life["committed_step"], life["saved_step"]) == ("killed", 4, 2)
+    assert life["killed_processes"] >= 3
+    pids = pids_in(tmp_path)
+    assert len(pids) == 3
+    assert all(map(is_gone, pids))
+    assert b"not finished after 0 restarts: that is --max-restarts" in done.stderr
+
+
+def test_what_one_life_has_told_is_not_taken_for_the_next_ones() -> None:
+    tells = """echo '{"committed_step": 5}' > "$TORCHELASTIC_PROGRESS_FILE"; exit 75"""
+    report = report_of(simulate(f'if [ "$TORCHELASTIC_LIFE" = 1 ]; then {tells}; fi', "--timeout", "500", "--json"))
+    assert column(report, "committed_step") == [5, None]
+
+
+def test_a_job_that_fails_is_started_again_as_often_as_was_said() -> None:
+    done = simulate("echo again; exit 3", "--timeout", "500", "--max-restarts", "1")
+    assert (done.returncode, done.stdout) == (1, b"again\nagain\n")
+    assert b"life 2: failed (exit code 3)" in done.stderr
+
+
+def test_a_command_that_is_not_there_is_tried_once() -> None:
+    done = simulate("no-such-command-of-ours", "--timeout", "500", "--json")
+    assert (done.returncode, column(report_of(done), "how")) == (1, ["unrunnable"])
+
+
+def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    done = simulate(f"setsid sleep 600 & echo $! > {tmp_path}/pids", "--timeout", "500", "--json")
+    assert (done.returncode, column(report_of(done), "killed_processes")) == (0, [1])
+    assert all(map(is_gone, pids_in(tmp_path)))
+
+
+def test_output_and_dispositions_are_those_of_a_command_started_directly(tmp_path: Path) -> None:
+    shown = (
+        f"printf '\\0\\377no new line\\n\\n'; grep -E '^Sig(Blk|Ign|Cgt)' /proc/self/status; echo > {tmp_path}/x; cat"
+    )
+    done = simulate(f"{shown}; echo beside >&2; printf end", "--timeout", "500", input=b"not for the job")
+    directly = subprocess.run(["/bin/sh", "-c", shown], stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    assert done.stdout == directly.stdout + b"end"
+    assert b"\nbeside\n" in done.stderr
+
+
+@pytest.mark.parametrize(("before", "told"), [({}, b"7.5\n"), ({"TORCHELASTIC_TERM_GRACE_S": "20"}, b"20\n")])
+def test_the_job_is_told_its_grace_unless_the_user_has_said_it(before: dict[str, str], told: bytes) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_TERM_GRACE_S"} | before
+    words = ["--timeout", "500", "--grace", "7.5"]
+    assert simulate("echo $TORCHELASTIC_TERM_GRACE_S", *words, env=environment).stdout == told
+
+
+def test_what_the_library_reads_is_what_the_job_is_told() -> None:
+    script = (
+        "import time\n"
+        "from torchelastic.lifetime import automatic_deadlines\n"
+        "print(sorted(400 < d.remaining_s(time.monotonic()) <= 500 for d in automatic_deadlines()))"
+    )
+    done = simulate(shlex.join([sys.executable, "-c", script]), "--timeout", "500")
+    assert done.stdout.count(b"True") >= 1, done.stderr.decode()
+    assert b"False" not in done.stdout
+
+
+def test_the_files_of_the_simulator_are_gone_when_it_ends() -> None:
+    done = simulate('echo "$TORCHELASTIC_PROGRESS_FILE"; ls "$TORCHELASTIC_TERMINATION_FILE"', "--timeout", "500")
+    progress, termination = (Path(line) for line in done.stdout.decode().splitlines())
+    assert progress.parent == termination.parent
+    assert not progress.parent.exists()
+
+
+# --- what ends the simulator ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_job_and_the_simulator_at_once(
+    running: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    running.send_signal(number)
+    assert running.wait(PATIENCE_S) == 128 + number  # the grace, which is not waited for, is ten minutes
+    assert all(map(is_gone, pids_in(tmp_path)))
+    assert (
+        f"interrupted by {number.name} after 0 whole lives" in json.loads((tmp_path / "report").read_text())["reason"]
+    )
+
+
+def test_when_the_lives_are_reported_nothing_of_them_is_left(tmp_path: Path) -> None:
+    script = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from torchelastic.launch.simulation_of_instances import Limits\n"
+        "from torchelastic.launch.simulation_of_instances.keeper import guarded\n"
+        "from torchelastic.launch.simulation_of_instances.process_tree import descendants\n"
+        "from torchelastic.launch.simulation_of_instances.simulation import Order, Simulation\n"
+        "order = Order('kill -TERM $PPID; exec sleep 600', 500.0, 500.0, 0.0, Limits(), (75,), Path('none'))\n"
+        "def work():\n"
+        "    clocks = dict(clock=time.monotonic, wall_clock=time.time, sleep=time.sleep)\n"
+        f"    simulation = Simulation(order, {{}}, Path({str(tmp_path)!r}), **clocks, say=lambda text: None)\n"
+        "    outcome = simulation.run(lambda outcome: None)\n"
+        "    print(outcome.verdict.exit_code, descendants())\n"
+        "    return 0\n"
+        "guarded(work)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout == "143 []\n", done.stderr
+
+
+@pytest.mark.parametrize("who", ["front", "inner"])
+def test_nothing_survives_a_simulator_that_was_killed(
+    running: subprocess.Popen[bytes], tmp_path: Path, who: str
+) -> None:
+    front = psutil.Process(running.pid)
+    (inner,) = front.children()
+    everything = [inner.pid, *(process.pid for process in front.children(recursive=True)), *pids_in(tmp_path)]
+    assert len(set(everything)) >= 5
+    (front if who == "front" else inner).kill()
+    assert running.wait(PATIENCE_S) == (-signal.SIGKILL if who == "front" else 128 + signal.SIGKILL)
+    wait_until(lambda: all(map(is_gone, everything)), "everything ends")
+    assert who == "front" or b"killed by signal 9" in (tmp_path / "stderr").read_bytes()
+
+
+def test_workers_of_torchrun_end_with_the_simulator(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.sh"
+    new, pids = tmp_path / "new", tmp_path / "pids"
+    worker.write_text(f"trap : TERM; echo $$ > {new}; mv {new} {pids}; while :; do sleep 1; done")
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 1 --no-python sh {worker}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen([*SIMULATOR, "--cmd", torchrun, *FOREVER], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        wait_until((tmp_path / "pids").exists, "the worker starts")
+        (pid,) = pids_in(tmp_path)
+        assert os.getsid(pid) == pid  # no signal to the command's process group reaches it
+    finally:
+        running.send_signal(signal.SIGTERM)
+    assert running.wait(PATIENCE_S) == 143
+    assert is_gone(pid)
+
+
+def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    command = [*SIMULATOR, "--cmd", f"touch {tmp_path}/started; exec sleep 600", *FOREVER]
+    running = subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    )
+    try:
+        wait_until((tmp_path / "started").exists, "the job starts")
+        (inner,) = psutil.Process(running.pid).children()
+        for pid in (running.pid, inner.pid):
+            ignored = int(Path(f"/proc/{pid}/status").read_text().split("SigIgn:")[1].split()[0], 16)
+            assert ignored & 1 << (signal.SIGHUP - 1)
+    finally:
+        running.send_signal(signal.SIGTERM)
+    assert running.wait(PATIENCE_S) == 143
+
+
+def test_children_that_the_caller_has_already_are_left_alone() -> None:
+    script = (
+        "import subprocess\n"
+        "from torchelastic.launch.main import main\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "code = main(['simulate-esi', '--cmd', 'exit 0', '--timeout', '500'])\n"
+        "print(code, child.poll(), flush=True)\n"
+        "child.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout == "0 None\n", done.stderr
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_ended_is_named() -> None:
+    """A process that is held by the kernel is one that the clock runs away from, before it can be seen to end."""
+    child = subprocess.Popen(["sleep", "600"])
+    others = {process.pid for process in psutil.Process().children()} - {child.pid}
+    now_s = iter(range(0, 1000, 100))
+    with pytest.raises(SurvivorsError, match=rf"10 s after SIGKILL: {child.pid}\b"):
+        end_all(clock=lambda: float(next(now_s)), sleep=lambda _seconds: None, spare=others)
+    child.wait()
+
+
+def test_of_a_progress_file_the_last_readable_line_counts(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    path.write_text('{"committed_step": 99}')
+    told = Told(path, tmp_path / "manager_state.json")
+    told.begin()
+    told.look()
+    assert told.progress == Progress()  # that was of the life before
+    path.write_text('{"committed_step": 4, "saved_step": 0}')
+    told.look()
+    path.write_text('{"committed_step": 5, "sav')
+    told.look()
+    assert told.progress == Progress(committed_step=4, saved_step=0)
+    assert "Unterminated string" in told.fault
+    path.write_text('{"committed_step": 6}')
+    told.look()
+    assert (told.progress, told.fault) == (Progress(committed_step=6), "")
+
+
+def test_velastics_file_counts_if_it_was_written_in_this_life(tmp_path: Path) -> None:
+    path = tmp_path / "manager_state.json"
+    path.write_text('{"iter_count": 8, "total_iters": 50}')
+    told = Told(tmp_path / "progress", path)
+    told.begin()
+    told.look()
+    assert told.progress == Progress()
+    path.write_text('{"iter_count": 19, "total_iters": 50}')
+    told.look()
+    assert told.progress == Progress(committed_step=18)
+    (tmp_path / "progress").write_text('{"saved_step": 10}')
+    told.look()
+    assert told.progress == Progress(committed_step=18, saved_step=10)
+
+
+def test_who_reads_a_file_while_it_is_written_has_the_old_one_whole(tmp_path: Path) -> None:
+    path = tmp_path / "termination-time"
+    path.write_text("old")
+    with path.open() as reader:
+        write_whole(path, "new")
+        assert reader.read() == "old"
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("termination-time", "new")]

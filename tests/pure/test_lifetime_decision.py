@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.lifetime import StopDecision, Tier, decide, guess, part_of_risk, step_bound
+
+DURABLE, DISK, MEMORY = (Tier(name, guess(s, "given"), s / 2) for name, s in (("durable", 60), ("disk", 8), ("ram", 1)))
+STEP = guess(2.0, "given")
+
+tiers = st.lists(st.floats(0.0, 1e4), min_size=1, max_size=4).map(
+    lambda bounds: [Tier(f"tier {number}", guess(bound, "given")) for number, bound in enumerate(bounds)]
+)
+times = st.floats(-1e4, 1e5)
+steps = st.floats(0.0, 1e3).map(lambda seconds: guess(seconds, "given"))
+reserves = st.floats(0.0, 100.0)
+
+
+def test_without_a_deadline_it_goes_on() -> None:
+    decision = decide(None, STEP, [DURABLE])
+    assert not decision.stops
+    assert str(decision) == "go on: no deadline is known"
+    assert decide(math.inf, STEP, [DURABLE]) == decision
+
+
+@pytest.mark.parametrize(("remaining_s", "stops"), [(67.1, False), (67.0, False), (66.9, True), (65.0, True)])
+def test_it_stops_at_the_last_safe_step(remaining_s: float, stops: bool) -> None:
+    decision = decide(remaining_s, STEP, [DURABLE, DISK, MEMORY], reserve_s=5.0)
+    assert decision.stops is stops
+    assert (decision.tier, decision.fits, decision.is_downgrade) == ("durable", True, False)
+
+
+def test_too_late_for_the_most_durable_tier_it_takes_the_next_and_says_so() -> None:
+    decision = decide(14.9, STEP, [DURABLE, DISK, MEMORY], reserve_s=5.0)
+    assert (decision.action, decision.tier, decision.is_downgrade) == ("save and stop", "disk", True)
+    assert "too late for 'durable', which takes at most 60 s" in decision.because
+    on = decide(15.0, STEP, [DURABLE, DISK, MEMORY], reserve_s=5.0)
+    assert (on.action, on.tier) == ("go on", "disk"), "the tier below has its own last safe step"
+
+
+def test_the_reserve_is_there_to_be_used() -> None:
+    decision = decide(9.0, STEP, [DURABLE, DISK], reserve_s=5.0)
+    assert (decision.action, decision.tier, decision.fits) == ("save and stop", "disk", True)
+    assert "the reserve of 5 s is needed" in decision.because
+
+
+@pytest.mark.parametrize(("remaining_s", "says"), [(0.5, "0.5 s are left"), (-3.0, "over since 3 s")])
+def test_where_nothing_fits_it_takes_the_quickest_and_says_so(remaining_s: float, says: str) -> None:
+    decision = decide(remaining_s, STEP, [DURABLE, MEMORY, DISK], reserve_s=5.0)
+    assert (decision.action, decision.tier, decision.fits) == ("save and stop", "ram", False)
+    assert says in decision.because
+    assert "no save is sure to fit" in decision.because
+
+
+def test_it_says_how_many_seconds_are_given_up() -> None:
+    decision = decide(61.0, STEP, [DURABLE])
+    assert decision.given_up_s == 31.0, "a save usually takes 30 s"
+    assert dict(decision.numbers) == {
+        "remaining_s": 61.0,
+        "step_s": 2.0,
+        "reserve_s": 0.0,
+        "save_durable_s": 60.0,
+        "given_up_s": 31.0,
+    }
+
+
+def test_while_no_step_is_known_only_the_save_counts() -> None:
+    assert not decide(60.0, None, [DURABLE]).stops
+    assert "the next step is not known yet" in decide(60.0, None, [DURABLE]).because
+
+
+@given(times, steps, tiers, reserves)
+def test_going_on_always_leaves_time_for_the_save(remaining_s: float, step: object, some: list[Tier], r: float) -> None:
+    decision = decide(remaining_s, step, some, reserve_s=r)  # type: ignore[arg-type]
+    tier = next(tier for tier in some if tier.name == decision.tier)
+    if not decision.stops:
+        assert decision.numbers["step_s"] + tier.bound.seconds + r <= remaining_s
+    assert decision.fits is (tier.bound.seconds <= remaining_s)
+    assert 0.0 <= decision.given_up_s <= max(0.0, remaining_s)
+
+
+@given(times, steps, tiers, reserves)
+def test_no_tier_is_passed_over_that_fits(remaining_s: float, step: object, some: list[Tier], r: float) -> None:
+    decision = decide(remaining_s, step, some, reserve_s=r)  # type: ignore[arg-type]
+    place = [tier.name for tier in some].index(decision.tier or "")
+    room_s = remaining_s - r if any(tier.bound.seconds + r <= remaining_s for tier in some) else remaining_s
+    if decision.fits:
+        assert all(tier.bound.seconds + 1e-9 > room_s for tier in some[:place])
+    else:
+        assert some[place].bound.seconds == min(tier.bound.seconds for tier in some) > remaining_s
+    assert decision.is_downgrade is (place > 0)
+
+
+@given(times, st.floats(0.0, 1e3), steps, tiers, reserves)
+def test_less_time_never_turns_stopping_into_going_on(
+    remaining_s: float, less_s: float, step: object, some: list[Tier], reserve_s: float
+) -> None:
+    """For one and the same tier; a tier below may have its own last safe step."""
+    more = decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
+    less = decide(remaining_s - less_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
+    if more.stops and more.tier == less.tier:
+        assert less.stops
+
+
+@given(times, steps, tiers, reserves)
+def test_it_is_a_value(remaining_s: float, step: object, some: list[Tier], reserve_s: float) -> None:
+    one = decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
+    assert one == decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
+    assert hash(one)
+    assert one.because
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="tiers is empty"):
+        decide(1.0, STEP, [])
+    with pytest.raises(ValueError, match="a name twice"):
+        decide(1.0, STEP, [DISK, DISK])
+    with pytest.raises(ValueError, match="remaining_s is nan"):
+        decide(math.nan, STEP, [DISK])
+    with pytest.raises(ValueError, match="reserve_s is -1"):
+        decide(1.0, STEP, [DISK], reserve_s=-1.0)
+    with pytest.raises(ValueError, match="name is empty"):
+        Tier("", STEP)
+
+
+def test_a_tier_knows_its_saves_or_says_that_it_does_not() -> None:
+    unknown = Tier.of("disk", [], if_unknown_s=10.0)
+    assert (unknown.bound.seconds, unknown.bound.is_assured) == (10.0, False)
+    assert "no save to 'disk' was measured yet" in unknown.bound.because
+    measured = Tier.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0)
+    assert (measured.bound.seconds, measured.usual_s) == (6.0, 3.0)
+    reserved = Tier.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0, at_least_s=20.0)
+    assert (reserved.bound.seconds, reserved.bound.because) == (20.0, "reserved by the user")
+
+
+# 500 deadlines, with steps and saves that now and then take many times as long as usual
+
+CONFIDENCE = 0.99
+Draw = Callable[[random.Random], float]
+STEPS: dict[str, Draw] = {
+    "lognormal": lambda generator: generator.lognormvariate(0.0, 0.8),
+    "Pareto": lambda generator: 0.6 * generator.paretovariate(2.5),
+    "with stalls": lambda generator: 15.0 if generator.random() < 0.01 else generator.uniform(0.9, 1.1),
+    "all alike": lambda generator: 1.0,
+}
+SAVES: dict[str, tuple[float, float]] = {"durable": (8.0, 0.7), "memory": (0.5, 0.5)}
+
+
+@dataclass(frozen=True)
+class End:
+    """How one job met its deadline."""
+
+    seed: int
+    steps: str
+    tier: str
+    done_before_s: float
+    decision: StopDecision
+
+
+def one_deadline(seed: int, kind: str) -> End:
+    generator = random.Random(seed)
+    confidence = part_of_risk(CONFIDENCE)
+    step_times = [STEPS[kind](generator) for _ in range(1000)]
+    some = [
+        Tier.of(
+            name,
+            [scale * generator.lognormvariate(0.0, spread) for _ in range(199)],
+            confidence=confidence,
+            if_unknown_s=10.0,
+        )
+        for name, (scale, spread) in SAVES.items()
+    ]
+    left_s = generator.uniform(200.0, 300.0)
+    bound = step_bound(step_times, confidence)
+    while True:
+        decision = decide(left_s, bound, some)
+        if decision.stops:
+            break
+        left_s -= STEPS[kind](generator)
+    assert decision.tier is not None
+    scale, spread = SAVES[decision.tier]
+    return End(seed, kind, decision.tier, left_s - scale * generator.lognormvariate(0.0, spread), decision)
+
+
+def test_of_500_deadlines_at_least_99_in_100_are_met() -> None:
+    ends = [one_deadline(seed, kind) for seed, kind in zip(range(500), 125 * list(STEPS), strict=True)]
+    misses = [end for end in ends if end.done_before_s < 0.0]
+    durable = sum(end.tier == "durable" for end in ends)
+    given_up_s = sum(end.done_before_s for end in ends) / len(ends)
+    print(f"\n{len(misses)} of {len(ends)} deadlines missed; {durable} saves durable; given up {given_up_s:.1f} s each")
+    for miss in misses:
+        print(f"seed {miss.seed} ({miss.steps}): {-miss.done_before_s:.2f} s too late; {miss.decision}")
+    assert len(misses) <= 5
+    assert durable >= 490

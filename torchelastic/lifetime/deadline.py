@@ -1,0 +1,238 @@
+"""When this process will have to end, as far as anybody knows.
+
+A source of deadlines is a small class with three things, see `Deadline`. To add one: write the class with a function
+that finds it in the environment, and put the function into `SOURCES`.
+
+A deadline that is told as a date is turned into monotonic time in the moment in which it is read, so that later jumps
+of the host's clock change nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torchelastic.checkpoint.policy.arguments import real_number
+
+log = logging.getLogger(__name__)
+
+#: Set by the ML platform of ByteDance; velastic's and verl's users fill it by hand too.
+MLP_VARIABLE = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
+#: The same of Amazon SageMaker's training plans.
+SAGEMAKER_VARIABLE = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
+#: SageMaker begins to terminate instances so long before the capacity ends (AWS documentation on training plans).
+SAGEMAKER_LEAD_S = 30 * 60.0
+#: Unix seconds beyond this are milliseconds: it is the year 5138.
+_MILLISECONDS_FROM = 1e11
+
+
+@runtime_checkable
+class Deadline(Protocol):
+    """Something that says when this process has to end. Asked on the training thread, every second or so.
+
+    Attributes:
+        name: of the source, for people: "SLURM", "time limit".
+        reason: where it is known from, one short phrase.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102 - see above
+
+    @property
+    def reason(self) -> str: ...  # noqa: D102
+
+    def remaining_s(self, now_s: float) -> float | None:
+        """Seconds until then; negative if it is over; None while none is known.
+
+        Must not block: a source that asks a server does so on a thread of its own. May change both ways.
+
+        Args:
+            now_s: monotonic seconds, by the clock that the deadline was made with.
+        """
+
+
+@dataclass(frozen=True)
+class DeadlineAt:
+    """A deadline at a fixed moment.
+
+    Args:
+        name: of the source.
+        at_s: the moment, in monotonic seconds.
+        reason: where it is known from.
+    """
+
+    name: str
+    at_s: float
+    reason: str
+
+    def remaining_s(self, now_s: float) -> float | None:
+        """See `Deadline`."""
+        return self.at_s - now_s
+
+
+@dataclass(frozen=True)
+class CapacityBlock(DeadlineAt):
+    """The end of a block of capacity that was bought, from an environment variable with Unix seconds."""
+
+    @classmethod
+    def from_variable(
+        cls, variable: str, value: str, *, now_s: float, wall_s: float, lead_s: float = 0.0
+    ) -> CapacityBlock | None:
+        """The deadline; None, with a warning, if it is over: then the variable is left from an earlier block.
+
+        Args:
+            variable: its name.
+            value: its text; an empty one is none.
+            now_s: the present moment in monotonic seconds.
+            wall_s: the same moment in Unix seconds.
+            lead_s: how long before the end the platform begins to terminate. If that moment is over, but the end is
+                not, the end counts, with a warning.
+
+        Raises:
+            ValueError: the value is no date in Unix seconds.
+        """
+        if not value.strip():
+            return None
+        left_s = _unix_seconds(variable, value) - wall_s
+        if left_s <= 0.0:
+            log.warning(
+                "%s=%s is %.0f s in the past: ignored. Unset it, or set it to the end of the present block",
+                variable,
+                value,
+                -left_s,
+            )
+            return None
+        if left_s <= lead_s:
+            log.warning(
+                "%s=%s: the platform may terminate from %.0f s before it, which is over; counting on the end itself",
+                variable,
+                value,
+                lead_s,
+            )
+            lead_s = 0.0
+        reason = f"{variable}={value}" + (f", less {lead_s:.0f} s" if lead_s else "")
+        return cls("capacity block", now_s + left_s - lead_s, reason)
+
+
+def time_limit_s(seconds: float, *, began_s: float) -> DeadlineAt:
+    """A limit that the user has set on the time of this process.
+
+    Args:
+        seconds: how long it may take, above 0.
+        began_s: when that began, in monotonic seconds; usually `time.monotonic()` at the start of the program.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not above 0, infinite or NaN.
+
+    >>> time_limit_s(3600, began_s=100.0).remaining_s(now_s=160.0)
+    3540.0
+    """
+    limit_s = real_number("time_limit_s", seconds, above=0.0, remedy="give the seconds this process may take")
+    return DeadlineAt("time limit", began_s + limit_s, f"time_limit_s={limit_s:g}")
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Several deadlines: the nearest counts, whichever it is at the time.
+
+    Args:
+        deadlines: any number; none is as good as no deadline.
+    """
+
+    deadlines: tuple[Deadline, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The names of all."""
+        return ", ".join(deadline.name for deadline in self.deadlines) or "none"
+
+    @property
+    def reason(self) -> str:
+        """The reasons of all."""
+        return "; ".join(deadline.reason for deadline in self.deadlines) or "no deadline was found"
+
+    def remaining_s(self, now_s: float) -> float | None:
+        """See `Deadline`."""
+        known = (deadline.remaining_s(now_s) for deadline in self.deadlines)
+        return min((left_s for left_s in known if left_s is not None), default=None)
+
+    def which(self, now_s: float) -> Deadline | None:
+        """The one that counts; the first, if several are equally near; None if none is known."""
+        known = [(deadline.remaining_s(now_s), deadline) for deadline in self.deadlines]
+        near = [(left_s, deadline) for left_s, deadline in known if left_s is not None]
+        if not near:
+            return None
+        _, nearest_one = min(near, key=lambda pair: pair[0])
+        return nearest_one.which(now_s) if isinstance(nearest_one, Nearest) else nearest_one
+
+
+def nearest(deadlines: Iterable[Deadline | None]) -> Nearest:
+    """One deadline from several; None among them counts as none.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    given = tuple(deadline for deadline in deadlines if deadline is not None)
+    for deadline in given:
+        if not isinstance(deadline, Deadline):
+            raise TypeError(f"{deadline!r} is no deadline: it needs `name`, `reason` and `remaining_s(now_s)`")
+    return Nearest(given)
+
+
+#: Finds a deadline in the environment variables; the arguments after them: monotonic and Unix seconds, of one moment.
+Source = Callable[[Mapping[str, str], float, float], "Deadline | None"]
+
+
+def _mlp(environment: Mapping[str, str], now_s: float, wall_s: float) -> Deadline | None:
+    value = environment.get(MLP_VARIABLE, "")
+    return CapacityBlock.from_variable(MLP_VARIABLE, value, now_s=now_s, wall_s=wall_s)
+
+
+def _sagemaker(environment: Mapping[str, str], now_s: float, wall_s: float) -> Deadline | None:
+    value = environment.get(SAGEMAKER_VARIABLE, "")
+    return CapacityBlock.from_variable(SAGEMAKER_VARIABLE, value, now_s=now_s, wall_s=wall_s, lead_s=SAGEMAKER_LEAD_S)
+
+
+#: Everything that is looked for without being asked to.
+SOURCES: tuple[Source, ...] = (_mlp, _sagemaker)
+
+
+def automatic_deadlines(
+    environment: Mapping[str, str] | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> list[Deadline]:
+    """All deadlines that this process can find by itself.
+
+    Args:
+        environment: variables; default: those of this process.
+        clock: monotonic seconds; the same that the deadlines are asked with.
+        wall_clock: Unix seconds.
+
+    Raises:
+        ValueError: a variable holds something that is no date; names it.
+    """
+    variables = os.environ if environment is None else environment
+    now_s, wall_s = clock(), wall_clock()
+    found = (source(variables, now_s, wall_s) for source in SOURCES)
+    return [deadline for deadline in found if deadline is not None]
+
+
+def _unix_seconds(variable: str, value: str) -> float:
+    remedy = "set it to Unix seconds (`date +%s` prints those of now), or unset it"
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise ValueError(f"{variable} is {value!r}, which is no number: {remedy}") from None
+    if not math.isfinite(seconds) or seconds < 0.0:
+        raise ValueError(f"{variable} is {value!r}, which is no date: {remedy}")
+    if seconds >= _MILLISECONDS_FROM:
+        raise ValueError(f"{variable} is {value!r}, which looks like milliseconds: {remedy}")
+    return seconds

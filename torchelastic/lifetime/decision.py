@@ -1,0 +1,207 @@
+"""When to stop before a deadline, and into which tier to save then: a pure function, with its reason and numbers.
+
+The rule: go on as long as one more step, and a save after it into the most durable tier that fits now, are expected to
+be done in time. So the save is begun at the last safe step, and not at the first that looks dangerous.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text
+from torchelastic.lifetime.bounds import MARGIN, Bound, guess, upper_bound
+
+__all__ = ["StopDecision", "Tier", "decide", "part_of_risk"]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place to save to, and how long that takes.
+
+    Args:
+        name: of the tier.
+        bound: how long a save takes at most, until it is durable there.
+        usual_s: how long it usually takes; None: as the bound.
+
+    Raises:
+        ValueError: it has no name, or a time is negative, infinite or NaN.
+    """
+
+    name: str
+    bound: Bound
+    usual_s: float | None = None
+
+    def __post_init__(self) -> None:
+        text("name", self.name, "name the tier, for example 'durable'")
+        remedy = "give seconds, 0 or more"
+        real_number("bound.seconds", self.bound.seconds, remedy=remedy)
+        if self.usual_s is not None:
+            real_number("usual_s", self.usual_s, remedy=remedy)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        save_times_s: Sequence[float],
+        *,
+        confidence: float = 0.99,
+        margin: float = MARGIN,
+        if_unknown_s: float,
+        at_least_s: float = 0.0,
+    ) -> Tier:
+        """A tier from the saves that were made to it.
+
+        Args:
+            name: of the tier.
+            save_times_s: how long its saves took until they were durable; for example the `recent_durable_s` of
+                `torchelastic.checkpoint.policy.TierCost`.
+            confidence: that the bound should hold with.
+            margin: see `bounds.upper_bound`.
+            if_unknown_s: the bound if there was no save yet.
+            at_least_s: what the bound is never below.
+
+        Raises:
+            ValueError: an argument out of its range.
+        """
+        measured = upper_bound(save_times_s, confidence, margin=margin, what="saves")
+        if measured is None:
+            seconds = max(if_unknown_s, at_least_s)
+            return cls(name, guess(seconds, f"no save to {name!r} was measured yet: a guess", confidence))
+        usual_s = statistics.median(save_times_s)
+        if measured.seconds < at_least_s:
+            reserved = Bound(at_least_s, confidence, measured.is_assured, measured.samples, "reserved by the user")
+            return cls(name, reserved, usual_s)
+        return cls(name, measured, usual_s)
+
+
+@dataclass(frozen=True)
+class StopDecision:
+    """What to do now.
+
+    Attributes:
+        action: "go on", or "save and stop".
+        tier: the tier that counts: of the save, if there is one to do; None: no deadline.
+        fits: whether the save into that tier is expected to be done in time.
+        is_downgrade: whether a more durable tier does not fit any more.
+        given_up_s: seconds until the deadline that are left after a save of usual length, so that are not used.
+        because: one sentence for the log.
+        numbers: what it rests on, by name with its unit.
+    """
+
+    action: Literal["go on", "save and stop"]
+    tier: str | None
+    fits: bool
+    is_downgrade: bool
+    given_up_s: float
+    because: str
+    numbers: Mapping[str, float] = field(default=FrozenMapping[float]())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", FrozenMapping(self.numbers))
+
+    @property
+    def stops(self) -> bool:
+        """Whether to save now, and stop."""
+        return self.action == "save and stop"
+
+    def __str__(self) -> str:
+        return f"{self.action}: {self.because}"
+
+
+def part_of_risk(confidence: float, parts: int = 2) -> float:
+    """The confidence of each of so many bounds, with which all of them hold together (Bonferroni).
+
+    >>> round(part_of_risk(0.99), 6)
+    0.995
+    """
+    return 1.0 - (1.0 - confidence) / parts
+
+
+def decide(
+    remaining_s: float | None, step: Bound | None, tiers: Sequence[Tier], *, reserve_s: float = 0.0
+) -> StopDecision:
+    """Whether to train one more step, or to save into which tier and stop.
+
+    The bounds of the step and of the saves each carry a part of the risk: ask for `part_of_risk(confidence)` in them,
+    and the deadline is met with `confidence`.
+
+    Args:
+        remaining_s: until the deadline; None: none is known. May be negative: then it is over.
+        step: how much time to leave for one more step (`bounds.step_bound`); None: not known yet, counts as 0.
+        tiers: the most durable first; at least one.
+        reserve_s: to keep besides, for what nobody measures.
+
+    Raises:
+        ValueError: there are no tiers, two have the same name, or a time is NaN (or the reserve negative or infinite).
+    """
+    _check(remaining_s, tiers, reserve_s)
+    if remaining_s is None or remaining_s == math.inf:
+        return StopDecision("go on", None, True, False, 0.0, "no deadline is known")
+    step_s = 0.0 if step is None else step.seconds
+    numbers = {"remaining_s": remaining_s, "step_s": step_s, "reserve_s": reserve_s}
+    numbers |= {f"save_{tier.name}_s": tier.bound.seconds for tier in tiers}
+    fitting = [tier for tier in tiers if tier.bound.seconds + reserve_s <= remaining_s]
+    if not fitting:
+        return _into_the_reserve(remaining_s, tiers, reserve_s, numbers)
+    tier = fitting[0]
+    too_late = tiers[: tiers.index(tier)]
+    downgrade = "".join(f"; too late for {late.name!r}, which takes {late.bound}" for late in too_late)
+    for_step = "the next step is not known yet" if step is None else f"one more step takes {step}"
+    besides = f", {reserve_s:.3g} s are in reserve" if reserve_s else ""
+    rest = f"{for_step}, a save to {tier.name!r} {tier.bound}{besides}{downgrade}"
+    goes_on = step_s + tier.bound.seconds + reserve_s <= remaining_s
+    given_up_s = 0.0 if goes_on else _given_up(remaining_s, tier)
+    return StopDecision(
+        "go on" if goes_on else "save and stop",
+        tier.name,
+        True,
+        bool(too_late),
+        given_up_s,
+        f"{remaining_s:.3g} s are left, and {'both fit' if goes_on else 'both would not fit'}: {rest}",
+        {**numbers, "given_up_s": given_up_s},
+    )
+
+
+def _into_the_reserve(
+    remaining_s: float, tiers: Sequence[Tier], reserve_s: float, numbers: Mapping[str, float]
+) -> StopDecision:
+    """No tier fits with the reserve: the most durable that fits without it; else the quickest, in the hope that."""
+    fitting = [tier for tier in tiers if tier.bound.seconds <= remaining_s]
+    tier = fitting[0] if fitting else min(tiers, key=lambda tier: tier.bound.seconds)
+    left = f"{remaining_s:.3g} s are left" if remaining_s > 0.0 else f"the deadline is over since {-remaining_s:.3g} s"
+    late = [other for other in tiers[: tiers.index(tier)] if other.bound.seconds > remaining_s]
+    downgrade = "".join(f"; too late for {other.name!r}, which takes {other.bound}" for other in late)
+    if fitting:
+        because = f"{left}, the reserve of {reserve_s:.3g} s is needed: a save to {tier.name!r} {tier.bound}{downgrade}"
+    else:
+        because = f"{left}, no save is sure to fit: trying the quickest, {tier.name!r}, {tier.bound}{downgrade}"
+    given_up_s = _given_up(remaining_s, tier)
+    return StopDecision(
+        "save and stop",
+        tier.name,
+        bool(fitting),
+        tier is not tiers[0],
+        given_up_s,
+        because,
+        {**numbers, "given_up_s": given_up_s},
+    )
+
+
+def _given_up(remaining_s: float, tier: Tier) -> float:
+    usual_s = tier.bound.seconds if tier.usual_s is None else tier.usual_s
+    return max(0.0, remaining_s - usual_s)
+
+
+def _check(remaining_s: float | None, tiers: Sequence[Tier], reserve_s: float) -> None:
+    real_number("reserve_s", reserve_s, remedy="give seconds, 0 or more")
+    if remaining_s is not None and math.isnan(remaining_s):
+        raise ValueError("remaining_s is nan: give the seconds until the deadline, or None")
+    names = [tier.name for tier in tiers]
+    if not names:
+        raise ValueError("tiers is empty: give at least one tier to save to")
+    if len(set(names)) < len(names):
+        raise ValueError(f"tiers has a name twice ({', '.join(names)}): give each tier its own")

@@ -1,0 +1,384 @@
+"""Tells a training loop when to save before its time is over: one call per iteration, the same answer on every rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.policy.arguments import real_number, whole_number
+from torchelastic.lifetime.agreement import Agreement
+from torchelastic.lifetime.deadline import Deadline, automatic_deadlines, nearest
+from torchelastic.lifetime.decision import StopDecision
+from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, Forecast, IterationTimes
+from torchelastic.lifetime.manager_state import FILE_NAME, ManagerState, read_state, remove_state, write_state
+from torchelastic.lifetime.progress import LifetimeSummary, Screen, progress_line
+from torchelastic.lifetime.watch import SaveTimes, Watch
+from torchelastic.metrics import publish_metric
+
+log = logging.getLogger(__name__)
+
+
+class IterManager:
+    """Decides when to save before a deadline, and when to stop. On every rank, on the training thread.
+
+    ::
+
+        manager = IterManager(total_iters=max_iters)
+        while True:
+            manager.iter()
+            if manager.should_save_ckpt():
+                with manager.saving():
+                    save_checkpoint()
+            if manager.should_stop:
+                break
+            ...  # train
+
+    `iter()` measures the iterations; where torch.distributed is initialised, the ranks agree on what they know through
+    a tiny all-reduce, begun in one iteration and read in a later one. Near the deadline they agree in each iteration.
+    Nothing is drawn from a random number generator, and no tensor of the training is touched.
+
+    Args:
+        total_iters: of the run, for the time that is left of it; 0 or less: not known.
+        redundant_time: seconds to keep in reserve besides the measured bounds; a negative number counts as 0.
+        save_ckpt_time: seconds that a save takes at least. 0, and none was measured yet: `watch.UNKNOWN_SAVE_S`.
+        use_torch_compile: whether the first iterations may compile; then `COMPILING` of them are set apart, else
+            `WARM_UP`.
+        predict_freq: iterations from one progress line to the next, at least. Only a terminal gets one.
+        velastic_dir: where `manager_state.json` is kept, for the next life of the job; nothing else is.
+        deadline: when to be done; None: the nearest of `automatic_deadlines()`. `nearest([])`: never.
+        tiers: the names of the places that can be saved to, the most durable first; `decision.tier` says which.
+        confidence: that the save is done in time, above 0 and below 1.
+        timeout_s: for how long a rank is waited for.
+        clock: monotonic seconds; that of the deadline.
+        agree: gives all ranks the same numbers; None: the default process group, as it is at the time, if there is one.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range, or an environment variable with a deadline holds no date.
+
+    Attributes:
+        start_time: when it was made, by the clock.
+        given_up_s: seconds that were left when the save before the deadline was done; None: not yet.
+    """
+
+    def __init__(
+        self,
+        total_iters: int = -1,
+        redundant_time: float = 5,
+        save_ckpt_time: float = 0,
+        use_torch_compile: bool = False,
+        predict_freq: int = 5,
+        velastic_dir: str | Path = ".velastic",
+        *,
+        deadline: Deadline | None = None,
+        tiers: Sequence[str] = ("checkpoint",),
+        confidence: float = 0.99,
+        timeout_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        agree: Agreement | None = None,
+    ) -> None:
+        self.total_iters = whole_number("total_iters", max(-1, total_iters), at_least=-1, remedy="give the iterations")
+        self.predict_freq = whole_number("predict_freq", predict_freq, at_least=1, remedy="give iterations, 1 or more")
+        self.velastic_dir = Path(velastic_dir)
+        self._times = IterationTimes(warm_up=COMPILING if use_torch_compile else WARM_UP)
+        self._saves = SaveTimes(tiers, real_number("save_ckpt_time", save_ckpt_time, remedy="give seconds, 0 or more"))
+        self._watch = Watch(
+            nearest(automatic_deadlines(clock=clock) if deadline is None else [deadline]),
+            self._times,
+            self._saves,
+            reserve_s=real_number("redundant_time", max(redundant_time, 0.0), remedy="give seconds"),
+            confidence=confidence,
+            timeout_s=real_number("timeout_s", timeout_s, above=0.0, remedy="give seconds, above 0"),
+            clock=clock,
+            agree=agree,
+        )
+        self._clock = clock
+        self._screen = Screen()
+        self._iter_count = self._calls = self._next_line = 0
+        self._next_look = 1
+        self._has_begun = self._is_counting = self._is_past_end = False
+        self._last_s: float | None = None
+        self._apart_s = 0.0
+        self._save_began_s: float | None = None
+        self._answered: StopDecision | None = None
+        self._calls_after_answer = 0
+        self.start_time = clock()
+        self.given_up_s: float | None = None
+
+    # --- in the loop --------------------------------------------------------------------------------------------------
+
+    def iter(self) -> None:
+        """An iteration begins. Every rank calls it, as often as the others.
+
+        Raises:
+            RankMissingError: a rank did not come within `timeout_s`, or its process has ended; names it.
+        """
+        now_s = self._clock()
+        self._calls += 1
+        self._begin_life()
+        is_new_group = self._watch.is_new_group()
+        if is_new_group:
+            self._watch.enter_group()
+        elif self._last_s is not None:
+            if self._save_began_s is not None:
+                self._save_has_ended(now_s)
+            self._times.observe(max(0.0, now_s - self._last_s - self._apart_s))
+        self._apart_s = 0.0
+        self._last_s = now_s
+        self._iter_count += 1
+        if is_new_group or self._calls >= self._next_look:
+            self._look(now_s, is_new_group)
+
+    def should_save_ckpt(self) -> bool:
+        """Whether to save now, and stop after it. True once per deadline, at the same iteration on all ranks.
+
+        The checkpoint then holds what was trained before the present iteration. The first rank notes the count of
+        iterations for the next life.
+        """
+        stop = self._watch.stop
+        if stop is None or stop is self._answered:
+            self._warn_if_ignored()
+            return False
+        self._answered = stop
+        self._calls_after_answer = self._calls
+        self.given_up_s = None
+        self._save_began_s = self._clock()
+        log.warning("iteration %d: %s (deadline: %s)", self._iter_count, stop, self._watch.deadline_text())
+        publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * stop.given_up_s)
+        self._note_for_next_life()
+        return True
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop has to end, because the deadline is near: save, if `should_save_ckpt()`, and leave it."""
+        return self._watch.stop is not None
+
+    @property
+    def decision(self) -> StopDecision | None:
+        """The last decision near a deadline, with reason and numbers; None: none was near yet."""
+        return self._watch.decision
+
+    @contextmanager
+    def saving(self, tier: str | None = None) -> Iterator[None]:
+        """Measures a save, of any sort: `with manager.saving(): save()`. It does not count as part of the iteration.
+
+        Without it, the time from `should_save_ckpt()` to the next `iter()` counts as the save. A save that goes on in
+        the background takes until it is durable: tell `save_took` then.
+
+        Args:
+            tier: where to; None: where the decision says, else the most durable.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
+        tier = self._tier() if tier is None else tier
+        began_s = self._clock()
+        self._save_began_s = None
+        try:
+            yield
+        finally:
+            took_s = max(0.0, self._clock() - began_s)
+            self._apart_s += took_s
+        self.save_took(took_s, tier)
+
+    def save_took(self, seconds: float, tier: str | None = None) -> None:
+        """A save took so long until it was durable. On the training thread; arguments and errors as `saving`."""
+        self._begin_life()
+        self._saves.took(self._tier() if tier is None else tier, seconds)
+        self._save_began_s = None
+        if self._answered is not None and self.given_up_s is None:
+            left_s = self._watch.remaining_s()
+            if left_s is not None:
+                self.given_up_s = max(0.0, left_s)
+                in_time = f"{left_s:.1f} s before the deadline" if left_s >= 0.0 else f"{-left_s:.1f} s too late"
+                log.warning("the save took %.1f s and was done %s", seconds, in_time)
+                publish_metric("torchelastic", "lifetime.given_up.ms", 1000.0 * left_s)
+        self._note_for_next_life()
+
+    # --- what it knows ------------------------------------------------------------------------------------------------
+
+    @property
+    def iter_count(self) -> int:
+        """The iteration that has begun, counted from 1 over all lives of the job.
+
+        Before the first `iter()` it may be set to the number of iterations that are done, as the checkpoint says it.
+        """
+        return self._iter_count
+
+    @iter_count.setter
+    def iter_count(self, done: int) -> None:
+        self._iter_count = whole_number("iter_count", done, at_least=0, remedy="give the iterations that are done")
+        self._is_counting = True
+
+    @property
+    def iter_times(self) -> tuple[float, ...]:
+        """The iterations that count, in seconds, oldest first."""
+        return self._times.recent_s
+
+    @property
+    def avg_iter_time(self) -> float:
+        """Seconds of a usual iteration: the mean of the newest, without pauses and without the first; 0: not known."""
+        return self._times.average_s()
+
+    @property
+    def max_iter_time(self) -> float:
+        """Seconds of the longest of the newest iterations, without the first; 0: not known."""
+        return self._times.longest_s
+
+    @property
+    def remaining_time(self) -> float | None:
+        """Seconds that the rest of the run is expected to take; None: not known."""
+        if self.total_iters <= 0 or not self._times.recent_s:
+            return None
+        return self._times.forecast(max(0, self.total_iters - self._done())).seconds
+
+    def forecast(self, iterations: int) -> Forecast:
+        """What the next iterations will take, pauses that are due among them; ValueError if they are negative."""
+        return self._times.forecast(iterations, self._watch.confidence)
+
+    @property
+    def save_ckpt_time(self) -> float:
+        """Seconds to leave for a save into the most durable tier."""
+        return self._state().save_ckpt_time
+
+    def summary(self) -> LifetimeSummary:
+        """What has been seen so far; `print` it."""
+        decision = self._watch.decision
+        saves = self._saves.times_s.items()
+        return LifetimeSummary(
+            iterations=self._done(),
+            total_iters=self.total_iters,
+            avg_iter_s=self.avg_iter_time,
+            max_iter_s=self.max_iter_time,
+            first_iters_s=self._times.set_apart,
+            forecast_s=self.remaining_time,
+            saves=tuple((tier, len(times), max(times, default=0.0)) for tier, times in saves),
+            deadline=self._watch.deadline_text(),
+            remaining_s=self._watch.remaining_s(),
+            decision="" if decision is None or not decision.stops else str(decision),
+            given_up_s=self.given_up_s,
+        )
+
+    # --- from life to life --------------------------------------------------------------------------------------------
+
+    @property
+    def velastic_state_path(self) -> Path:
+        """The file with what the next life of the job is told."""
+        return self.velastic_dir / FILE_NAME
+
+    def save_manager_state(self, save_bin: bool = False) -> None:
+        """Writes the count of iterations and the times of saves for the next life. The first rank writes, if called.
+
+        It is done by itself at the save before a deadline, and after every save that is measured.
+
+        Args:
+            save_bin: ignored: nothing is pickled.
+
+        Raises:
+            CheckpointError: the operating system refused; names the place and the remedy.
+        """
+        del save_bin
+        self._begin_life()
+        if self._watch.agree.is_first:
+            write_state(self.velastic_dir, self._state())
+
+    def load_manager_state(self) -> bool:
+        """Goes on from the count of an earlier life, if it left one; every rank does. The first `iter()` calls it.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CorruptCheckpointError: the file holds something else; names it.
+            CheckpointError: it could not be read.
+        """
+        self._has_begun = True
+        state = read_state(self.velastic_dir)
+        if state is None:
+            return False
+        if not self._is_counting:
+            self._iter_count = state.completed_iters
+            log.info("counting on from iteration %d, as %s says", state.completed_iters, self.velastic_state_path)
+        self._is_counting = True
+        self._saves.remember(state.save_times_s)
+        self._watch.earlier_bound_s = state.iter_bound_s
+        return True
+
+    def cleanup(self) -> None:
+        """The run is over: the next one is to count from 1. Removes the state file, and never a checkpoint.
+
+        The first rank does it. Raises CheckpointError if the file cannot be removed.
+        """
+        if self._watch.agree.is_first:
+            remove_state(self.velastic_dir)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _look(self, now_s: float, is_new_group: bool) -> None:
+        following, done = self._watch.look(self._iter_count - 1, self._calls)
+        self._next_look = self._calls + following
+        if is_new_group:
+            self._iter_count = done + 1  # a rank that has just come counts with the others
+        if 0 < self.total_iters < self._iter_count - 1 and not self._is_past_end:
+            self._is_past_end = True
+            log.warning("iteration %d begins, and total_iters is %d", self._iter_count, self.total_iters)
+        if self._screen.is_terminal and self._watch.agree.is_first and self._calls >= self._next_line:
+            self._next_line = self._calls + self.predict_freq
+            line = progress_line(
+                self._iter_count, self.total_iters, self.avg_iter_time, self.remaining_time, self._watch.remaining_s()
+            )
+            self._screen.show(line, now_s)
+
+    def _begin_life(self) -> None:
+        """What the life before has left is read once, and before this one writes."""
+        if self._has_begun:
+            return
+        try:
+            self.load_manager_state()
+        except CheckpointError as error:
+            log.warning("%s", error)
+
+    def _save_has_ended(self, now_s: float) -> None:
+        """Nobody has measured the save: it took, at most, what this iteration took more than a usual one."""
+        if self._save_began_s is not None:
+            took_s = max(0.0, now_s - self._save_began_s - self._times.usual_s)
+            self._apart_s = took_s
+            self.save_took(took_s)
+
+    def _tier(self) -> str:
+        stop = self._watch.stop
+        return self._saves.first_tier if stop is None or stop.tier is None else stop.tier
+
+    def _warn_if_ignored(self) -> None:
+        is_ignored = self._answered is not None and self._answered is self._watch.stop
+        if is_ignored and self._calls == self._calls_after_answer + 2:
+            log.warning("training goes on after the save before the deadline: what is trained now will be lost")
+
+    def _note_for_next_life(self) -> None:
+        try:
+            self.save_manager_state()
+        except CheckpointError as error:
+            log.warning("the next life of this job will count its iterations anew: %s", error)
+
+    def _done(self) -> int:
+        """Iterations of the run that are done: the present one is not."""
+        return self._iter_count - 1 if self._calls else self._iter_count
+
+    def _state(self) -> ManagerState:
+        remaining_s, bound = self.remaining_time, self._watch.step_bound()
+        tier = self._saves.tiers(self._watch.confidence)[0]
+        return ManagerState(
+            avg_iter_time=self.avg_iter_time,
+            total_iters=self.total_iters,
+            iter_count=self._iter_count,
+            remaining_time=-1.0 if remaining_s is None else remaining_s,
+            save_ckpt_time=tier.bound.seconds,
+            completed_iters=self._done(),
+            iter_bound_s=0.0 if bound is None else bound.seconds,
+            world_size=self._watch.agree.world_size,
+            save_times_s=self._saves.times_s,
+        )

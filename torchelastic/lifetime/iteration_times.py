@@ -1,0 +1,241 @@
+"""How long iterations take: what is usual, what is slow, and what the next ones will take.
+
+The first iterations (warm-up, compilation) are set apart, and only the newest count, so that nothing is held against a
+run for ever. What is usual is a median, which slow iterations do not move. Pauses, such as an evaluation, are told from
+the rest; if they come at equal distances, the next one is foreseen.
+
+No clock in here: durations come in, numbers go out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from torchelastic.checkpoint.policy.arguments import whole_number
+from torchelastic.lifetime.bounds import MARGIN, Bound, step_bound
+
+#: The first iterations of a process, or of a new group, that are set apart; and those that may compile.
+WARM_UP, COMPILING = 1, 3
+#: How many of the newest iterations count.
+WINDOW = 1024
+#: How many times the usual iteration makes a pause, and how many standard deviations above the usual one.
+_PAUSE_FACTOR, _PAUSE_DEVIATIONS = 3.0, 8.0
+#: The standard deviation of a normal distribution in units of its median absolute deviation.
+_DEVIATION_OF_MAD = 1.4826
+#: How many pauses at equal distances make a rhythm.
+_RHYTHM = 3
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the next iterations will take.
+
+    Attributes:
+        iterations: how many.
+        seconds: they are expected to take, with the pauses that are due or usual among them.
+        at_most_s: the same, with one iteration as slow as the bound allows.
+        samples: iterations that it rests on.
+        because: a few words for the log.
+    """
+
+    iterations: int
+    seconds: float
+    at_most_s: float
+    samples: int
+    because: str
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """Pauses that come at equal distances.
+
+    Attributes:
+        every: iterations from pause to pause.
+        due_in: iterations until the next one; 1: it is the next iteration.
+    """
+
+    every: int
+    due_in: int
+
+
+@dataclass(frozen=True)
+class TimesView:
+    """The iterations in the window, sorted out; what all predictions are made from.
+
+    Attributes:
+        usual_s: the median of all of them.
+        ordinary_s: those that are no pauses, oldest first.
+        pauses_s: the others, oldest first.
+        rhythm: of the pauses; None: none was seen.
+    """
+
+    usual_s: float
+    ordinary_s: tuple[float, ...]
+    pauses_s: tuple[float, ...]
+    rhythm: Rhythm | None
+
+    def pauses_within(self, iterations: int) -> float:
+        """How many pauses are expected in the next iterations: by their rhythm, or by how often they came."""
+        if self.rhythm is not None:
+            return float(max(0, (iterations - self.rhythm.due_in) // self.rhythm.every + 1))
+        if len(self.pauses_s) < 2:
+            return 0.0  # one alone was an accident: it says nothing of how often it happens
+        return iterations * len(self.pauses_s) / (len(self.pauses_s) + len(self.ordinary_s))
+
+    def bound(self, iterations: int, confidence: float, margin: float = MARGIN) -> Bound | None:
+        """How much time to leave for the slowest of the next iterations; None if nothing is known.
+
+        Args:
+            iterations: over how many of them to look for a pause that is due.
+            confidence: above 0 and below 1.
+            margin: see `bounds.upper_bound`.
+        """
+        if self.rhythm is None:
+            return step_bound((*self.ordinary_s, *self.pauses_s), confidence, margin=margin, what="iterations")
+        ordinary = step_bound(self.ordinary_s, confidence, margin=margin, what="iterations between pauses")
+        if self.rhythm.due_in > iterations:
+            return ordinary
+        pause = step_bound(self.pauses_s, confidence, margin=margin, what="pauses")
+        known = [bound for bound in (ordinary, pause) if bound is not None]
+        return max(known, key=lambda bound: bound.seconds, default=None)
+
+
+class IterationTimes:
+    """The iteration times of one process. Not for several threads.
+
+    Args:
+        window: how many of the newest iterations count.
+        warm_up: the first iterations that are set apart, here and after each `reset`.
+
+    Raises:
+        TypeError: an argument is no whole number.
+        ValueError: `window` is below 1 or `warm_up` below 0.
+
+    Attributes:
+        count: iterations observed since the beginning, those set apart included.
+
+    >>> times = IterationTimes(warm_up=1)
+    >>> for seconds in [60.0, 1.0, 1.0, 1.0, 9.0, 1.0]:
+    ...     times.observe(seconds)
+    >>> times.set_apart, times.usual_s, times.longest_s
+    ((60.0,), 1.0, 9.0)
+    >>> times.forecast(10).seconds  # one pause alone is an accident
+    10.0
+    """
+
+    def __init__(self, window: int = WINDOW, warm_up: int = WARM_UP) -> None:
+        remedy = "give how many of the newest iterations to remember, 1 or more"
+        self._window: deque[float] = deque(maxlen=whole_number("window", window, at_least=1, remedy=remedy))
+        self._warm_up = whole_number("warm_up", warm_up, at_least=0, remedy="give how many to set apart, 0 or more")
+        self._set_apart: list[float] = []
+        self._left_apart = self._warm_up
+        self.count = 0
+
+    def observe(self, seconds: float) -> None:
+        """One more iteration took so long. Raises ValueError if that is negative, infinite or NaN."""
+        if not 0.0 <= seconds < math.inf:
+            raise ValueError(f"seconds is {seconds}: give the duration of an iteration by a clock that never goes back")
+        self.count += 1
+        if self._left_apart:
+            self._left_apart -= 1
+            self._set_apart.append(seconds)
+        else:
+            self._window.append(seconds)
+
+    def reset(self) -> None:
+        """The group has changed: what iterations took before says nothing of those to come; they warm up again."""
+        self._window.clear()
+        self._set_apart.clear()
+        self._left_apart = self._warm_up
+
+    @property
+    def set_apart(self) -> tuple[float, ...]:
+        """The first iterations since the beginning or the last `reset`."""
+        return tuple(self._set_apart)
+
+    @property
+    def recent_s(self) -> tuple[float, ...]:
+        """The iterations that count, oldest first; while there are none, those that were set apart."""
+        return tuple(self._window or self._set_apart)
+
+    @property
+    def newest_s(self) -> float:
+        """The newest iteration that counts; 0 if there is none."""
+        return self._window[-1] if self._window else 0.0
+
+    @property
+    def usual_s(self) -> float:
+        """The median of the iterations that count; 0 if there are none."""
+        recent = self.recent_s
+        return statistics.median(recent) if recent else 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """The longest of the iterations that count; 0 if there are none."""
+        return max(self.recent_s, default=0.0)
+
+    def view(self) -> TimesView | None:
+        """The iterations that count, sorted out; None if there are none."""
+        recent = self.recent_s
+        if not recent:
+            return None
+        usual_s = statistics.median(recent)
+        limit_s = _pause_limit(recent, usual_s)
+        places = [place for place, seconds in enumerate(recent) if seconds > limit_s]
+        return TimesView(
+            usual_s=usual_s,
+            ordinary_s=tuple(seconds for seconds in recent if seconds <= limit_s),
+            pauses_s=tuple(recent[place] for place in places),
+            rhythm=_rhythm(places, len(recent)),
+        )
+
+    def average_s(self) -> float:
+        """The mean of the iterations that count, without the pauses; 0 if there are none."""
+        view = self.view()
+        return statistics.fmean(view.ordinary_s) if view is not None else 0.0
+
+    def forecast(self, iterations: int, confidence: float = 0.99) -> Forecast:
+        """What the next iterations will take; 0 s while nothing is known, and it says so.
+
+        Args:
+            iterations: how many, 0 or more.
+            confidence: for `at_most_s`.
+
+        Raises:
+            ValueError: they are negative, or the confidence is not above 0 and below 1.
+        """
+        whole_number("iterations", iterations, at_least=0, remedy="give how many iterations to look ahead, 0 or more")
+        view = self.view()
+        bound = view.bound(iterations, confidence) if view is not None else None
+        if view is None or bound is None:
+            return Forecast(iterations, 0.0, 0.0, 0, "no iteration was measured yet")
+        ordinary_s = statistics.fmean(view.ordinary_s)
+        pauses = view.pauses_within(iterations)
+        pause_s = statistics.median(view.pauses_s) if view.pauses_s else 0.0
+        seconds = iterations * ordinary_s + pauses * max(0.0, pause_s - ordinary_s)
+        slower_s = max(0.0, bound.seconds - ordinary_s) if iterations and not pauses else 0.0
+        because = f"{iterations} x {ordinary_s:.3g} s" + (f" and {pauses:.3g} pauses of {pause_s:.3g} s" * bool(pauses))
+        return Forecast(iterations, seconds, seconds + slower_s, bound.samples, because)
+
+
+def _pause_limit(recent: tuple[float, ...], usual_s: float) -> float:
+    """What is longer than this is a pause: far beyond what the others scatter by."""
+    scatter_s = _DEVIATION_OF_MAD * statistics.median(abs(seconds - usual_s) for seconds in recent)
+    return max(_PAUSE_FACTOR * usual_s, usual_s + _PAUSE_DEVIATIONS * scatter_s)
+
+
+def _rhythm(places: list[int], count: int) -> Rhythm | None:
+    """The rhythm of pauses at these places of so many iterations, if all of them are at equal distances.
+
+    One that came out of turn, or not when it was due, ends it: then any iteration may be a pause.
+    """
+    if len(places) < _RHYTHM:
+        return None
+    distances = {later - earlier for earlier, later in itertools.pairwise(places)}
+    every = distances.pop()
+    due_in = places[-1] + every - (count - 1)
+    return Rhythm(every, due_in) if not distances and due_in >= 1 and every >= 2 else None

@@ -1,0 +1,146 @@
+"""What an `IterManager` leaves for the next life of its job: one small JSON file, replaced in one step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+
+#: The layout of the file; a reader refuses a newer one.
+SCHEMA = 1
+FILE_NAME = "manager_state.json"
+#: How many of the newest saves of each tier are remembered.
+MAX_SAVES = 200
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ManagerState:
+    """The contents of the file. The first five are those of velastic's, for whoever reads it from outside.
+
+    Attributes:
+        avg_iter_time: usual time of an iteration, in seconds.
+        total_iters: of the run; -1: not known.
+        iter_count: the iteration that had begun when it was written, counted from 1.
+        remaining_time: seconds that the rest of the run was expected to take; -1: not known.
+        save_ckpt_time: seconds that a save takes at most.
+        completed_iters: how many iterations were done; where the count goes on from.
+        iter_bound_s: how long an iteration takes at most, in seconds; 0: not known.
+        world_size: how many ranks there were.
+        save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
+    """
+
+    avg_iter_time: float = 0.0
+    total_iters: int = -1
+    iter_count: int = 0
+    remaining_time: float = -1.0
+    save_ckpt_time: float = 0.0
+    completed_iters: int = 0
+    iter_bound_s: float = 0.0
+    world_size: int = 1
+    save_times_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+def write_state(folder: Path, state: ManagerState, disk: Disk = REAL_DISK) -> Path:
+    """Writes the file in one step: a kill leaves the old one or the new one. On one rank only.
+
+    Raises:
+        CheckpointError: the operating system refused; names the place and the remedy.
+    """
+    target, partial = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    document = {"schema": SCHEMA, **asdict(state)}
+    data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+    disk.make_folder(folder)
+    disk.remove(partial)
+    try:
+        descriptor = disk.create(partial)
+        try:
+            disk.write(descriptor, [memoryview(data)], partial)
+            disk.sync(descriptor, partial)
+        finally:
+            os.close(descriptor)
+        disk.rename(partial, target)
+        disk.sync_folder(folder)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return target
+
+
+def read_state(folder: Path) -> ManagerState | None:
+    """The file's contents; None if there is none. Any number of ranks may read it.
+
+    Raises:
+        CorruptCheckpointError: it is something else; names it and the remedy.
+        CheckpointError: the operating system refused to read it.
+    """
+    path = folder / FILE_NAME
+    with explained("read the state of the iteration manager", path):
+        try:
+            with path.open("rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+    try:
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
+        return parse_state(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path} holds no state of an iteration manager ({error}): remove it, and the iterations are counted anew"
+        ) from error
+
+
+def remove_state(folder: Path, disk: Disk = REAL_DISK) -> None:
+    """Removes the file, and the folder if nothing else is in it. Raises CheckpointError."""
+    disk.remove(folder / FILE_NAME)
+    try:
+        folder.rmdir()
+    except OSError:
+        pass  # there is something else in it, or it never was
+
+
+def parse_state(document: Any) -> ManagerState:
+    """The state in a document. Raises ValueError: something is missing, or of the wrong type or range."""
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    schema = _whole(document, "schema", 1)
+    if schema > SCHEMA:
+        raise ValueError(f"its schema is {schema}, and this version reads up to {SCHEMA}")
+    saves = document.get("save_times_s")
+    if not isinstance(saves, dict) or not all(isinstance(times, list) for times in saves.values()):
+        raise ValueError("save_times_s is no mapping of lists")
+    return ManagerState(
+        avg_iter_time=_seconds(document.get("avg_iter_time"), "avg_iter_time"),
+        total_iters=_whole(document, "total_iters", -1),
+        iter_count=_whole(document, "iter_count", 0),
+        remaining_time=_seconds(document.get("remaining_time"), "remaining_time", at_least=-1.0),
+        save_ckpt_time=_seconds(document.get("save_ckpt_time"), "save_ckpt_time"),
+        completed_iters=_whole(document, "completed_iters", 0),
+        iter_bound_s=_seconds(document.get("iter_bound_s"), "iter_bound_s"),
+        world_size=_whole(document, "world_size", 1),
+        save_times_s={
+            tier: tuple(_seconds(seconds, f"save_times_s of {tier!r}") for seconds in times[-MAX_SAVES:])
+            for tier, times in saves.items()
+        },
+    )
+
+
+def _whole(document: Mapping[str, Any], name: str, at_least: int) -> int:
+    value = document.get(name)
+    if type(value) is not int or value < at_least:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _seconds(value: Any, name: str, at_least: float = 0.0) -> float:
+    if type(value) not in (int, float) or not at_least <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)

@@ -1,0 +1,114 @@
+"""What one rank knows of the time that is left, and what all ranks know together: the worst of each number.
+
+Pure. The numbers travel as one list of floats whose element-wise maximum over the ranks is the common outlook, so that
+every rank then decides from the same numbers, and comes to the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchelastic.lifetime.bounds import Bound
+from torchelastic.lifetime.decision import Tier
+
+#: Nobody who learns of a deadline waits much longer than this for the others to hear of it.
+MAX_DELAY_S = 0.5
+#: So many of the slowest iterations before the last safe one the ranks begin to agree in every iteration.
+NEAR_ITERATIONS = 3
+#: By how much a long row of iterations may take longer than so many times the usual one.
+_ROW_MARGIN = 1.5
+
+
+def interval_iterations(usual_s: float) -> int:
+    """How many iterations apart to look at the deadline while it is far.
+
+    >>> interval_iterations(0.001), interval_iterations(0.1), interval_iterations(2.0), interval_iterations(0.0)
+    (500, 5, 1, 1)
+    """
+    return max(1, int(MAX_DELAY_S / usual_s + 1e-6)) if usual_s > 0.0 else 1
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The numbers that a decision rests on.
+
+    Attributes:
+        remaining_s: until the deadline; infinite: none is known.
+        usual_s: the usual iteration; 0: not known.
+        step: how long the next iteration takes at most; None: not known.
+        far_s: the same, for any of the iterations until the look after the next.
+        interval: iterations until the next look, while the deadline is far.
+        tiers: what saves take, the most durable first.
+        count: iterations of the run that are done.
+        lived: iterations that have begun in this process.
+    """
+
+    remaining_s: float
+    usual_s: float
+    step: Bound | None
+    far_s: float
+    interval: int
+    tiers: tuple[Tier, ...]
+    count: int
+    lived: int
+
+    def numbers(self) -> list[float]:
+        """As a list; the larger, the worse. As long on all ranks as they have the same tiers."""
+        step = (-1.0, 1.0) if self.step is None else (self.step.seconds, float(not self.step.is_assured))
+        words = [-self.remaining_s, self.usual_s, *step, self.far_s, float(self.interval)]
+        words += [float(self.count), float(self.lived)]
+        for tier in self.tiers:
+            usual_s = tier.bound.seconds if tier.usual_s is None else tier.usual_s
+            words += [tier.bound.seconds, float(not tier.bound.is_assured), usual_s]
+        return words
+
+    def agreed(self, worst: Sequence[float]) -> Outlook:
+        """The common outlook.
+
+        Args:
+            worst: the element-wise maximum of all ranks' `numbers`.
+
+        Raises:
+            ValueError: these are not as many as this rank has: the ranks have different tiers.
+        """
+        if len(worst) != len(self.numbers()):
+            raise ValueError("the ranks were given different tiers: give every IterManager the same")
+        remaining_s, usual_s, step_s, step_is_guess, far_s, interval, count, lived = worst[:8]
+        tiers = tuple(
+            Tier(tier.name, _worst(tier.bound, seconds, is_guess), tier_usual_s)
+            for tier, (seconds, is_guess, tier_usual_s) in zip(self.tiers, _threes(worst[8:]), strict=True)
+        )
+        own_step = self.step or Bound(0.0, 0.0, False, 0, "no iteration was measured yet")
+        return replace(
+            self,
+            remaining_s=-remaining_s,
+            usual_s=usual_s,
+            step=None if step_s < 0.0 else _worst(own_step, step_s, step_is_guess),
+            far_s=far_s,
+            interval=int(interval),
+            tiers=tiers,
+            count=int(count),
+            lived=int(lived),
+        )
+
+    def near_below_s(self, elapsed: int, reserve_s: float) -> float:
+        """With less time left than this, the deadline could come too near before the look after this one.
+
+        Args:
+            elapsed: iterations since these numbers were taken.
+            reserve_s: to keep besides.
+        """
+        row_s = _ROW_MARGIN * (elapsed + self.interval) * self.usual_s
+        save_s = max(tier.bound.seconds for tier in self.tiers)
+        return save_s + reserve_s + row_s + NEAR_ITERATIONS * self.far_s
+
+
+def _worst(own: Bound, seconds: float, is_guess: float) -> Bound:
+    if seconds == own.seconds and bool(is_guess) is not own.is_assured:
+        return own
+    return replace(own, seconds=seconds, is_assured=not is_guess, because="the longest of all ranks' bounds")
+
+
+def _threes(words: Sequence[float]) -> list[tuple[float, float, float]]:
+    return [(words[at], words[at + 1], words[at + 2]) for at in range(0, len(words), 3)]

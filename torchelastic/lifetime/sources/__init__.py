@@ -1,0 +1,62 @@
+"""Who says when this machine ends: schedulers, clouds, signals and files; see docs/deadlines.md.
+
+Every source is a `torchelastic.lifetime.Deadline`. `detect` finds those that apply to this process. Names are loaded on
+first use (PEP 562); nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchelastic.lifetime.sources.aws import AwsSpot
+    from torchelastic.lifetime.sources.azure import AzureScheduledEvents
+    from torchelastic.lifetime.sources.detection import close_all, detect
+    from torchelastic.lifetime.sources.gcp import GcpPreemption
+    from torchelastic.lifetime.sources.instance import TerminationFile
+    from torchelastic.lifetime.sources.kubernetes import PreStopFile
+    from torchelastic.lifetime.sources.notice import Notice, Notices
+    from torchelastic.lifetime.sources.poller import Poller
+    from torchelastic.lifetime.sources.signals import SignalNotices
+    from torchelastic.lifetime.sources.slurm import SlurmDeadline
+
+__all__ = [
+    "AwsSpot",
+    "AzureScheduledEvents",
+    "GcpPreemption",
+    "Notice",
+    "Notices",
+    "Poller",
+    "PreStopFile",
+    "SignalNotices",
+    "SlurmDeadline",
+    "TerminationFile",
+    "close_all",
+    "detect",
+]
+
+_MODULE_OF_NAME = {
+    "AwsSpot": "aws",
+    "AzureScheduledEvents": "azure",
+    "GcpPreemption": "gcp",
+    "Notice": "notice",
+    "Notices": "notice",
+    "Poller": "poller",
+    "PreStopFile": "kubernetes",
+    "SignalNotices": "signals",
+    "SlurmDeadline": "slurm",
+    "TerminationFile": "instance",
+    "close_all": "detection",
+    "detect": "detection",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF_NAME})

@@ -1,0 +1,249 @@
+"""Asking the metadata service of a cloud over HTTP: short time-outs, no proxy, no redirection, back-off."""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from tenacity import RetryCallState, Retrying, wait_exponential
+
+from torchelastic.lifetime.sources.notice import Event, NonsenseError, Notice, Notices
+
+log = logging.getLogger(__name__)
+
+#: The address at which AWS, GCP and Azure all answer, to the machine itself only.
+LINK_LOCAL = "http://169.254.169.254"
+#: The answers are a few hundred bytes.
+_MAX_BYTES = 64 * 1024
+#: So many failures in a row are told; before the first success they mean that there is no such service here.
+_PROBES = 3
+_PAUSES = wait_exponential(multiplier=0.5, max=60.0)
+
+
+class NoAnswerError(Exception):
+    """The service cannot be reached, does not answer in time, or refuses."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer.
+
+    Args:
+        status: its code.
+        body: as text; "" for errors.
+        headers: by lower-case name.
+    """
+
+    status: int
+    body: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def platform_s(self, wall_s: float) -> float:
+        """Unix seconds by the clock of the service (RFC 9110, `Date`); `wall_s` if it does not say."""
+        try:
+            return http_seconds(self.headers.get("date", ""))
+        except NonsenseError:
+            return wall_s
+
+
+#: Sends a request; the argument after it: seconds. Raises NoAnswerError.
+Opener = Callable[[urllib.request.Request, float], Answer]
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Metadata services redirect nobody: a captive portal does."""
+
+    def redirect_request(self, *_args: Any, **_more: Any) -> None:
+        return None
+
+
+# a proxy would answer for its own machine
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+
+
+def open_url(request: urllib.request.Request, timeout_s: float) -> Answer:
+    """Send a request and read the answer, whatever its status.
+
+    Args:
+        request: the request.
+        timeout_s: for each wait, and for the whole body.
+
+    Raises:
+        NoAnswerError: no connection, no answer in time, or none in HTTP.
+    """
+    try:
+        with _OPENER.open(request, timeout=timeout_s) as response:
+            body = _read(response, time.monotonic() + timeout_s)
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return Answer(response.status, body, headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, "", {name.lower(): value for name, value in error.headers.items()})
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NoAnswerError(f"{request.full_url}: {error}") from None
+
+
+def _read(response: http.client.HTTPResponse, until_s: float) -> str:
+    parts: list[bytes] = []
+    while part := response.read1(_MAX_BYTES):
+        parts.append(part)
+        if sum(map(len, parts)) > _MAX_BYTES:
+            raise ValueError(f"more than {_MAX_BYTES} bytes")
+        if time.monotonic() > until_s:
+            raise TimeoutError("the answer does not end")
+    return b"".join(parts).decode(errors="replace")
+
+
+def request(url: str, headers: Mapping[str, str], method: str = "GET") -> urllib.request.Request:
+    """A request. Raises ValueError: the URL is none of HTTP."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the metadata service is {url!r}: give an URL that begins with http://")
+    return urllib.request.Request(url, headers=dict(headers), method=method)  # noqa: S310 - checked above
+
+
+def iso_seconds(text: str) -> float:
+    """Unix seconds of a date in UTC as AWS writes it, `2026-11-21T20:15:00Z`. Raises NonsenseError."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        raise NonsenseError(f"{_shown(text)} is no date in UTC") from None
+
+
+def http_seconds(text: str) -> float:
+    """Unix seconds of a date as HTTP and Azure write it, `Sat, 21 Nov 2026 20:15:00 GMT`. Raises NonsenseError."""
+    try:
+        date = email.utils.parsedate_to_datetime(text)
+    except (ValueError, TypeError, IndexError):
+        raise NonsenseError(f"{_shown(text)} is no date of HTTP") from None
+    return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def parse_json(text: str) -> Any:
+    """The value. Raises NonsenseError: it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise nonsense("no JSON", text) from None
+
+
+def pause_s(failures: int) -> float:
+    """How long to leave a service alone after so many failures in a row: 0.5 s, 1 s, 2 s, .. up to a minute."""
+    state = RetryCallState(Retrying(), fn=None, args=(), kwargs={})
+    state.attempt_number = failures
+    return float(_PAUSES(state))
+
+
+def nonsense(what: str, text: str) -> NonsenseError:
+    """An error that shows the beginning of what was answered."""
+    return NonsenseError(f"{what}: {_shown(text)}")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:60] + "..")
+
+
+class MetadataSource(Notices):
+    """A deadline from a metadata service. `poll` asks it; have a `Poller` call that.
+
+    A service that fails before it was ever there is taken to be absent, and never asked again. Later failures do not
+    change what it has announced.
+
+    Args:
+        name: of the source, for people.
+        endpoint: URL of the service, without a path.
+        interval_s: between two looks.
+        is_expected: whether its absence is worth a warning.
+        remedy: for that warning.
+        timeout_s: for an answer.
+        opener: sends requests.
+        clock: monotonic seconds; that of the deadline.
+        wall_clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        *,
+        interval_s: float,
+        is_expected: bool,
+        remedy: str,
+        timeout_s: float = 1.0,
+        opener: Opener = open_url,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(name, f"{endpoint} is asked every {interval_s:g} s and announces nothing")
+        self._endpoint, self._interval_s, self._timeout_s = endpoint.rstrip("/"), interval_s, timeout_s
+        self._is_expected, self._remedy = is_expected, remedy
+        self._opener, self._clock, self._wall_clock = opener, clock, wall_clock
+        self._is_present = False
+        self._failures = 0
+        self._looked_s: float | None = None
+        self._known: dict[Event, Notice] = {}
+        request(endpoint, {})  # complains about an URL that is none
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the service has ever answered as it should."""
+        return self._is_present
+
+    def poll(self) -> float | None:
+        """Look once; at most some requests of `timeout_s` each. See `poller.Poll`."""
+        try:
+            if not self._is_present:
+                self._enter()
+                self._is_present = True
+                log.info("%s: %s answers", self.name, self._endpoint)
+            events = self._look()
+        except (NoAnswerError, NonsenseError) as error:
+            return self._failed(error)
+        if self._failures >= _PROBES:
+            log.info("%s: %s answers again", self.name, self._endpoint)
+        self._failures = 0
+        self._announce(events)
+        return self._interval_s
+
+    @abstractmethod
+    def _enter(self) -> None:
+        """Find out whether the service is there. Raises NoAnswerError, NonsenseError."""
+
+    @abstractmethod
+    def _look(self) -> list[tuple[Event, Answer]]:
+        """What is announced now, each with the answer that says so. Raises NoAnswerError, NonsenseError."""
+
+    def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
+        return self._opener(request(self._endpoint + path, headers, method), self._timeout_s)
+
+    def _announce(self, events: Iterable[tuple[Event, Answer]]) -> None:
+        """Dates become monotonic time when they are first read, and stay what they were while they stay the same."""
+        now_s, wall_s = self._clock(), self._wall_clock()
+        # it may have appeared right after the last look
+        since_s = now_s if self._looked_s is None else max(self._looked_s, now_s - self._interval_s)
+        self._looked_s = now_s
+        self._known = {
+            event: self._known.get(event)
+            or event.notice(self.name, now_s=now_s, appeared_s=since_s, platform_s=answer.platform_s(wall_s))
+            for event, answer in events
+        }
+        self.tell(self._known.values())
+
+    def _failed(self, error: Exception) -> float | None:
+        self._failures += 1
+        if not self._is_present and self._failures >= _PROBES:
+            level = logging.WARNING if self._is_expected else logging.DEBUG
+            log.log(level, "%s: no metadata service, so no notices from it: %s. %s", self.name, error, self._remedy)
+            return None
+        if self._is_present and self._failures == _PROBES:
+            log.warning("%s: no answer that makes sense; trying on: %s", self.name, error)
+        return pause_s(self._failures)
