@@ -167,6 +167,19 @@ def test_a_step_that_is_saved_again_replaces_itself(base: Path) -> None:
     assert [path.name for path in base.rglob("rank-*")] == [str(name)]
 
 
+def test_a_commit_of_an_older_save_that_comes_late_replaces_nothing(base: Path) -> None:
+    """Its process was stopped, and the step was saved anew meanwhile."""
+    container = Container(base)
+    late = save(container, 1, generation=1)
+    commit(container, 1, save(container, 1, generation=2))
+    commit(container, 1, late, settled=False)
+    assert container.read_commit(1).generation == 2
+    assert container.steps()[0].is_settled
+    container.settle(1)
+    assert container.read_commit(1).generation == 2
+    assert [path.name for path in container.folder_of(1).glob("commit*")] == [COMMIT_FILE]
+
+
 def test_a_pending_commit_of_the_same_step_is_the_newer_one(base: Path) -> None:
     container = Container(base)
     commit(container, 1, save(container, 1, generation=1))

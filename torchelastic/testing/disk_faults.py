@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ class FaultyDisk(Disk):
         if fault.verb == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.verb == "pause":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # sent to this thread: it is the one that must not go on before the process has stopped
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         if fault.verb == "fail" and path is None:
             raise OSError(fault.errno, os.strerror(fault.errno))  # explained by `write`, which it serves
         if fault.verb == "fail" and path is not None:

@@ -177,8 +177,9 @@ class Container:
         self.disk.make_folder(folder)
         save_tree(new, content_of(commit), meta=meta_of(commit), disk=self.disk)
         try:
-            self._write_extras(folder, commit.extras)
-            self.disk.rename(new, folder / PENDING_FILE)
+            with ShardReader(new):  # locked, so that no other process that tidies up takes it for a left-over
+                self._write_extras(folder, commit.extras)
+                self.disk.rename(new, folder / PENDING_FILE)
         except BaseException:
             self.disk.remove(new)
             raise
@@ -188,7 +189,10 @@ class Container:
         """Another host has the commit of this step too. Raises: CheckpointError."""
         folder = self.folder_of(step)
         with self._lock:
-            self.disk.rename(folder / PENDING_FILE, folder / COMMIT_FILE)
+            if self.commit_path(step) == folder / COMMIT_FILE:  # the step was saved anew while this process was stopped
+                self.disk.remove(folder / PENDING_FILE)
+            else:
+                self.disk.rename(folder / PENDING_FILE, folder / COMMIT_FILE)
         return folder / COMMIT_FILE
 
     def _write_extras(self, folder: Path, extras: Mapping[str, bytes]) -> None:
@@ -227,8 +231,8 @@ class Container:
                 name = ShardName.find(entry.name)
                 if name is not None:
                     sizes[name] = entry.stat().st_size
-            is_settled = (folder / COMMIT_FILE).exists() and not (folder / PENDING_FILE).exists()
-            commit = self.read_commit(step, with_content=False)
+            path = self.commit_path(step)
+            commit = self._read_commit(step, path, with_content=False)
         except FileNotFoundError:
             return Step(step, {})  # removed while we look
         except CheckpointError as error:
@@ -236,12 +240,17 @@ class Container:
             if is_there and not isinstance(error, CorruptCheckpointError):
                 log.warning("the commit of step %d cannot be read: %s", step, error)
             return Step(step, sizes)
-        return Step(step, sizes, commit, is_settled)
+        return Step(step, sizes, commit, is_settled=path is not None and path.name == COMMIT_FILE)
 
     def commit_path(self, step: int) -> Path | None:
-        """Where the commit of a step lies; None if there is none. A pending one is the newer of two."""
+        """Where the commit of a step lies; None if there is none.
+
+        Of two it is the one of the higher generation: the pending one, unless a process that was stopped for long has
+        written that when the step had been saved anew.
+        """
         folder = self.folder_of(step)
-        return next((folder / name for name in (PENDING_FILE, COMMIT_FILE) if (folder / name).exists()), None)
+        there = [folder / name for name in (PENDING_FILE, COMMIT_FILE) if (folder / name).exists()]
+        return max(there, key=_generation_in) if len(there) > 1 else next(iter(there), None)
 
     def read_commit(self, step: int, *, with_content: bool = True) -> Commit:
         """The commit of a step.
@@ -254,7 +263,9 @@ class Container:
             CorruptCheckpointError: there is none, or it is damaged.
             CheckpointError: it cannot be read.
         """
-        path = self.commit_path(step)
+        return self._read_commit(step, self.commit_path(step), with_content=with_content)
+
+    def _read_commit(self, step: int, path: Path | None, *, with_content: bool) -> Commit:
         if path is None:
             raise CorruptCheckpointError(f"{self.folder_of(step)} has no commit: it is not complete")
         with ShardReader(path) as shard:
@@ -357,6 +368,15 @@ class Container:
         """Gives the memory of free slots back; what is published stays."""
         self.pool.close()
         self._claim.close()
+
+
+def _generation_in(path: Path) -> int:
+    """The generation of a commit; -1 if it cannot be read."""
+    try:
+        with ShardReader(path) as shard:
+            return commit_from(shard.header.meta).generation
+    except CheckpointError:
+        return -1
 
 
 def _is_nobodys(path: Path) -> bool:

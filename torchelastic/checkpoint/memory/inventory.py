@@ -17,14 +17,35 @@ log = logging.getLogger(__name__)
 
 
 def list_container(container: Container) -> list[Any]:
-    """What a container holds, by names, for `listing_from`. Raises: CheckpointError if it cannot be listed."""
+    """What a container holds, by names, for `listing_from`; a commit that is damaged is removed, with a warning.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
     found = []
-    for one in container.steps():
+    steps = container.steps()
+    if [one.step for one in steps if one.commit is None and _remove_useless_commit(container, one.step)]:
+        steps = container.steps()  # an older commit of the same step may have been behind it
+    for one in steps:
         commit = None
         if one.commit is not None:
             commit = [one.commit.generation, one.commit.save_id, one.commit.world_size, list(one.commit.files)]
         found.append([one.step, commit, {str(name): size_bytes for name, size_bytes in one.shards.items()}])
     return found
+
+
+def _remove_useless_commit(container: Container, step: int) -> bool:
+    if container.commit_path(step) is None:
+        return False
+    try:
+        container.read_commit(step, with_content=False)
+    except CorruptCheckpointError as error:
+        log.warning("the commit of step %d is of no use and is removed: %s", step, error)
+        remove_damaged(container, step, COMMIT_FILE)
+        return True
+    except CheckpointError:
+        pass  # `Container.steps` has warned of it
+    return False
 
 
 def listing_from(told: Sequence[Any]) -> Listing:

@@ -1,0 +1,331 @@
+"""Ranks that are killed or stopped in the middle of a save into memory, and the job that starts after them.
+
+What these functions do on each rank is run by `faulty_jobs.Nursery`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.process.faulty_jobs import ENDING_S
+from tests.process.memory_ranks import base_of
+from tests.process.memory_saves import Saving, State, blank, same
+from torchelastic.checkpoint.memory import (
+    CheckpointObjectManager,
+    DefaultCheckpointLoader,
+    DefaultCheckpointSaver,
+    MemoryStorageWriter,
+)
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE
+from torchelastic.checkpoint.replication import (
+    ReplicationError,
+    ReplicationManager,
+    ReplicationRetryConfig,
+    server,
+    transfer,
+)
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.testing.disk_faults import DiskFault, FaultyDisk, fail_at, kill_at
+
+OLD, NEW = 10, 20
+SIZE = 3000
+EXTRA = "common.pt"
+#: How long a peer may be silent.
+SILENT_S = 4.0
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one rank while a step is saved.
+
+    Attributes:
+        rank: whose.
+        at: the number of the call to the disk since the save began; or a call as `Calls` names it, such as
+            "rename commit.shard"; or "receive shard", "receive commit": in the middle of it.
+        verb: "kill", "pause", or "fail" (with EIO).
+    """
+
+    rank: int
+    at: int | str
+    verb: str = "kill"
+
+
+class Calls(FaultyDisk):
+    """Counts the calls since `begin`, of all threads, and names each by its method and the kind of its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own_lock = threading.Lock()
+        self._fault: Fault | None = None
+        self._has_begun = False
+        self.kinds: list[str] = []
+
+    def begin(self, fault: Fault | None) -> None:
+        with self._own_lock:
+            self._fault, self._has_begun = fault, True
+
+    def _reach(self, name: str, path: Path | None) -> DiskFault | None:
+        with self._own_lock:
+            if not self._has_begun:
+                return None
+            number, kind = len(self.kinds), f"{name} {kind_of(path)}".strip()
+            self.kinds.append(kind)
+            if self._fault is None or self._fault.at not in (number, kind):
+                return None
+            verb, self._fault = self._fault.verb, None
+            if verb != "pause":
+                self._faults = [kill_at(name) if verb == "kill" else fail_at(name, errno.EIO)]
+                return super()._reach(name, path)
+        strike(verb)
+        return None
+
+
+def strike(verb: str) -> None:
+    """Kills or stops this process. This thread goes no further: another one would take a signal to the process."""
+    signal.pthread_kill(threading.get_ident(), {"kill": signal.SIGKILL, "pause": signal.SIGSTOP}[verb])
+
+
+def kind_of(path: Path | None) -> str:
+    """The name of a file, without what differs from save to save."""
+    name = "" if path is None else path.name
+    for pattern, kind in ((r"rank-(\d+)-.*", "shard"), (r"\.tmp-.*", "hidden"), (r"commit\.\w{8}\.new", "commit.new")):
+        name = re.sub(pattern, kind, name)
+    return name
+
+
+def _strike_while_receiving(fault: Fault) -> None:
+    """Half of the last chunk is there, and not what was sent."""
+    receive = transfer.receive_chunks
+
+    def receive_and_strike(connection: Any, incoming: Any) -> None:
+        what = "commit" if incoming.object_id.endswith(COMMIT_FILE) else "shard"
+        if fault.at == f"receive {what}":
+            fill = connection.fill
+
+            def fill_half(chunk: memoryview | bytearray) -> None:
+                half = memoryview(chunk).nbytes // 2
+                fill(memoryview(chunk)[:half])
+                if isinstance(chunk, memoryview):  # no header
+                    strike(fault.verb)
+                fill(memoryview(chunk)[half:])
+
+            connection.fill = fill_half
+        receive(connection, incoming)
+
+    vars(server)["receive_chunks"] = receive_and_strike
+
+
+# --- what ranks do ----------------------------------------------------------------------------------------------------
+
+
+class WriterWithExtra(MemoryStorageWriter):
+    """Attaches a file that tells the save, as frameworks do."""
+
+    attempt = 0
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        super().reset(checkpoint_id)
+        self.attach(EXTRA, f"{Path(str(checkpoint_id)).name} {self.attempt}".encode())
+
+
+@contextmanager
+def rank_of(root: str, hosts: str, disk: Disk = REAL_DISK, silent_s: float = SILENT_S) -> Iterator[Saving]:
+    """A rank of a job; `hosts` has a letter per rank."""
+    rank = dist.get_rank()
+    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{hosts[rank]}"
+    manager, replication = CheckpointObjectManager(disk=disk), ReplicationManager()
+    replication.initialize(manager, 0, ReplicationRetryConfig(max_retries=1, timeout_seconds=silent_s))
+    saver = DefaultCheckpointSaver(ckpt_obj_manager=manager, replication_manager=replication)
+    base = base_of(root, hosts[rank])
+    manager.container(base)
+    replication.gather("ready", None)  # who pushes before its partner has opened the container is refused
+    try:
+        loader = DefaultCheckpointLoader(manager, replication)
+        yield Saving(manager, replication, WriterWithExtra(saver, thread_count=1), loader, base)
+    finally:
+        replication.shutdown()
+        manager.teardown_pool()
+
+
+def state_of(step: int, attempt: int, rank: int) -> State:
+    """A part that only this rank has, and one that all have."""
+    noise = torch.Generator().manual_seed(10_000 * step + 10 * attempt + rank)
+    shared = torch.full((100,), step + attempt / 1000)
+    return {f"w{rank}": torch.randn(SIZE, generator=noise), "shared": shared, "step": step, "attempt": attempt}
+
+
+def whole_state(step: int, attempt: int, ranks: int) -> State:
+    return {name: value for rank in range(ranks) for name, value in state_of(step, attempt, rank).items()}
+
+
+def save_one(each: Saving, step: int, attempt: int = 0, is_async: bool = False) -> None:
+    state = state_of(step, attempt, each.replication.rank)
+    assert isinstance(each.writer, WriterWithExtra)
+    each.writer.attempt = attempt
+    if is_async:
+        each.async_save(state, step).result(ENDING_S)
+    else:
+        each.save(state, step)
+
+
+def life(
+    root: str, hosts: str, fault: Fault | None, attempt: int = 0, is_async: bool = False, silent_s: float = SILENT_S
+) -> dict[str, Any]:
+    """A job from its start on: recovers a step, or saves OLD, and saves the next one; then a rank may be killed."""
+    disk = Calls()
+    with rank_of(root, hosts, disk, silent_s) as each, heard() as warnings_heard:
+        rank, step = each.replication.rank, each.latest()
+        found = _loaded(each, step, len(hosts))
+        each.loader.wait_for_replicas(ENDING_S)
+        if step is None:
+            step = OLD
+            save_one(each, step, attempt, is_async)
+        assert step in each.steps()
+        each.replication.gather("begun", None)
+        mine = fault if fault is not None and fault.rank == rank else None
+        if mine is not None and str(mine.at).startswith("receive "):
+            _strike_while_receiving(mine)
+        _tell_failed_pushes(each, Path(root) / "push-failed")
+        disk.begin(mine)
+        save_one(each, step + 10, attempt, is_async)
+        told = {"found": found, "calls": disk.kinds, "struck": [one.verb for one in disk.struck], "steps": each.steps()}
+        return told | {"skipped": each.saver.skipped.count(), "warnings": warnings_heard}
+
+
+def _tell_failed_pushes(each: Saving, file: Path) -> None:
+    push = each.replication.push
+
+    def push_and_tell(*arguments: Any) -> int:
+        try:
+            return push(*arguments)
+        except ReplicationError:
+            file.touch()
+            raise
+
+    vars(each.replication)["push"] = push_and_tell
+
+
+def recovered(roots: Sequence[str], hosts: str, attempt: int = 1) -> list[dict[str, Any]]:
+    """What a rank of the job that starts after it finds, in each of several copies of what was left, and saves then."""
+    return [_recovered(root, hosts, attempt) for root in roots]
+
+
+def _recovered(root: str, hosts: str, attempt: int) -> dict[str, Any]:
+    with rank_of(root, hosts) as each, heard() as warnings_heard:
+        step = each.latest()
+        outcome = {"found": _loaded(each, step, len(hosts)), "made": each.loader.wait_for_replicas(ENDING_S)}
+        each.replication.gather("made", None)
+        save_one(each, OLD if step is None else step + 10, attempt)
+        outcome["skipped"] = each.saver.skipped.count()
+        outcome["next"] = _loaded(each, each.latest(), len(hosts))
+        outcome["warnings"] = warnings_heard
+        return outcome
+
+
+def restarted(root: str, hosts: str, lost: str = "") -> dict[str, Any]:
+    """The job that takes the place of one with a stopped rank: it goes on from what it finds, and saves the next step.
+
+    Args:
+        root: of both.
+        hosts: a letter per rank.
+        lost: a host that has lost its memory.
+    """
+    if lost and hosts[dist.get_rank()] == lost:
+        shutil.rmtree(base_of(root, lost))
+    with rank_of(root, hosts) as each:
+        step = each.latest()
+        found = _loaded(each, step, len(hosts))
+        each.loader.wait_for_replicas(ENDING_S)
+        each.replication.gather("made", None)
+        assert step is not None
+        save_one(each, step + 10, 1)
+        return {"found": found, "steps": each.steps()}
+
+
+def _loaded(each: Saving, step: int | None, ranks: int) -> Any:
+    """Step and attempt of what is loaded; or what is wrong with it."""
+    if step is None:
+        return None
+    loaded = each.load(blank(whole_state(step, 0, ranks)), step)
+    extra = (each.container.folder_of(step) / EXTRA).read_text()
+    each.replication.gather("loaded", None)
+    if (
+        not same(loaded, whole_state(step, loaded["attempt"], ranks))
+        or extra != f"step-{step}_ckpt {loaded['attempt']}"
+    ):
+        return f"step {loaded['step']} of attempt {loaded['attempt']} is mixed or torn; {extra}"
+    return (step, loaded["attempt"])
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """The warnings of this library."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    vars(handler)["emit"] = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("torchelastic")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+# --- what is left -----------------------------------------------------------------------------------------------------
+
+
+def copies_of(root: Path, hosts: str) -> dict[str, Path]:
+    """What is left of a job, once whole ("") and once without each host."""
+    copies = {}
+    for lost in ("", *sorted(set(hosts))):
+        copies[lost] = copy_of(root, f"{root.name}-without-{lost}")
+        if lost:
+            shutil.rmtree(base_of(copies[lost], lost))
+    return copies
+
+
+def copy_of(root: Path, name: str) -> Path:
+    return Path(shutil.copytree(root, root.with_name(name)))
+
+
+def newest_commit(root: Path, hosts: str) -> tuple[int, int]:
+    """Generation and step of the newest commit on any of these hosts, settled or not; (-1, -1) if there is none."""
+    found = [(-1, -1)]
+    for host in set(hosts):
+        for name in (COMMIT_FILE, PENDING_FILE):
+            for path in base_of(root, host).glob(f"step-*_ckpt/{name}"):
+                with ShardReader(path) as shard:
+                    found.append((shard.header.meta["generation"], shard.header.meta["step"]))
+    return max(found)
+
+
+def flip_bit(path: Path, part: str) -> None:
+    """Flips a bit: of the "preamble", of the "header", or in the middle of the "data"."""
+    with path.open("r+b") as file:
+        preamble = decode_preamble(file.read(PREAMBLE_BYTES))
+        middle = preamble.data_offset_bytes + preamble.data_bytes // 2
+        at = {"preamble": 3, "header": PREAMBLE_BYTES + preamble.header_bytes // 2, "data": middle}[part]
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

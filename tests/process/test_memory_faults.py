@@ -1,0 +1,391 @@
+"""Checkpoints in memory when any process is killed at any moment of a save, and any host is lost then with its memory.
+
+Whatever happens, the job that starts next finds on all ranks the same complete step: the one that was being saved, if
+anything said that it is complete, or the one before; bit for bit. Then it saves as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.faulty_jobs import Ended, Nursery, Stop
+from tests.process.memory_fault_ranks import (
+    EXTRA,
+    NEW,
+    OLD,
+    Fault,
+    copies_of,
+    copy_of,
+    flip_bit,
+    heard,
+    life,
+    newest_commit,
+    recovered,
+    restarted,
+)
+from tests.process.memory_ranks import JOB, base_of
+from tests.process.test_memory_container import commit, save
+from torchelastic.checkpoint.memory.commit import Commit
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName
+from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
+from torchelastic.checkpoint.replication.incoming import digest_of
+from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery("tests.process.memory_fault_ranks")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """The folder of a job, on tmpfs where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder) / "job"
+
+
+# --- one kill, one lost host ------------------------------------------------------------------------------------------
+
+
+def require_recoverable(
+    nursery: Nursery, root: Path, hosts: str, ended: Sequence[Ended] = (), before: int = 0, attempt: int = 0
+) -> list[int]:
+    """Loses no host, or any one; each time the next job has to find what the commits that are left promise.
+
+    Args:
+        nursery: starts it.
+        root: of the job that has ended.
+        hosts: a letter per rank.
+        ended: its ranks; where one says that the new step is complete, it has to be there.
+        before: the generation of the step before the new one.
+        attempt: of whoever saved the new step; the step before is of attempt 0.
+
+    Returns:
+        The steps that were found.
+    """
+    copies = copies_of(root, hosts)
+    is_reported = any(one.value and not one.value["skipped"] and NEW in one.value["steps"] for one in ended)
+    expected = []
+    for lost in copies:
+        generation, step = newest_commit(root, hosts.replace(lost, "") if lost else hosts)
+        assert step in (OLD, NEW)
+        assert step == NEW or not is_reported
+        expected.append((step, attempt if generation > before else 0))
+    told = nursery.run(recovered, [str(copy) for copy in copies.values()], hosts, attempt + 1, ranks=len(hosts))
+    for one in told:
+        assert one.error is None, one.error
+        assert [outcome["found"] for outcome in one.value] == expected
+        assert [outcome["next"] for outcome in one.value] == [(step + 10, attempt + 1) for step, _ in expected]
+        assert all(outcome["made"] and not outcome["skipped"] for outcome in one.value)
+    for copy in copies.values():
+        shutil.rmtree(copy)
+    return [step for step, _ in expected]
+
+
+def sweep(nursery: Nursery, root: Path, hosts: str, victim: int, stride: int, is_async: bool) -> list[list[int]]:
+    """Kills a rank at every so many-th call to the disk; which steps were found then, of each."""
+    counted = nursery.run(life, str(root), hosts, None, 0, is_async, ranks=len(hosts))
+    calls = counted[victim].value["calls"]
+    seed = secrets.randbits(32)
+    print(f"hosts {hosts}, rank {victim}, asynchronous {is_async}, seed {seed}")  # pytest shows it where this fails
+    assert len(calls) > 25
+    found = []
+    for number in range(random.Random(seed).randrange(stride), len(calls), stride):
+        each = root.with_name(f"killed-{number}")
+        ended = nursery.run(life, str(each), hosts, Fault(victim, number), 0, is_async, ranks=len(hosts))
+        if not ended[victim].was_killed:  # threads race to tidy up: the last calls are not always the same ones
+            assert number >= len(calls) - 4, (number, ended)
+            assert number >= len(ended[victim].value["calls"])
+            continue
+        found.append(require_recoverable(nursery, each, hosts, ended))
+        shutil.rmtree(each)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_during_a_save_and_a_lost_host_leave_the_step_or_the_one_before(
+    nursery: Nursery, root: Path, victim: int
+) -> None:
+    found = sweep(nursery, root, "ab", victim, 9, is_async=False)
+    assert len(found) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("hosts", "victim"), [("ab", 0), ("ab", 1), ("abc", 0), ("abc", 1), ("abc", 2)])
+def test_a_rank_killed_at_any_call_and_a_lost_host_leave_the_step_or_the_one_before(
+    nursery: Nursery, root: Path, hosts: str, victim: int, is_async: bool
+) -> None:
+    found = sweep(nursery, root, hosts, victim, 1, is_async)
+    assert len(found) > 25
+    assert {OLD} in map(set, found)
+    assert set(found[-1]) == {NEW}
+    assert found[-1] != found[0]
+
+
+NAMED = [
+    ("ab", Fault(0, "receive shard"), False, {OLD}),
+    ("ab", Fault(1, "receive shard"), True, {OLD}),
+    ("ab", Fault(1, "receive commit"), False, {OLD, NEW}),
+    ("ab", Fault(1, "receive commit"), True, {OLD, NEW}),
+    ("ab", Fault(0, "publish shard"), True, {OLD}),
+    ("ab", Fault(0, "rename commit.pending.shard"), True, {OLD}),
+    ("ab", Fault(1, "rename commit.shard"), True, {NEW}),
+    ("ab", Fault(0, "rename commit.shard"), True, {NEW}),
+    ("ab", Fault(1, "remove commit.shard"), False, {NEW}),
+    ("abc", Fault(2, "receive shard"), False, {OLD}),
+    ("abc", Fault(1, "receive commit"), False, {NEW}),
+    ("abc", Fault(0, "rename commit.shard"), False, {NEW}),
+]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "fault", "is_async", "steps"), NAMED, ids=[f"{h}-{f.rank}-{f.at}-{a}" for h, f, a, _ in NAMED]
+)
+def test_a_rank_killed_in_the_middle_of(
+    nursery: Nursery, root: Path, hosts: str, fault: Fault, is_async: bool, steps: set[int]
+) -> None:
+    ended = nursery.run(life, str(root), hosts, fault, 0, is_async, ranks=len(hosts))
+    assert [one.was_killed for one in ended] == [rank == fault.rank for rank in range(len(hosts))]
+    assert set(require_recoverable(nursery, root, hosts, ended)) == steps
+
+
+def test_a_job_lives_through_one_kill_and_one_lost_host_after_the_other(nursery: Nursery, root: Path) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    chosen = random.Random(seed)
+    expected: Any = None
+    kills = 0
+    for attempt in range(8):
+        before, _ = newest_commit(root, "ab")
+        fault = Fault(chosen.randrange(2), chosen.randrange(36))
+        ended = nursery.run(life, str(root), "ab", fault, attempt, chosen.random() < 0.5, ranks=2)
+        for one in ended:
+            assert one.value is None or one.value["found"] == expected
+        kills += ended[fault.rank].was_killed
+        left = "ab"
+        if chosen.random() < 0.5:
+            left = chosen.choice("ab")
+            shutil.rmtree(base_of(root, "ab".replace(left, "")))
+        generation, step = newest_commit(root, left)
+        expected = (step, attempt if generation > before or expected is None else expected[1])
+        told = nursery.run(recovered, [str(copy_of(root, f"copy-{attempt}"))], "ab", 9, ranks=2)
+        assert [one.error for one in told] == [None, None]
+        assert [one.value[0]["found"] for one in told] == [expected] * 2, (attempt, fault, left)
+    assert kills > 5
+
+
+# --- a rank that is stopped -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_stopped_for_a_while_makes_all_leave_the_save_out(nursery: Nursery, root: Path) -> None:
+    fault = Fault(1, "receive shard", "pause")
+    stop = Stop(1, until=root / "push-failed")
+    root.mkdir()
+    ended = nursery.run(life, str(root), "ab", fault, 0, False, 1.0, ranks=2, stop=stop)
+    assert [one.error for one in ended] == [None, None]
+    assert ended[0].value["skipped"] == 1
+    assert any("rank 1 on host-b has no copy" in text for text in ended[0].value["warnings"])
+    assert [one.value["steps"] for one in ended] == [[OLD], [OLD]]
+    assert set(require_recoverable(nursery, root, "ab", ended)) == {OLD}
+
+
+#: The call before which a rank is stopped, a host that is lost meanwhile, and what the next job goes on from.
+STOPS = [(0, "rename commit.pending.shard", "", OLD)]
+MORE_STOPS = [
+    (1, "receive commit", "", NEW),
+    (0, "publish shard", "", OLD),
+    (1, "receive shard", "", OLD),
+    (0, "rename commit.shard", "", NEW),
+    (1, "rename commit.pending.shard", "", NEW),
+    (1, "rename commit.shard", "", NEW),
+    (1, "rename commit.pending.shard", "a", OLD),
+]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "call", "lost", "found"),
+    [
+        *STOPS,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_STOPS),
+    ],
+)
+def test_a_stopped_rank_that_goes_on_later_replaces_nothing_that_the_others_went_on_with(
+    nursery: Nursery, root: Path, stopped: int, call: str, lost: str, found: int
+) -> None:
+    root.mkdir()
+    fault = Fault(stopped, call, "pause")
+    # other processes take the place of all ranks, on the same hosts; the stopped one uses its folder beside them
+    stop = Stop(fault.rank, meanwhile=(restarted, (str(root), "ab", lost), 2))
+    ended = nursery.run(life, str(root), "ab", fault, 0, False, 1.0, ranks=2, group_s=4.0, stop=stop)
+    first, others = ended[:2], ended[2:]
+    assert first[1 - fault.rank].error is not None
+    assert [one.error for one in others] == [None, None]
+    assert [one.value["found"] for one in others] == [(found, 0)] * 2
+    copies = copies_of(root, "ab")
+    told = nursery.run(recovered, [str(copy) for copy in copies.values()], "ab", 2, ranks=2)
+    assert [one.error for one in told] == [None, None]
+    assert [[outcome["found"] for outcome in one.value] for one in told] == [[(found + 10, 1)] * 3] * 2
+
+
+# --- flipped bits -----------------------------------------------------------------------------------------------------
+
+SHARDS = ["rank-00000-*", "rank-00001-*"]
+PARTS = ["preamble", "header", "data"]
+
+
+def damaged(root: Path, name: str, hosts: str, file: str, part: str) -> str:
+    """A copy of what a job has left, in which a file of NEW has a flipped bit, on each of these hosts."""
+    copy = copy_of(root, name)
+    for host in hosts:
+        (path,) = (base_of(copy, host) / f"step-{NEW}_ckpt").glob(file)
+        flip_bit(path, part)
+    return str(copy)
+
+
+def found_in(nursery: Nursery, copies: Sequence[str]) -> tuple[list[Any], list[list[str]]]:
+    """What all ranks found in each copy, and what the two of them warned of then."""
+    told = nursery.run(recovered, copies, "ab", ranks=2)
+    assert [one.error for one in told] == [None, None]
+    first, second = (one.value for one in told)
+    assert [outcome["found"] for outcome in first] == [outcome["found"] for outcome in second]
+    warnings = [one["warnings"] + other["warnings"] for one, other in zip(first, second, strict=True)]
+    return [outcome["found"] for outcome in first], warnings
+
+
+def test_a_flipped_bit_on_one_host_is_made_good_by_the_other(nursery: Nursery, root: Path) -> None:
+    nursery.run(life, str(root), "ab", None, ranks=2)
+    files = [*SHARDS, COMMIT_FILE]
+    cases = [(host, file, part) for host in "ab" for file in files for part in PARTS]
+    found, warnings = found_in(nursery, [damaged(root, "-".join(case), *case) for case in cases])
+    assert found == [(NEW, 0)] * len(cases)
+    assert [case for case, heard in zip(cases, warnings, strict=True) if not heard] == []
+
+
+def test_bits_flipped_on_all_hosts_leave_nothing_and_are_told_of(nursery: Nursery, root: Path) -> None:
+    nursery.run(life, str(root), "ab", None, ranks=2)
+    cases = [("ab", file, part) for file in (SHARDS[1], COMMIT_FILE) for part in PARTS]
+    found, warnings = found_in(nursery, [damaged(root, "-".join(case), *case) for case in cases])
+    assert found == [None] * len(cases)
+    assert [case for case, heard in zip(cases, warnings, strict=True) if not heard] == []
+
+
+def test_bits_flipped_in_all_copies_of_a_step_lead_to_the_one_before(nursery: Nursery, root: Path) -> None:
+    ended = nursery.run(life, str(root), "ab", Fault(1, "receive commit"), ranks=2)
+    assert ended[1].was_killed
+    assert all((base_of(root, host) / f"step-{OLD}_ckpt" / COMMIT_FILE).exists() for host in "ab")
+    cases = [("ab", file, part) for file in SHARDS for part in PARTS]
+    cases += [("a", PENDING_FILE, part) for part in PARTS]
+    found, warnings = found_in(nursery, [damaged(root, "-".join(case), *case) for case in cases])
+    assert found == [(OLD, 0)] * len(cases)
+    assert [case for case, heard in zip(cases, warnings, strict=True) if not heard] == []
+    (other,), _ = found_in(nursery, [damaged(root, "one", "a", SHARDS[0], "data")])
+    assert other == (NEW, 0)
+
+
+# --- threads of one process -------------------------------------------------------------------------------------------
+
+STRESS_S = 2.0
+
+
+class Busy:
+    """What threads of one process do with a container: save, receive, complete, tidy up and look."""
+
+    def __init__(self, root: Path) -> None:
+        self.objects = CheckpointObjectManager()
+        self.here, self.partner = self.objects.container(root / JOB), Container(root / "partner" / JOB)
+        self.commits: queue.Queue[tuple[Commit, bytes] | None] = queue.Queue(2)
+        self.is_over = threading.Event()
+        self.completed = 0
+        self.looks = 0
+
+    def save(self) -> None:
+        """Publishes a shard, and receives that of a partner; the next one while this one is being completed."""
+        deadline_s = time.monotonic() + STRESS_S
+        for step in itertools.count(1):
+            names = [save(self.here, step), save(self.partner, step, rank=1)]
+            content = sealed_bytes(self.partner.folder_of(step) / str(names[1]), 1)
+            assert content is not None
+            self.receive(step, str(names[1]), content)
+            del content
+            made = commit(self.partner, step, *names)
+            sealed = sealed_bytes(self.partner.folder_of(step) / COMMIT_FILE, 0)
+            assert sealed is not None
+            self.commits.put((made, bytes(sealed)), timeout=30)
+            del sealed
+            self.partner.tidy()
+            if time.monotonic() > deadline_s:
+                return
+
+    def receive(self, step: int, file: str, content: memoryview) -> None:
+        name, shelf = str(ObjectName(JOB, step, file)), self.objects.shelf
+        room = shelf.destination(name, content.nbytes)
+        assert room is not None
+        room[:] = content
+        room.release()
+        shelf.received(name, digest_of(content))
+
+    def complete(self) -> None:
+        """By turns as the coordinator does it, and as all other hosts do."""
+        while (given := self.commits.get()) is not None:
+            one, content = given
+            if one.step % 2:
+                self.here.write_commit(one, is_settled=False)
+                self.here.settle(one.step)
+                self.here.tidy()
+            else:
+                self.receive(one.step, COMMIT_FILE, memoryview(content))
+            self.completed = one.step
+
+    def tidy(self) -> None:
+        while not self.is_over.wait(0.0005):
+            self.here.tidy()
+
+    def look(self) -> None:
+        """Something complete is always there, with all that it needs, unless it has just been replaced."""
+        while not self.is_over.wait(0.0005):
+            completed = self.completed
+            newest = next((one for one in self.here.steps() if one.is_settled), None)
+            assert completed == 0 or (newest is not None and newest.step >= completed)
+            if newest is not None and newest.commit is not None:
+                folder = self.here.folder_of(newest.step)
+                missing = [name for name in (*newest.commit.files, EXTRA) if not (folder / name).exists()]
+                now = next(one for one in self.here.steps() if one.is_settled)
+                assert not missing or now.step > newest.step, (newest, missing, now)
+                self.looks += 1
+
+
+def test_threads_that_save_receive_complete_and_tidy_up_at_once_remove_nothing_that_is_needed(root: Path) -> None:
+    busy = Busy(root)
+    with heard() as warnings, ThreadPoolExecutor(5) as threads:
+        others = [threads.submit(work) for work in (busy.tidy, busy.tidy, busy.look)]
+        completing = threads.submit(busy.complete)
+        try:
+            busy.save()
+        finally:
+            busy.commits.put(None, timeout=30)
+            completing.result(30)
+            busy.is_over.set()
+        for other in others:
+            other.result(30)
+    assert warnings == []
+    assert busy.completed > 20
+    assert busy.looks > 20
+    assert [one.step for one in busy.here.steps() if one.commit is not None] == [busy.completed]
