@@ -355,6 +355,36 @@ def load_plain(root: str, hosts: str, fully_parallel: bool = False) -> Found:
         return Found(latest, loaded, {}, files_of(mem))
 
 
+def load_as_the_page_says(root: str, hosts: str, code: str, is_in_memory: bool) -> Found:
+    """Runs the snippet with the names that it takes from what stands before it."""
+    with memory(root, hosts) as mem:
+        elsewhere = CheckpointContainerId(f"{root}/{hosts[dist.get_rank()]}/nothing")
+        names: dict[str, Any] = {
+            "replication_manager": mem.replication,
+            "checkpoint_loader": mem.loader,
+            "checkpoint_base_container": mem.base if is_in_memory else elsewhere,
+            "sharded_state_dict": plain_state(-1.0),
+            "long_term_storage_path": long_term(root),
+            "regular_megatron_load_strategy": None,  # Megatron's own
+        }
+        exec(code, names)
+        latest = names["latest_saved_checkpoint_id"]
+        return Found(None if latest is None else str(latest), plain(names["state_dict"]))
+
+
+def long_term(root: str) -> Path:
+    return Path(root) / "long-term"
+
+
+def save_long_term(root: str) -> None:
+    """As Megatron does it without us."""
+    on_cpu()
+    long_term(root).mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(plain_state(1.0), str(long_term(root)))
+    dist.barrier()
+
+
 def warm_up() -> None:
     """Imports are done; on a busy machine not all at the same pace."""
     dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,6 +103,21 @@ def test_a_replaced_host_is_served_everything(crew: Crew, root: str, hosts: str,
         assert {"step-2_ckpt/common.pt", "step-2_ckpt/metadata.json"} <= set(answer.files)
 
 
+def test_the_snippet_of_the_guide_loads_from_memory_or_from_long_term_storage(crew: Crew, root: str) -> None:
+    """As it stands on the page on migrating from ML Flashpoint."""
+    page = (Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md").read_text()
+    code = re.findall(r"^```py\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[0]
+    assert "MegatronLoadStrategy" in code
+    succeeded(crew.run(work.save_plain, root, TWO, [1.0], ranks=2))
+    expected = succeeded(crew.run(work.expected_plain, 1.0, ranks=2))
+    succeeded(crew.run(work.save_long_term, root, ranks=2))
+    for is_there in (True, False):
+        found = succeeded(crew.run(work.load_as_the_page_says, root, TWO, code, is_there, ranks=2))
+        assert [bool(answer.latest) for answer in found] == [is_there] * 2
+        for answer, state in zip(found, expected, strict=True):
+            assert same(answer.state, state)
+
+
 def test_one_rank_loads_what_three_have_saved(crew: Crew, root: str) -> None:
     succeeded(crew.run(work.save_plain, root, "aaa", [4.0], ranks=3))
     expected = succeeded(crew.run(work.expected_plain, 4.0, ranks=3))
@@ -120,7 +136,7 @@ def test_megatrons_own_save_reaches_every_host_too(crew: Crew, root: str) -> Non
 
 
 NO_FLATTENED_RANGES = (
-    "megatron-core 0.16 has no flattened ranges: run `pip install --no-deps megatron-core==0.15.3` in an environment of "
+    "megatron-core 0.16 has no flattened ranges: `pip install --no-deps megatron-core==0.15.3` in an environment of "
     "its own, then `pytest tests/process/test_megatron_memory.py` there"
 )
 
