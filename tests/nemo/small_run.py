@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,27 @@ def wrap(folder: Path, rank: int) -> None:
     with pytest.raises(ValueError, match="torch_dist"):
         wrap_trainer_and_auto_resume(other_format, run.container(), True)
     plugin.teardown()
+
+
+def as_the_page_says(folder: Path, rank: int) -> None:
+    """The recipe of the page on migrating from ML Flashpoint, with the names that it takes from the user's own."""
+    page = (Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md").read_text()
+    code = re.findall(r"^```py\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1]
+    run = Run(folder)
+    trainer = trainer_of(run, rank)
+    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, MemoryCheckpointCallback)]
+    own = trainer.strategy.checkpoint_io
+    names: dict[str, Any] = {
+        "_get_my_base_path": lambda: str(run.container()),
+        "args": Mock(ckpt_mlf_every_n_steps=MEMORY_EVERY, ckpt_std_every_n_steps=DURABLE_EVERY, sync_save=False),
+        "callbacks": trainer.callbacks,
+        "trainer": trainer,
+    }
+    exec(code, names)
+    assert isinstance(names["auto_resume"], MemoryAutoResume)
+    assert trainer.strategy.unwrapped_checkpoint_io.wrapped_checkpoint_io is own
+    assert sum(isinstance(one, MemoryCheckpointCallback) for one in trainer.callbacks) == 1
+    trainer.strategy.checkpoint_io.teardown()
 
 
 class _Derived(nl.AutoResume):  # type: ignore[misc] # NeMo has no types
