@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.tiers.disk import DiskTier
     from torchelastic.checkpoint.tiers.durable import DurableTier
     from torchelastic.checkpoint.tiers.memory import MemoryTier
+    from torchelastic.checkpoint.training_state.state import BCPState, DCPState
 
 __all__ = [
     "AtSteps",
+    "BCPState",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
     "CorruptCheckpointError",
+    "DCPState",
     "DiskTier",
     "DurableTier",
     "EverySeconds",
@@ -56,10 +59,12 @@ __all__ = [
 
 _HOME_OF_NAME = {
     "AtSteps": "torchelastic.checkpoint.policy",
+    "BCPState": "torchelastic.checkpoint.training_state",
     "Checkpoint": "torchelastic.checkpoint.api",
     "CheckpointError": "torchelastic.checkpoint.errors",
     "CheckpointManager": "torchelastic.checkpoint.api",
     "CorruptCheckpointError": "torchelastic.checkpoint.errors",
+    "DCPState": "torchelastic.checkpoint.training_state",
     "DiskTier": "torchelastic.checkpoint.tiers",
     "DurableTier": "torchelastic.checkpoint.tiers",
     "EverySeconds": "torchelastic.checkpoint.policy",

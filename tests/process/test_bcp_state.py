@@ -1,0 +1,501 @@
+"""BCPState: real files, real gloo ranks, real SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.process import training_state_jobs as jobs
+from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.training_state_jobs import Job
+from torchelastic.checkpoint import BCPState, CheckpointError, CorruptCheckpointError, DCPState
+from torchelastic.checkpoint.collection import list_checkpoints, open_checkpoint
+from torchelastic.checkpoint.fence import FencedError, OwnedError
+from torchelastic.testing.disk_faults import FaultyDisk, full_at
+
+ROOT = Path(__file__).parents[2]
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as made:
+        yield Path(made) / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(2) as made:
+        yield made
+
+
+def saved_twice(folder: Path) -> Job:
+    """A job with checkpoints of its iterations 1 and 2."""
+    job = Job(folder)
+    for _ in range(2):
+        job.train(1)
+        job.state.save()
+    return job
+
+
+def newest_shard(folder: Path) -> Path:
+    return next(list_checkpoints(folder)[0].folder.glob("*.shard"))
+
+
+def everything(job: Job) -> list[Any]:
+    return [job.digest(), torch.get_rng_state().tolist()]
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_resumed_run_has_the_losses_of_the_undisturbed_one_bit_for_bit(folder: Path, sync: bool) -> None:
+    undisturbed, resumed, extra = jobs.in_one_folder(str(folder), sync=sync, kind="plain")
+    assert resumed == undisturbed
+    assert extra == [3, 0, [1.0, 1.0, 1.0]]
+
+
+def test_a_first_start_returns_none_and_changes_nothing(folder: Path) -> None:
+    job = Job(folder)
+    before = everything(job)
+    assert job.state.maybe_resume_from_ckpt() is None
+    assert everything(job) == before
+    assert not job.optimizer.state
+    assert not folder.exists()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        job.state.load()
+
+
+def test_what_is_saved_in_the_background_are_the_values_at_the_call(folder: Path) -> None:
+    job = Job(folder)
+    job.train(1)
+    digest = job.digest()
+    job.state.save(sync=False)
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.fill_(7.0)
+    job.state.wait()
+    again = Job(folder, seed=3)
+    extra = again.resume()
+    assert extra is not None
+    assert again.digest() == digest == extra["digest"]
+
+
+def test_a_background_save_that_fails_is_told_by_wait_and_the_next_one_counts(folder: Path) -> None:
+    disk = FaultyDisk(full_at(32))  # a job's first save makes 26 calls, each of the others 18
+    job = Job(folder, disk=disk)
+    job.train(1)
+    job.state.save()
+    job.train(1)
+    job.state.save(sync=False)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        job.state.wait()
+    disk.require_struck()
+    assert [info.damage for info in list_checkpoints(folder)] == [None]
+    job.state.wait()  # told once
+    job.state.save(sync=False)
+    job.state.wait()
+    assert Job(folder, seed=2).resume()["iteration"] == 2  # type: ignore[index]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(folder: Path) -> None:
+    job = saved_twice(folder)
+    job.train(1)
+    full = Job(folder, disk=FaultyDisk(full_at("write_some")))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        full.state.save()
+    assert Job(folder, seed=2).resume()["iteration"] == 2  # type: ignore[index]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a byte is changed": flip,
+    "the shard is cut": lambda path: path.write_bytes(path.read_bytes()[:-4000]),
+    "the shard is missing": Path.unlink,
+    "the manifest is missing": lambda path: (path.parent / "manifest.json").unlink(),
+    "the manifest is empty": lambda path: (path.parent / "manifest.json").write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_newest_one_is_named_and_the_next_older_is_used(folder: Path, damage: Callable[[Path], Any]) -> None:
+    saved_twice(folder)
+    path = newest_shard(folder)
+    damage(path)
+    again = Job(folder, seed=3)
+    with pytest.warns(RuntimeWarning, match=f"passed over: .*{path.parent.name}"):
+        extra = again.resume()
+    assert extra is not None
+    assert extra["iteration"] == 1
+    assert extra["digest"] == again.digest()
+
+
+def test_if_all_are_damaged_nothing_is_touched_and_they_are_named(folder: Path) -> None:
+    saved_twice(folder)
+    names = [info.folder.name for info in list_checkpoints(folder)]
+    for info in list_checkpoints(folder):
+        flip(next(info.folder.glob("*.shard")))
+    again = Job(folder, seed=3)
+    before = everything(again)
+    with pytest.warns(RuntimeWarning), pytest.raises(CorruptCheckpointError, match="nothing was changed") as raised:
+        again.resume()
+    assert all(name in str(raised.value) for name in names)
+    assert everything(again) == before
+    assert not again.optimizer.state
+
+
+def other_groups(folder: Path) -> BCPState:
+    model: Any = jobs.net(1)
+    groups = [{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[3].parameters()]}]
+    return BCPState(model, torch.optim.AdamW(groups), "ddp", None, folder)
+
+
+OTHERS: dict[str, tuple[Callable[[Path], BCPState], str]] = {
+    "names": (lambda f: BCPState(m := torch.nn.ModuleDict({"a": jobs.net(1)}), adam(m), "ddp", None, f), "lacks 'a.0."),
+    "shapes": (lambda f: Job(f, wide=13).state, r"'0.weight' was a float32 of shape \(12, 6\) and is a float32 of"),
+    "dtype": (lambda f: BCPState(m := jobs.net(1).double(), adam(m), "ddp", None, f), "float32 of .* a float64 of"),
+    "groups": (other_groups, "the groups of optimizer 0"),
+    "optimizers": (lambda f: BCPState(jobs.net(1), None, "ddp", None, f), r"1 optimizer\(s\) were saved, and there"),
+}
+
+
+def adam(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(("make", "why"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_model_or_optimizer_is_refused_by_name_and_stays_as_it_is(
+    folder: Path, make: Callable[[Path], BCPState], why: str
+) -> None:
+    saved_twice(folder)
+    state = make(folder)
+    before = {name: value.clone() for name, value in state.state_dict()["model"].items()}
+    random_before = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=f"does not fit: .*{why}.*Nothing was loaded"):
+        state.maybe_resume_from_ckpt()
+    assert all(torch.equal(before[name], value) for name, value in state.state_dict()["model"].items())
+    assert torch.equal(random_before, torch.get_rng_state())
+
+
+def test_a_background_save_that_fails_is_told_by_the_next_save_which_counts(folder: Path) -> None:
+    disk = FaultyDisk(full_at(32))
+    job = Job(folder, disk=disk)
+    for _ in range(2):
+        job.train(1)
+        job.state.save(sync=False)
+    job.train(1)
+    with pytest.warns(RuntimeWarning, match="the save before failed on this rank: .*the disk is full"):
+        job.state.save()
+    disk.require_struck()
+    job.state.wait()
+    assert Job(folder, seed=2).resume()["iteration"] == 3  # type: ignore[index]
+
+
+def test_so_many_stay_as_keep_says_and_nothing_else_is_removed(folder: Path) -> None:
+    job = Job(folder, keep=3)
+    folder.mkdir(parents=True)
+    (folder / "tensorboard_logs").mkdir()
+    for _ in range(12):
+        job.train(1)
+        job.state.save()
+    assert [info.name.step for info in list_checkpoints(folder)] == [12, 11, 10]
+    assert (folder / "tensorboard_logs").exists()
+    oldest = list_checkpoints(folder)[-1].folder
+    assert Job(folder, seed=2).state.load(oldest)["iteration"] == 10
+
+
+def test_names_do_not_depend_on_wrappers(folder: Path) -> None:
+    model: Any = jobs.net(0)
+    model[3] = torch.compile(model[3])
+    compiled: Any = torch.compile(model)
+    BCPState(compiled, adam(model), "ddp", None, folder).save()
+    plain: Any = jobs.net(1)
+    assert BCPState(plain, adam(plain), "ddp", None, folder).maybe_resume_from_ckpt() == {}
+    assert torch.equal(plain[0].weight, model[0].weight)
+    assert torch.equal(plain[3].weight, model[3].weight)
+
+
+def test_several_optimizers_tied_weights_and_a_finer_dtype_come_back(folder: Path) -> None:
+    def make(seed: int) -> tuple[Any, list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
+        model[1].weight = model[0].weight
+        first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        return model, [first, torch.optim.Adam([*model[2].parameters(), model[1].bias], lr=torch.tensor(0.25))]
+
+    model, optimizers = make(0)
+    for _ in range(2):
+        model(torch.ones(2, 4).bfloat16()).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    optimizers[0].state[model[0].weight]["momentum_buffer"] = torch.full((4, 4), 1 / 3)  # float32 beside bfloat16
+    BCPState(model, optimizers, "ddp", None, folder).save()
+    again, their = make(1)
+    BCPState(again, their, "ddp", None, folder).load()
+    assert again[1].weight is again[0].weight
+    assert torch.equal(again[0].weight, model[0].weight)
+    assert torch.equal(their[0].state[again[0].weight]["momentum_buffer"], torch.full((4, 4), 1 / 3))
+    assert their[1].param_groups[0]["lr"] == torch.tensor(0.25)
+    kept, loaded = optimizers[1].state[model[2].weight], their[1].state[again[2].weight]
+    assert kept.keys() == loaded.keys()
+    assert all(torch.equal(kept[key], loaded[key]) for key in kept)
+
+
+def test_a_job_that_saves_into_the_folder_replaces_the_one_before(folder: Path) -> None:
+    first = saved_twice(folder)
+    second = Job(folder, seed=2)
+    second.resume()
+    second.state.save()
+    with pytest.raises(FencedError, match="was replaced by"):
+        first.state.save()
+    assert [info.name.step for info in list_checkpoints(folder)] == [3, 2]
+    assert not list(folder.glob(".tmp*"))
+    with pytest.raises(OwnedError, match="is alive"):
+        Job(folder, run_id="another run").state.save()
+
+
+def test_an_extra_state_that_cannot_be_saved_is_named_and_nothing_is_written(folder: Path) -> None:
+    model = jobs.net(0)
+    values: dict[str, Any] = {"fine": 1, "loader": iter([1])}
+    state = BCPState(model, adam(model), "ddp", lambda: values, folder)
+    with pytest.raises(TypeError, match=r"'own/rank0/extra/loader' is a builtins\.list_iterator"):
+        state.save()
+    assert list_checkpoints(folder) == []
+    del values["loader"]
+    state.save()
+    with pytest.raises(TypeError, match="return a dict"):
+        BCPState(model, adam(model), "ddp", lambda: [1], folder).save()  # type: ignore[arg-type,return-value]
+
+
+def test_wrong_arguments_are_refused_at_once() -> None:
+    model = jobs.net(0)
+    with pytest.raises(ValueError, match="framework='megatron' is not one of ddp, fsdp, fsdp2"):
+        BCPState(model, adam(model), "megatron")
+    with pytest.raises(ValueError, match=r"framework='fsdp2', but no parameter .* call fully_shard"):
+        BCPState(model, adam(model), "fsdp2")
+    with pytest.raises(ValueError, match=r"model is of type OrderedDict: give the torch\.nn\.Module itself"):
+        BCPState(model.state_dict(), adam(model))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer is of type dict"):
+        BCPState(model, [adam(model).state_dict()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="give 1 or more"):
+        BCPState(model, adam(model), keep=0)
+    with pytest.raises(ValueError, match=r"the optimizer AdamW has 6 parameter.* not in the model"):
+        BCPState(model, adam(jobs.net(0))).state_dict()
+
+
+def test_the_two_names_differ_in_their_folder_only() -> None:
+    assert issubclass(DCPState, BCPState)
+    assert (BCPState.DEFAULT_PATH, DCPState.DEFAULT_PATH) == (".velastic/checkpoint", ".velastic/dcp_checkpoint")
+
+
+LAST_SAVE = """
+import concurrent.futures.thread as executors
+import time
+import torch
+from torchelastic.checkpoint import BCPState
+from torchelastic.checkpoint.shards.stage import Stage
+
+checksums = Stage.checksums
+
+
+def late(self, **how):
+    while not executors._shutdown:  # the interpreter ends, and no executor takes any work from now on
+        time.sleep(0.001)
+    return checksums(self, **how)
+
+
+Stage.checksums = late
+model = torch.nn.ParameterList([torch.full((3_000_000,), 1.0) for _ in range(4)])  # more than one thread would hash
+state = BCPState(model, None, get_extra_fn=lambda: {"iter_num": 7})
+print(state.maybe_resume_from_ckpt())
+state.save(sync=False)
+"""
+
+
+def test_the_interpreter_does_not_end_before_the_save_in_the_background_is_published(folder: Path) -> None:
+    folder.mkdir()
+    command = [sys.executable, "-c", LAST_SAVE]
+    for expected in ("None", "{'iter_num': 7}"):
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=100, env={"PYTHONPATH": str(ROOT)}
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+    assert len(list_checkpoints(folder / ".velastic/checkpoint")) == 2
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("sync", [True, False])
+def test_each_of_two_ranks_goes_on_bit_for_bit(crew: Crew, folder: Path, kind: str, sync: bool) -> None:
+    answers = succeeded(crew.run(_in_one_folder, str(folder), sync, kind, ranks=2))
+    assert [resumed for _, resumed, _ in answers] == [undisturbed for undisturbed, _, _ in answers]
+    assert [extra[:2] for _, _, extra in answers] == [[3, 0], [3, 1]]
+    assert answers[0][0] != answers[1][0]  # they do not see the same data
+    with open_checkpoint(list_checkpoints(folder)[0].folder) as checkpoint:
+        shared = [
+            sum(entry.size_bytes for entry in shard.header.entries if not entry.name.startswith("own/"))
+            for shard in checkpoint.shards
+        ]
+    assert max(shared) < 1.5 * min(shared)  # each writes about one half of what they hold together
+
+
+def _in_one_folder(folder: str, sync: bool, kind: str) -> Any:
+    return jobs.in_one_folder(folder, sync=sync, kind=kind)
+
+
+def test_two_sharded_ranks_are_resumed_by_one_and_one_by_two(crew: Crew, folder: Path) -> None:
+    by_two, _ = succeeded(crew.run(jobs.saved_by, str(folder), "fsdp2", ranks=2))
+    ((one, extra, kept, words),) = succeeded(crew.run(_resumed_plain, str(folder), ranks=1))
+    assert one == by_two
+    assert extra == [2, 0]
+    assert not kept
+    assert any("saved by 2 rank(s), and there are 1" in text and "is not used" in text for text in words)
+
+    other = folder.parent / "other"
+    (by_one,) = succeeded(crew.run(jobs.saved_by, str(other), "ddp", ranks=1))
+    found = succeeded(crew.run(jobs.resumed_by, str(other), "ddp", ranks=2))
+    assert [values for values, *_ in found] == [by_one, by_one]
+    assert [extra for _, extra, *_ in found] == [[2, 0], [2, 0]]
+    assert [kept for _, _, kept, _ in found] == [False, True]  # rank 1 did not exist
+    assert any("new ranks keep their random numbers" in text for text in found[0][3])
+
+
+def _resumed_plain(folder: str) -> Any:
+    """A model without batch norm, as the sharded one is."""
+    jobs_net, jobs.net = jobs.net, lambda seed, **more: jobs_net(seed, **{**more, "buffers": False})
+    try:
+        return jobs.resumed_by(folder, "plain")
+    finally:
+        jobs.net = jobs_net
+
+
+def test_buffers_that_ddp_does_not_keep_equal_are_each_ranks_own(crew: Crew, folder: Path) -> None:
+    (same, first), (too, second) = succeeded(crew.run(jobs.own_buffers, str(folder), ranks=2))
+    assert same
+    assert too
+    assert first != second
+
+
+def test_models_that_differ_are_not_mixed(crew: Crew, folder: Path) -> None:
+    answers = succeeded(crew.run(jobs.different_ranks, str(folder), ranks=2))
+    for kind, text in answers:
+        assert kind == "ValueError"
+        assert "of rank 1 differ from those of rank 0" in text
+    assert list_checkpoints(folder) == []
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_what_was_before(
+    crew: Crew, folder: Path, sync: bool
+) -> None:
+    answers = succeeded(crew.run(_full_on_rank_1, str(folder), sync, ranks=2))
+    for at_save, at_wait, iteration in answers:
+        told, other = (at_save, at_wait) if sync else (at_wait, at_save)
+        assert told[0] == "CheckpointError"
+        assert other == ("", "")
+        assert iteration == 1
+    if not sync:
+        assert "was given up by another rank" in answers[0][1][1]  # at once, and not because its time was up
+    told_on_1 = answers[1][0 if sync else 1][1]
+    assert "full" in told_on_1
+    assert not list(folder.glob(".tmp*"))
+
+
+def _full_on_rank_1(folder: str, sync: bool) -> Any:
+    return jobs.full_on_rank_1(folder, sync=sync)
+
+
+def test_damage_that_one_rank_sees_sends_all_to_the_older_one(crew: Crew, folder: Path) -> None:
+    answers = succeeded(crew.run(jobs.damaged_for_rank_1, str(folder), ranks=2))
+    assert [answer[:3] for answer in answers] == [(1, 0, True), (1, 1, True)]
+    assert any("rank 1: CorruptCheckpointError" in text and "step-000000002" in text for text in answers[0][3])
+
+
+def test_what_is_sharded_otherwise_is_refused_with_the_remedy(crew: Crew, folder: Path) -> None:
+    expected = [
+        ("ValueError", "use torch.distributed.fsdp.fully_shard (FSDP2)"),
+        ("ValueError", "say framework='fsdp2'"),
+        ("ValueError", "some parameters are DTensors, and '1.weight' is not"),
+        ("TypeError", "extra/w' is a part of a tensor (a DTensor): save its full_tensor()"),
+    ]
+    for answers in succeeded(crew.run(jobs.refused, str(folder), ranks=2)):
+        for (kind, text), (expected_kind, words) in zip(answers, expected, strict=True):
+            assert kind == expected_kind
+            assert words in text
+
+
+def test_ranks_that_call_different_things_are_named(crew: Crew, folder: Path) -> None:
+    for kind, text in succeeded(crew.run(jobs.out_of_step, str(folder), ranks=2)):
+        assert kind == "OutOfStepError"
+        assert "rank 1 calls maybe_resume_from_ckpt" in text
+    assert list_checkpoints(folder) == []
+
+
+def test_a_model_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew, folder: Path) -> None:
+    (first, first_kept), (second, second_kept) = succeeded(crew.run(jobs.another_model_on_rank_1, str(folder), ranks=2))
+    assert first_kept
+    assert second_kept
+    assert "failed on rank 1" in first[1]
+    assert "does not fit" in first[1]
+    assert "does not fit" in second[1]
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def killed(folder: Path, ranks: int, kind: str, sync: bool, every: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.process.training_state_jobs", str(ranks), kind, "sync" if sync else "async"]
+    done = subprocess.run([*command, str(every), str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes: list[dict[str, Any]] = json.loads(done.stdout)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "sync", "every"), [(1, "plain", True, 2), (2, "ddp", False, 8), (2, "fsdp2", True, 8)]
+)
+def test_a_job_killed_while_it_saves_resumes_from_one_of_two_checkpoints_exactly(
+    folder: Path, ranks: int, kind: str, sync: bool, every: int
+) -> None:
+    folder.mkdir()
+    outcomes = killed(folder, ranks, kind, sync, every)
+    assert len(outcomes) >= 4
+    assert sum(-9 in outcome["statuses"] for outcome in outcomes) >= len(outcomes) - ranks  # else the save had ended
+    seen = set()
+    for outcome in outcomes:
+        assert outcome["seen"] == [0] * ranks, outcome
+        iterations = {iteration for iteration, _ in outcome["found"]}
+        assert len(iterations) == 1, outcome
+        assert iterations <= {4, 6}, outcome
+        assert all(is_same for _, is_same in outcome["found"]), outcome
+        assert outcome["hidden"] == [], outcome  # the life after it has cleaned up
+        seen |= iterations
+    assert 4 in seen
+
+
+def test_an_unfinished_save_is_named_in_a_warning(folder: Path) -> None:
+    saved_twice(folder)
+    (folder / ".tmp-step-000000003.e1.r0.g3").mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        extra = Job(folder, seed=2).resume()
+    assert extra is not None
+    assert extra["iteration"] == 2
+    assert any("step-000000003.e1.r0.g3" in str(one.message) and "never finished" in str(one.message) for one in caught)

@@ -1,0 +1,348 @@
+"""Jobs with a `BCPState`, for test_bcp_state.py: in this process, as ranks of a group, and killed while they save.
+
+As a script it kills processes at calls that a save makes to the disk; see `main`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import random
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchelastic.checkpoint import BCPState
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.testing.disk_faults import FaultyDisk, full_at, kill_at
+
+TIMEOUT_S = 20.0
+
+
+def net(seed: int, *, wide: int = 12, buffers: bool = True) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    middle = torch.nn.BatchNorm1d(wide) if buffers else torch.nn.LayerNorm(wide)
+    layers = (torch.nn.Linear(6, wide), middle, torch.nn.Dropout(0.4), torch.nn.Linear(wide, 3))
+    return torch.nn.Sequential(*layers)
+
+
+class Job:
+    """A training loop whose batches come from all generators, so that only a complete resume goes on as before."""
+
+    def __init__(
+        self, folder: Path, kind: str = "plain", *, seed: int = 0, disk: Disk = REAL_DISK, **more: Any
+    ) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        plain = net(seed, wide=more.pop("wide", 12), buffers=kind != "fsdp2")
+        self.model: torch.nn.Module = plain
+        if kind == "ddp":
+            self.model = DistributedDataParallel(plain, **more.pop("ddp", {}))
+        elif kind == "fsdp2":
+            fully_shard(plain, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.iteration = 0
+        for seeding in (random.seed, np.random.seed, torch.manual_seed):
+            seeding(1000 + 10 * seed + self.rank)
+        framework = "fsdp2" if kind == "fsdp2" else "ddp"
+        arguments = {"timeout_s": TIMEOUT_S, **more}
+        self.state = BCPState(self.model, self.optimizer, framework, self.extra, folder, disk=disk, **arguments)
+
+    def extra(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "rank": self.rank, "digest": self.digest(), "next": torch.ones(3)}
+
+    def digest(self) -> str:
+        """Of all that this rank holds; a mixture of two checkpoints would not have it."""
+        digest = hashlib.sha256()
+        state = self.optimizer.state_dict()["state"]
+        # DDP gives rank 0's buffers to all before each step; what the others have after it is lost anyway
+        model = self.model.state_dict() if self.rank == 0 else dict(self.model.named_parameters())
+        tensors = [*model.values(), *(value for kept in state.values() for value in kept.values())]
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            digest.update(local.detach().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            shift = random.random() + float(np.random.rand())
+            loss = (self.model(torch.randn(8, 6) + shift) - shift).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+            self.iteration += 1
+        return losses
+
+    def resume(self) -> dict[str, Any] | None:
+        extra = self.state.maybe_resume_from_ckpt()
+        if extra is not None:
+            self.iteration = extra["iteration"]
+        return extra
+
+
+def in_one_folder(folder: str, *, sync: bool, kind: str, **more: Any) -> tuple[list[float], list[float], Any]:
+    """Saves after 3 steps, goes on for 4; what another job that resumes trains; and what it got as extra state."""
+    job = Job(Path(folder), kind, **more)
+    assert job.resume() is None
+    job.train(3)
+    job.state.save(sync=sync)
+    undisturbed = job.train(4)
+    job.state.wait()
+    again = Job(Path(folder), kind, seed=7, **more)
+    extra = again.resume()
+    assert extra is not None
+    assert extra["digest"] == again.digest(), "not what was saved"
+    resumed = again.train(4)
+    for one in (job, again):
+        one.state.close()
+    return undisturbed, resumed, [extra["iteration"], extra["rank"], extra["next"].tolist()]
+
+
+def saved_by(folder: str, kind: str) -> list[list[float]]:
+    """Saves after 2 steps; returns the whole parameters."""
+    job = Job(Path(folder), kind)
+    job.train(2)
+    job.state.save()
+    job.state.close()
+    values = job.model.state_dict().values()
+    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+    return [value.flatten().tolist() for value in whole]
+
+
+def resumed_by(folder: str, kind: str) -> tuple[list[list[float]], Any, bool, list[str]]:
+    """What a job resumes: the whole parameters, the extra state, whether random numbers were left alone, warnings."""
+    job = Job(Path(folder), kind, seed=5)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        extra = job.resume()
+    assert extra is not None
+    kept = torch.equal(before, torch.get_rng_state())
+    losses = job.train(1)
+    assert all(loss == loss for loss in losses)
+    job = Job(Path(folder), kind, seed=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job.resume()
+    values = [v.full_tensor() if isinstance(v, DTensor) else v for v in job.model.state_dict().values()]
+    words = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+    return [value.flatten().tolist() for value in values], [extra["iteration"], extra["rank"]], kept, words
+
+
+def own_buffers(folder: str) -> tuple[bool, list[float]]:
+    """DDP that lets the buffers of ranks differ: whether each rank gets its own."""
+    job = Job(Path(folder), "ddp", ddp={"broadcast_buffers": False})
+    job.train(2)
+    job.state.save()
+    again = Job(Path(folder), "ddp", seed=3, ddp={"broadcast_buffers": False})
+    again.resume()
+    buffers = dict(job.model.named_buffers())
+    same = all(torch.equal(buffers[name], value) for name, value in again.model.named_buffers())
+    return same, buffers["module.1.running_mean"].tolist()
+
+
+def attempt(work: Callable[[], Any]) -> tuple[str, str]:
+    """What an action raises."""
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def different_ranks(folder: str) -> tuple[str, str]:
+    """Models that no DDP keeps equal, and which differ."""
+    job = Job(Path(folder), "plain", seed=dist.get_rank())
+    return attempt(job.state.save)
+
+
+def full_on_rank_1(folder: str, *, sync: bool) -> tuple[tuple[str, str], tuple[str, str], Any]:
+    """The disk of rank 1 is full in the second save; what is raised, then what is resumed."""
+    disk = FaultyDisk(*([full_at(9)] if dist.get_rank() == 1 else []))  # rank 1 makes 7 calls per save
+    job = Job(Path(folder), "ddp", disk=disk)
+    job.train(1)
+    job.state.save()
+    job.train(1)
+    at_save = attempt(lambda: job.state.save(sync=sync))
+    at_wait = attempt(job.state.wait)
+    job.train(1)
+    job.state.close()
+    again = Job(Path(folder), "ddp", seed=4)
+    extra = again.resume()
+    disk.require_struck()
+    assert extra is not None
+    assert extra["digest"] == again.digest()
+    again.state.save()  # the folder is as good as before
+    return at_save, at_wait, extra["iteration"]
+
+
+def damaged_for_rank_1(folder: str) -> tuple[int, int, bool, list[str]]:
+    """Of the newest of two checkpoints a byte is changed that only rank 1 reads."""
+    job = Job(Path(folder), "ddp")
+    for _ in range(2):
+        job.train(1)
+        job.state.save()
+    shard = max(Path(folder).glob("step*")) / "shard-00001-of-00002.shard"
+    with ShardReader(shard) as reader:
+        last = reader.header.entries[-1]
+    dist.barrier()
+    if job.rank == 1:
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    dist.barrier()
+    again = Job(Path(folder), "ddp", seed=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        extra = again.resume()
+    assert extra is not None
+    assert last.name.startswith("own/rank1/")
+    words = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+    return extra["iteration"], extra["rank"], extra["digest"] == again.digest(), words
+
+
+def refused(folder: str) -> list[tuple[str, str]]:
+    """Models and values that cannot be saved."""
+    first = FullyShardedDataParallel(net(0), device_id=torch.device("cpu"))
+    sharded = net(0, buffers=False)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    partly = net(0, buffers=False)
+    fully_shard(partly[0], mesh=init_device_mesh("cpu", (2,)))
+    in_extra = BCPState(sharded, None, "fsdp", lambda: {"w": sharded[0].weight}, folder, timeout_s=TIMEOUT_S)
+    return [
+        attempt(lambda: BCPState(first, None, "fsdp")),
+        attempt(lambda: BCPState(sharded, None, "ddp")),
+        attempt(lambda: BCPState(partly, None, "fsdp2")),
+        attempt(in_extra.save),
+    ]
+
+
+def out_of_step(folder: str) -> tuple[str, str]:
+    job = Job(Path(folder), "ddp")
+    return attempt(job.state.save if dist.get_rank() == 0 else job.state.maybe_resume_from_ckpt)
+
+
+def another_model_on_rank_1(folder: str) -> tuple[tuple[str, str], bool]:
+    Job(Path(folder), "plain").state.save()
+    job = Job(Path(folder), "plain", wide=12 + dist.get_rank(), seed=2)
+    before = job.digest()
+    return attempt(job.state.load), job.digest() == before
+
+
+def in_child(work: Callable[[], Any], answer: Path | None = None) -> int:
+    """Runs it in a forked process; its exit status, negative: the signal."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            result = work()
+            if answer is not None:
+                answer.write_text(json.dumps(result))
+            status = 0
+        except BaseException as error:
+            print(f"process {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            os._exit(status)
+    return child
+
+
+def as_rank(rank: int, ranks: int, store: Path, work: Callable[[], Any]) -> Any:
+    if ranks > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        )
+    return work()
+
+
+def run(ranks: int, scratch: Path, work: Callable[[], Any]) -> tuple[list[int], list[Any]]:
+    """Runs it on forked ranks: exit statuses and answers. When one is killed, so are the others, as an agent does."""
+    scratch.mkdir()
+    answers = [scratch / f"answer{rank}" for rank in range(ranks)]
+    store = scratch / "store"
+    children = [
+        in_child(lambda rank=rank: as_rank(rank, ranks, store, work), answers[rank])  # type: ignore[misc]
+        for rank in range(ranks)
+    ]
+    left, statuses = set(children), {}
+    deadline_s = time.monotonic() + 60
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            left.discard(pid)
+            statuses[pid] = os.waitstatus_to_exitcode(status)
+        if (pid and statuses[pid]) or time.monotonic() > deadline_s:
+            for other in left:
+                os.kill(other, 9)
+        time.sleep(0.002)
+    found = [json.loads(path.read_text()) if path.exists() else None for path in answers]
+    return [statuses[child] for child in children], found
+
+
+def train_and_save(folder: Path, kind: str, sync: bool, killed: tuple[int, int] | None) -> int:
+    """One life: resumes, trains, saves; how many calls its disk got."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    is_mine = killed is not None and killed[0] == rank
+    disk = FaultyDisk(*([kill_at(killed[1])] if killed is not None and is_mine else []))
+    job = Job(folder, kind, disk=disk, seed=11)
+    job.resume()
+    job.train(2)
+    job.state.save(sync=sync)
+    job.state.wait()
+    return len(disk.calls)
+
+
+def look(folder: Path, kind: str) -> list[Any]:
+    """What the next life finds: its iteration, and whether it holds exactly what was saved then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job = Job(folder, kind, seed=12)
+        extra = job.resume()
+    assert extra is not None
+    is_same = extra["digest"] == job.digest()
+    job.train(1)
+    job.state.save()
+    return [extra["iteration"], is_same]
+
+
+def main(ranks: int, kind: str, sync: bool, every: int, scratch: Path) -> None:
+    """Kills one rank at every `every`-th call of a save; prints what the life after each kill finds."""
+    torch.set_num_threads(1)  # a forked child has none of its parent's threads
+    importlib.import_module("torch._dynamo")  # DDP and optimizers do, which takes a second in each child
+    base = scratch / "base"
+    for life in range(2):
+        statuses, calls = run(ranks, scratch / f"life{life}", lambda: train_and_save(base, kind, True, None))
+        assert statuses == [0] * ranks, statuses
+    outcomes = []
+    for rank in range(ranks):
+        for call in range(rank % every, calls[rank] + 1, every):
+            folder = scratch / f"killed{rank}-{call}"
+            shutil.copytree(base, folder)
+            killed = (rank, call)
+            work = lambda folder=folder, killed=killed: train_and_save(folder, kind, sync, killed)  # noqa: E731
+            statuses, _ = run(ranks, scratch / f"trial{rank}-{call}", work)
+            seen, found = run(ranks, scratch / f"look{rank}-{call}", lambda folder=folder: look(folder, kind))  # type: ignore[misc]
+            hidden = [path.name for path in folder.iterdir() if path.name.startswith(".tmp")]
+            shutil.rmtree(folder)
+            outcomes.append({"call": call, "statuses": statuses, "seen": seen, "found": found, "hidden": hidden})
+    print(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "sync", int(sys.argv[4]), Path(sys.argv[5]))

@@ -1,0 +1,124 @@
+"""What one rank writes: its share of what all ranks hold together, and what is its own.
+
+The structure of the shared tree is in the header of rank 0's shard. What is a rank's own (its extra state, its random
+numbers, buffers that nobody keeps equal) is in its shard, the structure of it in the header's `meta`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Header, align, place
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.tree import flatten, tensor_names, unflatten
+from torchelastic.checkpoint.tiered.share import Sharing
+
+KIND = "training state"
+VERSION = 1
+_REPLICATED = ("model/parameters/", "optimizers/")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A shard that is to be written: its header without checksums, and the tensors to copy, in the entries' order."""
+
+    header: Header
+    sources: Sequence[torch.Tensor]
+
+
+class ShardMaker:
+    """Lays out one rank's shard again and again; used on the training thread.
+
+    Args:
+        allow_pickles: see `shards.flatten`.
+    """
+
+    def __init__(self, *, allow_pickles: bool) -> None:
+        self._allow_pickles = allow_pickles
+        self._sharing = Sharing(allow_pickles=allow_pickles)
+
+    def lay_out(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, world_size: int, *, is_replicated: bool
+    ) -> Layout:
+        """The shard of now; copies nothing.
+
+        Args:
+            shared: the tree of `TrainingObjects`.
+            own: what only this rank holds.
+            rank: of the group that saves.
+            world_size: its size.
+            is_replicated: whether all ranks hold the same parameters and optimizer states, so that they are split.
+
+        Raises:
+            TypeError: something in it cannot be saved; names it.
+        """
+
+        def alike(names: Sequence[str]) -> list[str]:
+            return [name for name in names if is_replicated and name.startswith(_REPLICATED)]
+
+        share = self._sharing.take(dict(shared), alike, rank, world_size)
+        flat = flatten({"own": {f"rank{rank}": dict(own)}}, allow_pickles=self._allow_pickles)
+        if parts := [named.name for named in flat.tensors if named.is_shard]:
+            raise TypeError(f"{parts[0]!r} is a part of a tensor (a DTensor): save its full_tensor() or to_local()")
+        end = max((entry.offset_bytes + entry.size_bytes for entry in share.entries), default=0)
+        begin = align(end, ALIGNMENT_BYTES)
+        own_entries = [replace(e, offset_bytes=e.offset_bytes + begin) for e in place(flat.tensors)]
+        devices = {named.name: named.tensor.device.type for named in flat.tensors if named.tensor.device.type != "cpu"}
+        meta = {"kind": KIND, "version": VERSION, "rank": rank, "own": flat.structure, "devices": devices}
+        header = Header(share.structure, (*share.entries, *own_entries), meta)
+        return Layout(header, [*share.sources, *(named.tensor for named in flat.tensors)])
+
+
+def require_kind(shard: ShardReader) -> None:
+    """Raises CheckpointError if a shard is no part of a training state of this version."""
+    kind, version = shard.header.meta.get("kind"), shard.header.meta.get("version")
+    if (kind, version) != (KIND, VERSION):
+        raise CheckpointError(
+            f"{shard.path} is no part of a training state of version {VERSION} (it says {kind!r}, {version!r}): it was "
+            "saved by something else, or by another release; give another ckpt_path"
+        )
+
+
+def read_own(shard: ShardReader, *, allow_pickles: bool) -> dict[str, Any]:
+    """Reads what was the own of the rank that wrote a shard, checked; tensors go back to the kind of their device.
+
+    Raises:
+        CorruptCheckpointError: the shard is damaged.
+        CheckpointError: it holds pickles, and they are not allowed.
+    """
+    structure, devices = shard.header.meta["own"], shard.header.meta["devices"]
+    try:
+        tensors = shard.read(names=tensor_names(structure))
+        for name, device in devices.items():
+            tensors[name] = _moved(tensors[name], device)
+        tree = unflatten(structure, tensors, allow_pickles=allow_pickles, in_place=frozenset(devices))
+        (own,) = tree["own"].values()
+        return dict(own)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{shard.path}: what belongs to its rank makes no sense: {error!r}") from error
+
+
+def placeholders(shard: ShardReader, entries: Mapping[str, tuple[str, tuple[int, ...]]], *, allow_pickles: bool) -> Any:
+    """The shared tree with tensors that have shape and dtype, and one element of memory.
+
+    Args:
+        shard: of rank 0.
+        entries: dtype and shape of each tensor of the checkpoint.
+        allow_pickles: see `shards.unflatten`.
+    """
+    names = tensor_names(shard.header.structure)
+    if missing := sorted(names - entries.keys()):
+        raise CorruptCheckpointError(f"{shard.path} speaks of the tensor {missing[0]!r}, which no shard has")
+    tensors = {name: torch.zeros((), dtype=getattr(torch, entries[name][0])).expand(entries[name][1]) for name in names}
+    return unflatten(shard.header.structure, tensors, allow_pickles=allow_pickles, in_place=names)
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if device == "cuda" and not torch.cuda.is_available():
+        return tensor  # saved with a GPU, resumed without one
+    return tensor.to(device)

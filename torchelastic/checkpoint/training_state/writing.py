@@ -1,0 +1,190 @@
+"""From a copy in memory to a published checkpoint: what each rank does, and what rank 0 does when all are done."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint import collection
+from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord, shard_file_name
+from torchelastic.checkpoint.collection.reading import names_in
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.policy import KeepPolicy
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Header, decode_preamble
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.stage import Stage
+
+log = logging.getLogger(__name__)
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
+
+
+@dataclass
+class Save:
+    """One rank's part of one save.
+
+    Attributes:
+        root: the folder of checkpoints.
+        name: agreed by all ranks.
+        run_id: for the manifest.
+        rank: of this process.
+        world_size: how many ranks save.
+        header: of the shard, without checksums.
+        stage: a copy of the tensors.
+    """
+
+    root: Path
+    name: CheckpointName
+    run_id: str
+    rank: int
+    world_size: int
+    header: Header
+    stage: Stage
+
+
+class Writer:
+    """Writes and publishes; on any thread, one save at a time.
+
+    Args:
+        pool: where the stages are from.
+        disk: what touches files.
+        keep: which checkpoints stay.
+        timeout_s: for how long rank 0 waits for the shards of the others in the background.
+        clock: monotonic seconds.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        disk: Disk,
+        keep: KeepPolicy,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._pool, self._disk, self._keep, self._timeout_s = pool, disk, keep, timeout_s
+        self._clock, self._sleep = clock, sleep
+
+    def begin(self, save: Save) -> None:
+        """Makes the hidden folder; no rank writes before all have done it. Raises: CheckpointError."""
+        collection.begin(save.root, save.name, self._disk)
+
+    def write(self, save: Save) -> ShardRecord:
+        """Writes this rank's shard, onto the disk. Raises: CheckpointError."""
+        # no threads of an executor: there are none any more while the interpreter ends
+        header = save.header.with_checksums(save.stage.checksums(threads=1))
+        save.stage = self._pool.seal(save.stage, header)
+        data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
+        folder = save.root / save.name.staging_name  # not made here: if it is gone, the save was given up
+        return collection.write_shard(folder, save.rank, save.world_size, data, self._disk)
+
+    def publish(self, save: Save, records: list[ShardRecord], fence: Fence) -> None:
+        """On rank 0, when all have written: one rename, then what is not kept goes. Raises: CheckpointError."""
+        manifest = Manifest(save.name, save.run_id, save.world_size, tuple(records), saved_s=time.time())
+        collection.commit(save.root, manifest, fence=fence, disk=self._disk)
+        try:
+            collection.prune(save.root, self._keep, self._disk)
+            for name in names_in(save.root):
+                staged = CheckpointName.find_staged(name)
+                if staged is not None and staged.token == save.name.token and staged < save.name:
+                    collection.abandon(save.root, staged, self._disk)  # of a save of this job that was given up
+        except CheckpointError as error:  # what is saved is saved
+            log.warning("%s is saved, and what is old could not be removed: %s", save.name, error)
+
+    def abandon(self, save: Save) -> None:
+        """Removes what was written; whoever waits for it sees that. Raises nothing."""
+        try:
+            collection.abandon(save.root, save.name, self._disk)
+        except CheckpointError:
+            pass  # only left-overs, which the next job removes; the first error is the one to see
+
+    def finish(self, save: Save, fence: Fence | None) -> None:
+        """In the background: all of it; `fence` on rank 0 only. Raises: CheckpointError, and nothing is left."""
+        try:
+            record = self.write(save)
+            if fence is not None:
+                self.publish(save, [record, *(self._other(save, rank) for rank in range(1, save.world_size))], fence)
+        except BaseException:
+            self.abandon(save)
+            raise
+
+    def _other(self, save: Save, rank: int) -> ShardRecord:
+        """The shard of another rank, as soon as it is there."""
+        folder, file = save.root / save.name.staging_name, shard_file_name(rank, save.world_size)
+        until_s, pause_s = self._clock() + self._timeout_s, _FIRST_LOOK_S
+        while True:
+            record = _record_in(folder / file, rank)
+            if record is not None:
+                return record
+            if not folder.exists():
+                raise CheckpointError(f"{save.name} was given up by another rank, which could not write: see its log")
+            if self._clock() >= until_s:
+                raise CheckpointError(
+                    f"rank {rank} has not written {file} into {folder} within {self._timeout_s:g} s: it is lost or "
+                    "slow, or the ranks do not see the same folder"
+                )
+            self._sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+
+
+def _record_in(path: Path, rank: int) -> ShardRecord | None:
+    """What a shard's file says about itself; None if there is no such file yet."""
+    try:
+        with explained("read a shard", path), path.open("rb") as file:
+            preamble = decode_preamble(file.read(PREAMBLE_BYTES))
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    size_bytes = preamble.data_offset_bytes + preamble.data_bytes
+    if path.stat().st_size < size_bytes:
+        raise CorruptCheckpointError(f"{path} was cut")
+    return ShardRecord(rank, path.name, size_bytes, preamble.header_digest.hex())
+
+
+def record_as_plain(record: ShardRecord) -> dict[str, Any]:
+    """What JSON can hold."""
+    return asdict(record)
+
+
+class Background:
+    """One thread at a time that finishes a save; the interpreter does not end before it has. Used on one thread."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def start(self, job: Callable[[], None], on_failure: Callable[[Exception], None]) -> None:
+        """Runs a job beside the training; the one before must be settled."""
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 - reported; training goes on
+                self._failure = error
+                on_failure(error)
+
+        self._failure = None
+        self._thread = threading.Thread(target=run, name="torchelastic-training-state", daemon=False)
+        self._thread.start()
+
+    def settle(self, timeout_s: float) -> Exception | None:
+        """Waits for the job; returns what it raised, once.
+
+        Raises:
+            CheckpointError: it is not done after that time.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise CheckpointError(f"the save before is not done after {timeout_s:g} s: the disk does not answer")
+        self._thread, failure, self._failure = None, self._failure, None
+        return failure
