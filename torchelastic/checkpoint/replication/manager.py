@@ -43,7 +43,8 @@ _LEAST_TRANSFERS = 16
 _MOST_THREADS = 16
 #: How many ranks of another host are tried for what only one of them has to take.
 _TRIES_PER_HOST = 2
-_WAIT_S = 10.0
+#: Ranks come here from building their models, not all at the same pace; one that has died is noticed at once.
+_WAIT_S = 300.0
 
 
 class ReplicationManager:
@@ -92,7 +93,8 @@ class ReplicationManager:
             host: ranks that give the same name are lost together. None: what the environment says
                 (TORCHELASTIC_FAILURE_DOMAIN), else the machine.
             copies: on how many other hosts each object is to be, with the strategy None; fewer if there are fewer.
-            timeout_s: for how long a rank is waited for, here and in `gather`.
+            timeout_s: for how long a rank is waited for, here and whenever all ranks meet. (How long a transfer may be
+                silent says `retry_config`.)
             process_group: whose ranks belong together; None: the default group, or this process alone without one.
             replica_host: the address to listen on; None: found out.
 
