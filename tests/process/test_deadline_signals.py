@@ -29,7 +29,11 @@ def clocks() -> Clocks:
 
 @pytest.fixture(autouse=True)
 def actions_of_before() -> Iterator[None]:
+    """Each test begins as a new process does, whatever tests of other files have left."""
     before = {number: signal.getsignal(number) for number in (TERM, USR1, INT)}
+    for number in (TERM, USR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(INT, signal.default_int_handler)
     yield
     for number, action in before.items():
         signal.signal(number, action)
