@@ -91,6 +91,20 @@ def test_a_signal_is_a_deadline_after_its_grace(clocks: Clocks, caplog: pytest.L
     notices.close()
 
 
+def test_a_handler_below_that_would_end_the_process_as_by_default_does_not(clocks: Clocks) -> None:
+    """Such as that of a coordinator whose run is over."""
+
+    def by_default(number: int, _: object) -> None:
+        os.kill(os.getpid(), number)
+
+    signal.signal(TERM, by_default)
+    notices = SignalNotices({TERM: 30.0}, clock=clocks.clock)
+    signal.raise_signal(TERM)
+    assert notices.remaining_s(clocks.now_s) == 30.0
+    notices.close()
+    assert signal.getsignal(TERM) is by_default
+
+
 def test_closing_restores_what_was_there_and_keeps_what_was_said(clocks: Clocks) -> None:
     def mine(*_: object) -> None:
         pass

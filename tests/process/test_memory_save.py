@@ -292,13 +292,14 @@ def open_files() -> int:
 def test_two_slots_serve_all_saves(alone: Saving) -> None:
     alone.save(state_of(1), 1)
     alone.save(state_of(2), 2)
+    gc.collect()  # what other tests have left
     slots, files = alone.inodes(), open_files()
     assert len(slots) == 2
     for step in range(3, 23):
         alone.save(state_of(step), step)
         assert alone.inodes() == slots
     gc.collect()
-    assert open_files() == files
+    assert open_files() <= files
     assert is_kept(alone, 22)
 
 

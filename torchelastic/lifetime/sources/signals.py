@@ -199,6 +199,8 @@ class SignalNotices(Notices):
             else:
                 os.kill(os.getpid(), value)
             return
+        if first_s is not None and number in ENDING:
+            return  # the same notice again; or the handler below wants what the system does by default
         if first_s is None or (number in FROM_SCHEDULER and now_s - first_s >= SAME_WITHIN_S):
             self._came_s[number] = now_s
         if callable(previous) and previous not in _ORDINARY:
