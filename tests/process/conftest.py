@@ -1,7 +1,8 @@
-"""Fixtures of the ImageNet example's tests."""
+"""Fixtures of several files."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,3 +26,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder on tmpfs, where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def root(memory_folder: Path) -> Path:
+    """The same, where hosts have their folders side by side."""
+    return memory_folder

@@ -6,7 +6,6 @@ When a rank is killed, the others are left alone until they end by themselves: t
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import signal
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.process.forked_ranks import answer_with
 
 #: How long the others are waited for when a rank was killed or stopped.
 ENDING_S = 40.0
@@ -112,17 +113,7 @@ class Nursery:
 
 def _be_nursery(end: Connection, modules: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    for name in modules:
-        importlib.import_module(name)
-    while True:
-        try:
-            request = end.recv()
-        except EOFError:
-            return
-        try:
-            end.send(_fork(*request))
-        except Exception:
-            end.send(traceback.format_exc())
+    answer_with(end, modules, _fork)
 
 
 def _fork(function: Callable[..., Any], arguments: Any, ranks: int, group_s: float, stop: Stop | None) -> list[Ended]:

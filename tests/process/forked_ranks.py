@@ -80,7 +80,12 @@ def _nursery() -> Connection:
 
 
 def _be_nursery(end: Connection) -> None:
-    for name in PRELOAD:
+    answer_with(end, PRELOAD, _fork)
+
+
+def answer_with(end: Connection, modules: Sequence[str], fork: Callable[..., Any]) -> None:
+    """What a process does that has imported everything and forks the others: it answers until the other end closes."""
+    for name in modules:
         importlib.import_module(name)
     while True:
         try:
@@ -88,7 +93,7 @@ def _be_nursery(end: Connection) -> None:
         except EOFError:
             return
         try:
-            end.send(_fork(*request))
+            end.send(fork(*request))
         except Exception:
             end.send(traceback.format_exc())
 

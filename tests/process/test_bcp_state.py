@@ -418,6 +418,14 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_what_was_before(
     assert not list(folder.glob(".tmp*"))
 
 
+def test_a_save_that_another_rank_gives_up_in_the_middle_of_our_own_write_says_so(crew: Crew, folder: Path) -> None:
+    told, _ = succeeded(crew.run(jobs.given_up_at_each_call, str(folder), ranks=2))
+    assert len(told) == 5
+    for kind, text in told:
+        assert kind == "CheckpointError"
+        assert "was given up by another rank" in text
+
+
 def _full_on_rank_1(folder: str, sync: bool) -> Any:
     return jobs.full_on_rank_1(folder, sync=sync)
 

@@ -7,18 +7,16 @@ import os
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.process.deadline_clocks import PATIENCE_S, Clocks
+from tests.process.sigterm_cases import ENDED_BY_SIGTERM, Rendezvous, exit_code_of
 from torchelastic.lifetime import DeadlineAt
 from torchelastic.lifetime.sources import SignalNotices, SlurmDeadline, close_all, detect
 from torchelastic.p2p.termination import leave_on_sigterm
-from torchelastic.rendezvous.handler import RendezvousHandler
 
-ENDED_BY_SIGTERM = -signal.SIGTERM
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
 
@@ -37,44 +35,6 @@ def actions_of_before() -> Iterator[None]:
     yield
     for number, action in before.items():
         signal.signal(number, action)
-
-
-class Rendezvous(RendezvousHandler):
-    """Only remembers that somebody wanted to leave."""
-
-    def __init__(self) -> None:
-        self.left = threading.Event()
-
-    def next_rendezvous(self):  # type: ignore[no-untyped-def]  # not called
-        raise NotImplementedError
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        raise NotImplementedError
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def can_leave(self) -> bool:
-        return True
-
-    def leave(self) -> None:
-        self.left.set()
-
-
-def exit_code_of(process: Callable[[], None]) -> int:
-    """What a forked process ends with that does this."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            process()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_signal_is_a_deadline_after_its_grace(clocks: Clocks, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import socket
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -41,14 +40,6 @@ THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 def crew() -> Iterator[Crew]:
     with crew_of(2) as made:
         yield made
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A folder on tmpfs, where there is one."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +16,8 @@ from torchelastic.checkpoint.shards import save_tree
 
 
 @pytest.fixture
-def container() -> Iterator[Container]:
-    parent = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=parent if parent.is_dir() else None) as folder:
-        yield Container(Path(folder) / "job-7")
+def container(memory_folder: Path) -> Container:
+    return Container(memory_folder / "job-7")
 
 
 def object_id(container: Container, name: str = "object") -> CheckpointObjectId:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,10 +62,8 @@ def commit(container: Container, step: int, *names: ShardName, settled: bool = T
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
-    parent = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=parent if parent.is_dir() else None) as folder:
-        yield Path(folder) / "job-7"
+def base(memory_folder: Path) -> Path:
+    return memory_folder / "job-7"
 
 
 def files(base: Path) -> list[str]:

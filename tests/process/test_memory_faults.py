@@ -11,7 +11,6 @@ import queue
 import random
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -54,11 +53,8 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    """The folder of a job, on tmpfs where there is one."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
-        yield Path(folder) / "job"
+def root(memory_folder: Path) -> Path:
+    return memory_folder / "job"
 
 
 # --- one kill, one lost host ------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,14 +30,6 @@ WAIT_S = 20
 def crew() -> Iterator[Crew]:
     with crew_of(3) as made:
         yield made
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A folder on tmpfs, where there is one."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 def shard(rank: int, world_size: int, generation: int) -> str:

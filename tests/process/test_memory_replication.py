@@ -44,14 +44,6 @@ def crew() -> Iterator[Crew]:
         yield made
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A folder on tmpfs, where there is one."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
-        yield Path(folder)
-
-
 class Metrics(MetricHandler):
     """The sums of what was published."""
 

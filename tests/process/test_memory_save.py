@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import multiprocessing
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,6 @@ SIZE = 50_000
 def crew() -> Iterator[Crew]:
     with crew_of(3) as made:
         yield made
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A folder on tmpfs, where there is one."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,10 +37,8 @@ def page() -> str:
 
 
 @pytest.fixture
-def memory() -> Iterator[Path]:
-    parent = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=parent if parent.is_dir() else None) as folder:
-        yield Path(folder)
+def memory(memory_folder: Path) -> Path:
+    return memory_folder
 
 
 def run(script: Path, bases: Sequence[Path], long_term: Path) -> list[str]:

@@ -6,56 +6,14 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 import pytest
 
+from tests.process.sigterm_cases import ENDED_BY_SIGTERM, Rendezvous, exit_code_of
 from torchelastic.p2p.termination import leave_on_sigterm
-from torchelastic.rendezvous.handler import RendezvousHandler
 
 PATIENCE_S = 20.0
-ENDED_BY_SIGTERM = -signal.SIGTERM
-
-
-class Rendezvous(RendezvousHandler):
-    """Only remembers that somebody wanted to leave."""
-
-    def __init__(self, *, can_leave: bool) -> None:
-        self.left = threading.Event()
-        self._can_leave = can_leave
-
-    def next_rendezvous(self):  # type: ignore[no-untyped-def]  # not called
-        raise NotImplementedError
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        raise NotImplementedError
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def can_leave(self) -> bool:
-        return self._can_leave
-
-    def leave(self) -> None:
-        self.left.set()
-
-
-def exit_code_of(process: Callable[[], None]) -> int:
-    """What a forked process ends with that does this, and then nothing for long."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            process()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def term(pid: int = 0) -> None:

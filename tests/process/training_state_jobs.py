@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchelastic.checkpoint import BCPState
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.testing.disk_faults import FaultyDisk, full_at, kill_at
+from torchelastic.testing.disk_faults import DiskFault, FaultyDisk, full_at, kill_at
 
 TIMEOUT_S = 20.0
 
@@ -191,6 +191,43 @@ def full_on_rank_1(folder: str, *, sync: bool) -> tuple[tuple[str, str], tuple[s
     assert extra["digest"] == again.digest()
     again.state.save()  # the folder is as good as before
     return at_save, at_wait, extra["iteration"]
+
+
+class AbandonedDisk(FaultyDisk):
+    """Before the call `at`, another rank gives the save up: it removes its folder as `collection.abandon` does."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root, self.at = root, -1
+
+    def _reach(self, name: str, path: Path | None) -> DiskFault | None:
+        if len(self.calls) == self.at:
+            for staged in self._root.glob(".tmp-step-*"):
+                staged.rename(self._root / f"gone-{self.at}")
+        return super()._reach(name, path)
+
+
+def given_up_at_each_call(folder: str) -> list[tuple[str, str]]:
+    """Of rank 0's calls to the disk in a background save; what its `wait` raised for each at which the folder went."""
+    root = Path(folder)
+    disk = AbandonedDisk(root)
+    job = Job(root, "ddp", disk=disk if dist.get_rank() == 0 else REAL_DISK)
+    job.state.save()
+    begin = len(disk.calls)
+    job.state.save()
+    told = []
+    for call in range(1, 6):  # 0 makes the folder; after these it is published
+        dist.barrier()
+        disk.at = len(disk.calls) + call
+        job.state.save(sync=False)
+        kind, text = attempt(job.state.wait)
+        if dist.get_rank() == 0:
+            gone = root / f"gone-{disk.at}"
+            assert gone.exists(), f"nothing was removed at call {call}: {disk.calls[begin:]}"
+            shutil.rmtree(gone)
+            told.append((kind, text))
+    job.state.close()
+    return told
 
 
 def damaged_for_rank_1(folder: str) -> tuple[int, int, bool, list[str]]:

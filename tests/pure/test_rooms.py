@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "torchelastic"
 FLOORS: dict[str, int] = {
     "version": 0,
     "processes": 0,
+    "lazy_names": 0,
     "metrics": 1,
     "rendezvous": 1,
     "data": 1,

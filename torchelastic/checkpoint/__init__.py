@@ -5,8 +5,9 @@ Names are loaded on first use (PEP 562), so that importing this package costs no
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.api import (
@@ -87,12 +88,4 @@ _HOME_OF_NAME = {
     "set_checkpoint_manager": "torchelastic.checkpoint.api",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF_NAME})
+__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

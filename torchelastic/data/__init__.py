@@ -5,8 +5,9 @@ The names are loaded on first use, so that importing this package does not impor
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
@@ -34,9 +35,4 @@ __all__ = [
     "Share",
 ]
 
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -5,8 +5,9 @@ Names are loaded on first use: the agent imports this without torch, a trainer w
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.rendezvous.handler import (
@@ -33,12 +34,4 @@ __all__ = [
     "RendezvousTimeoutException",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF)

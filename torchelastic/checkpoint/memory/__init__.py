@@ -5,8 +5,9 @@ The front door after ML Flashpoint. Names are loaded on first use (PEP 562).
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointId, CheckpointObjectId
@@ -48,12 +49,4 @@ _MODULE_OF_NAME = {
     "job_container": "job",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF_NAME})
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF_NAME)

@@ -44,7 +44,7 @@ def complete(container: Container, commit: Commit, replication: ReplicationManag
         )
 
 
-def newest_generation(container: Container) -> int:
+def generation_in_use(container: Container) -> int:
     """The highest generation of anything on this host, complete or not; -1 if there is nothing."""
     steps = container.steps()
     of_commits = [step.commit.generation for step in steps if step.commit is not None]

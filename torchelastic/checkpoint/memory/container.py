@@ -28,7 +28,7 @@ from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import unflatten
-from torchelastic.checkpoint.shards.writing import HIDDEN, hidden_path, save_tree
+from torchelastic.checkpoint.shards.writing import hidden_path, save_tree
 
 log = logging.getLogger(__name__)
 
@@ -391,8 +391,3 @@ def _is_nobodys(path: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a file of the container is a slot or something unfinished."""
-    return name.startswith(HIDDEN)

@@ -5,8 +5,9 @@ Names are loaded on first use (PEP 562). Nothing here but the strategies and the
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.circle import ReplicationRetryConfig
@@ -135,12 +136,4 @@ __all__ = [
     "survival",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF_NAME})
+__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

@@ -7,8 +7,9 @@ whatever number of ranks reads it (`loading.py`). Names are loaded on first use 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated
@@ -68,12 +69,4 @@ _MODULE_OF_NAME = {
     "unflatten": "tree",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF_NAME})
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF_NAME)

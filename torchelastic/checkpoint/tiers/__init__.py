@@ -5,8 +5,9 @@ Names are loaded on first use (PEP 562).
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry, agree_epoch
@@ -39,12 +40,4 @@ _NAMES_OF_HOME = {
 }
 _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF_NAME})
+__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

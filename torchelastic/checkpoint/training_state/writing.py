@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -112,6 +113,11 @@ class Writer:
             record = self.write(save)
             if fence is not None:
                 self.publish(save, [record, *(self._other(save, rank) for rank in range(1, save.world_size))], fence)
+        except CheckpointError as error:
+            self.abandon(save)
+            if error.errno == errno.ENOENT and save.world_size > 1:
+                raise _given_up(save.name) from error  # in the middle of our own write: the system names nobody
+            raise
         except BaseException:
             self.abandon(save)
             raise
@@ -125,7 +131,7 @@ class Writer:
             if record is not None:
                 return record
             if not folder.exists():
-                raise CheckpointError(f"{save.name} was given up by another rank, which could not write: see its log")
+                raise _given_up(save.name)
             if self._clock() >= until_s:
                 raise CheckpointError(
                     f"rank {rank} has not written {file} into {folder} within {self._timeout_s:g} s: it is lost or "
@@ -133,6 +139,10 @@ class Writer:
                 )
             self._sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
+
+
+def _given_up(name: CheckpointName) -> CheckpointError:
+    return CheckpointError(f"{name} was given up by another rank, which could not write: see its log")
 
 
 def _record_in(path: Path, rank: int) -> ShardRecord | None:
