@@ -6,14 +6,15 @@ READY := $(VENV)/.ready
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 
-.PHONY: help demo test test-all test-nemo soak lint types bench clean
+.PHONY: help demo test test-all test-slurm test-nemo soak lint types bench clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
 	@echo "make test      lint, types and the tests that fit in ten minutes"
 	@echo "make test-all  the slow ring too"
+	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
-	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers"
+	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers, 20 deadlines"
 	@echo "make bench     every benchmark, one JSON line each"
 
 $(READY): pyproject.toml constraints.txt
@@ -46,6 +47,9 @@ test: lint types
 test-all: lint types
 	$(BIN)/python -m pytest
 
+test-slurm: $(READY)
+	$(BIN)/python -m pytest tests/slurm
+
 test-nemo: $(READY_NEMO)
 	$(VENV_NEMO)/bin/python -m pytest tests/nemo
 
@@ -53,6 +57,7 @@ soak: $(READY)
 	$(BIN)/python -m torchelastic.testing.simulation --events 1000000000 --seconds 600 --hosts 8
 	$(BIN)/python -m torchelastic.testing.simulation --members 10000 --nproc 8
 	$(BIN)/python -m benchmarks.storm --faults 200
+	$(BIN)/python -m benchmarks.deadlines --deadlines 20
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead

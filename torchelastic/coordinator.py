@@ -22,6 +22,10 @@ class StopException(Exception):  # noqa: N818 - a name of the public API
     """The run is over for this worker, and that is fine: `train` returns."""
 
 
+class DrainedException(StopException):
+    """This worker was asked to leave the run and has left it; the others go on, if there are enough of them."""
+
+
 class NonRetryableException(Exception):  # noqa: N818 - a name of the public API
     """Trying again cannot help: `train` raises it."""
 
@@ -126,3 +130,22 @@ class Coordinator(ABC):
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group was asked to leave the run, so that a checkpoint may be wanted."""
         return False
+
+    # --- deadlines: only `train(..., lifetime=)` asks for these -------------------------------------------------------
+
+    #: With how few members the run can go on.
+    min_workers: int = 1
+
+    def deadline_is_near(self, own: bool) -> bool:
+        """Called after each committed step: whether the deadline of any rank of the group is near.
+
+        It may be said some steps after that rank has told of it (`own`), but after the same step on all ranks. The
+        default knows no group.
+        """
+        return own
+
+    def leave(self) -> None:  # noqa: B027 - a hook that only some coordinators have
+        """This worker has to go: it is to leave the run at the end of a step, while the others train on."""
+
+    def stop_early(self) -> None:  # noqa: B027 - as above
+        """All members of the group stop after this step, to go on in another start of the run, which is not closed."""

@@ -3,7 +3,7 @@
     until the run is over:
         form a group: rendezvous, process group, checkpoint if nobody has progress, sync
         until the run is over or the group has to change:
-            snapshot -> train step -> commit -> monitor, checkpoint, agree, report
+            snapshot -> train step -> commit -> monitor, deadline, checkpoint, agree, report
 
 A step that fails with a RuntimeError is undone and repeated in a new group; a step that has committed is never undone,
 whatever fails after it. StopIteration from the step ends the run for everybody. Any other exception is the user's: it
@@ -18,15 +18,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchelastic import metrics
 from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
-from torchelastic.coordinator import Coordinator, StopException, is_retryable
+from torchelastic.coordinator import Coordinator, DrainedException, StopException, is_retryable
+from torchelastic.data import waiting
+from torchelastic.ledger.meter import this_worker
 from torchelastic.state import State, call_sync, check_can_roll_back
 from torchelastic.worker_stats import WorkerStats
+
+if TYPE_CHECKING:
+    from torchelastic.lifetime.in_loop import LoopLifetime
+    from torchelastic.lifetime.stopping import Lifetime
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +50,7 @@ def train(
     state: State,
     *,
     checkpoint: CheckpointManager | SavePolicy | None = None,
+    lifetime: Literal["auto"] | Lifetime | None = None,
     max_failures: int | None = None,
 ) -> State:
     """Train until the step raises StopIteration on any rank; every rank calls this, on its main thread.
@@ -55,18 +62,23 @@ def train(
         checkpoint: a manager, which says where checkpoints go (a `TieredCheckpointManager` also says when); or a
             policy, which says when, for the manager that `set_checkpoint_manager` was given. Default: that manager,
             else none are taken. `should_save_checkpoint` of the state and the coordinator count beside a policy.
+        lifetime: "auto", or a `torchelastic.lifetime.Lifetime`: find out when this machine ends, save at the last safe
+            step before that, and stop; or leave, while others go on. Start it on the main thread. None: do not care.
         max_failures: failures in a row, without a committed step, after which to give up; default: `MAX_FAILURES`.
 
     Returns:
         The state at the end of the run.
 
     Raises:
-        NonRetryableException: no group could be had, or nobody holds a state to go on from.
+        StoppedEarly: (of `torchelastic.lifetime`, a SystemExit) stopped before a deadline: start it again.
+        NonRetryableException: no group could be had, nobody holds a state to go on from, or the save before a deadline
+            failed.
         RuntimeError: too many failures in a row; the last one is the cause.
-        TypeError: `state` is no State, or the step returned something else.
+        TypeError: `state` is no State, `lifetime` is none, or the step returned something else.
+        ValueError: an environment variable that should hold a deadline holds something else.
         Exception: whatever else the step or the state raised, unchanged.
     """
-    loop = TrainLoop(coordinator, state, checkpoint, max_failures)
+    loop = TrainLoop(coordinator, state, checkpoint, max_failures, lifetime)
     try:
         for step in loop.steps():
             with step:
@@ -81,6 +93,7 @@ def steps(
     state: State,
     *,
     checkpoint: CheckpointManager | SavePolicy | None = None,
+    lifetime: Literal["auto"] | Lifetime | None = None,
     max_failures: int | None = None,
 ) -> Iterator[Step]:
     """The same loop for people who keep their own; arguments and errors as for `train`.
@@ -93,7 +106,7 @@ def steps(
 
     Leaving the loop (break, or StopIteration inside the block) ends the run for everybody.
     """
-    return TrainLoop(coordinator, state, checkpoint, max_failures).steps()
+    return TrainLoop(coordinator, state, checkpoint, max_failures, lifetime).steps()
 
 
 class TrainLoop:
@@ -105,6 +118,7 @@ class TrainLoop:
         state: State,
         checkpoint: CheckpointManager | SavePolicy | None,
         max_failures: int | None,
+        lifetime: Literal["auto"] | Lifetime | None = None,
     ) -> None:
         if not isinstance(state, State):
             raise TypeError(f"state is a {type(state).__name__}: it must be a torchelastic.State (or a ModelState)")
@@ -112,14 +126,19 @@ class TrainLoop:
         self.state = state
         self.rank = -1
         self._checkpoints = LoopCheckpoints(coordinator, checkpoint)
+        self._lifetime = None if lifetime is None else _loop_lifetime(coordinator, self._checkpoints, lifetime)
         self._max_failures = max_failures
         self._failures = 0
         self._last_error: BaseException | None = None
         self._synced_before = False
+        self.meter = this_worker()
+        self.meter.publish_to_parent()
+        waiting.listener = self.meter.waited_for_data
 
     def steps(self) -> Iterator[Step]:
         """Yield one step after the other until the run is over."""
         step: Step | None = None
+        has_left = False
         began_s = time.time()
         try:
             while not self.coordinator.should_stop_training():
@@ -135,13 +154,19 @@ class TrainLoop:
                 _publish_duration("inner_train_loop", formed_s)
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
+            has_left = isinstance(stop, DrainedException)
         except GeneratorExit:
             if step is not None and step.committed and _is_left_on_purpose(sys._getframe(1)):
                 self.coordinator.signal_training_done()
             raise
         finally:
+            self.meter.over()
             self.finish_saves()
+            if self._lifetime is not None:
+                self._lifetime.close()
         _publish_duration("outer_train_loop", began_s)
+        if self._lifetime is not None and has_left:
+            self._lifetime.has_left()
 
     def finish_saves(self) -> None:
         """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
@@ -151,11 +176,14 @@ class TrainLoop:
 
     def _form_group(self) -> bool:
         """Rendezvous, process group, checkpoint, sync. False: it failed, try again. Raises StopException: no more."""
+        self.meter.gathers()
         snapshot = self.state.snapshot()
         check_can_roll_back(self.state, snapshot)
         try:
             _, self.rank, world_size = self.coordinator.rendezvous_barrier()
             self.coordinator.init_process_group()
+            peers = self.coordinator.peers()
+            self.meter.entered(-1 if peers is None else peers.round_number, self.rank, world_size)
         except StopException:
             if self.coordinator.leaves_last():
                 self._checkpoints.leaves_last(self.state)
@@ -180,13 +208,28 @@ class TrainLoop:
         _publish_duration("state_sync", started_s)
         self._synced_before = True
         self._checkpoints.is_level(self.state)
+        if self._lifetime is not None:
+            self._lifetime.enter_group(self.rank, world_size)
         self.coordinator.state_changed(self.state, synced=True)
+        self._is_level()
+
+    def _is_level(self) -> None:
+        """For the ledger: with which step the group is level, where that is known, and where it came from."""
+        step: object = getattr(self.state, "step", None)
+        known = step if type(step) is int else -1
+        is_afresh = self.coordinator.nobody_has_progress()
+        self.meter.level(known, "peer" if is_afresh is False else "checkpoint" if is_afresh and known > 0 else "")
 
     def _must_leave_group(self, step: Step) -> bool:
         """All that follows a committed step. Whatever fails in here costs a new group at most, never the step."""
         try:
             self.coordinator.monitor_progress(self.state, step.worker_stats)
-            self._checkpoints.after_step(self.state)
+            if self._lifetime is None:
+                self._checkpoints.after_step(self.state)
+            else:
+                self._lifetime.after_step(self.state)
+                self._checkpoints.after_step(self.state, on_trial=self._lifetime.wants_trial())
+                self._lifetime.resumes()
             leave = self.coordinator.should_rendezvous(self.state)
             if not leave:
                 self.coordinator.report_progress(self.state)
@@ -211,6 +254,7 @@ class TrainLoop:
         self.state.commit()
         self._failures = 0
         self._last_error = None
+        self.meter.committed()
         self.coordinator.step_committed()
         self._checkpoints.step_committed()
         return True
@@ -218,6 +262,7 @@ class TrainLoop:
     def undo(self, error: BaseException, snapshot: Any) -> None:
         """Called by the step that has failed: raises what cannot be retried, rolls back otherwise."""
         self._failed(error)
+        self.meter.undone(f"{type(error).__name__}: {error}")
         self.roll_back(snapshot)
 
     def roll_back(self, snapshot: Any) -> None:
@@ -293,15 +338,27 @@ class Step:
             self.committed = self._loop.commit(self._snapshot)
             return False
         if isinstance(error, StopIteration):
+            self._loop.meter.over()
             self._loop.coordinator.signal_training_done()
             return True
         if not isinstance(error, Exception):
+            self._loop.meter.undone(type(error).__name__)
             return False  # Ctrl-C, exit, a generator being closed
         if not is_retryable(error):
             self._loop.coordinator.on_error(error)
+            self._loop.meter.undone(f"{type(error).__name__}: {error}")
             return False
         self._loop.undo(error, self._snapshot)
         return True
+
+
+def _loop_lifetime(
+    coordinator: Coordinator, checkpoints: LoopCheckpoints, given: Literal["auto"] | Lifetime
+) -> LoopLifetime:
+    from torchelastic.lifetime.in_loop import LoopLifetime
+    from torchelastic.lifetime.stopping import lifetime_of
+
+    return LoopLifetime(coordinator, checkpoints, lifetime_of(given))
 
 
 def _is_left_on_purpose(caller: FrameType) -> bool:

@@ -243,6 +243,15 @@ def result_table(outcome: Outcome) -> Table:
     return table
 
 
+def write_page(folder: Path) -> Path | None:
+    """What every second of the run went to, as a page, by the command that a person would type; None: it failed."""
+    page = folder / "report.html"
+    words = ["report", str(folder / "logs"), "--loss", str(folder / "events"), "--output", str(page)]
+    command = [sys.executable, "-m", "torchelastic.launch", *words]
+    done = subprocess.run(command, env=worker_environment(), stdout=subprocess.DEVNULL, check=False)
+    return page if done.returncode == 0 else None
+
+
 def _stop(launcher: subprocess.Popen[bytes]) -> None:
     if launcher.poll() is not None:
         return
@@ -283,7 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"report: {demo.folder / 'report.json'} (beside it the logs and each worker's events)", soft_wrap=True
     )
+    page = write_page(demo.folder)
     complaints = outcome.complaints(wanted_steps=demo.steps)
+    if page is None:
+        complaints.append("no page about where the time went")
+    else:
+        console.print(f"where every second went: [bold]{page.absolute().as_uri()}[/]", soft_wrap=True)
     for complaint in complaints:
         console.print(f"[red]failed:[/] {complaint}; see {demo.folder / 'launcher.log'}", soft_wrap=True)
     return 1 if complaints else 0

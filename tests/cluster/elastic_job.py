@@ -25,6 +25,7 @@ from torchelastic.checkpoint.policy import KeepLast, OnSignal
 from torchelastic.checkpoint.tiered import TieredCheckpointManager
 from torchelastic.checkpoint.tiers import DiskTier, DurableTier, MemoryTier, Tier
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.lifetime import Lifetime, StoppedEarly
 from torchelastic.model import transfer
 from torchelastic.p2p import CoordinatorP2P, agreement
 from torchelastic.p2p.hangs import HangPolicy
@@ -176,6 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiers", nargs="*", default=[], help="KIND=PLACE; {host} is what JOB_HOST says")
     parser.add_argument("--replicas", type=int, default=0)
     parser.add_argument("--policy", choices=["on signal"])
+    parser.add_argument("--lifetime", type=float, help="stop before deadlines, with so many seconds in reserve")
     parser.add_argument("--max-failures", type=int)
     parser.add_argument("--init-method")
     parser.add_argument("--metrics", default="none")
@@ -346,7 +348,14 @@ def main() -> None:
 
     if options.mistake == "forgetful state":
         torchelastic.train(coordinator, train_step, ForgetfulState())
-    torchelastic.train(coordinator, train_step, state, checkpoint=manager, max_failures=options.max_failures)
+    lifetime = None if options.lifetime is None else Lifetime(reserve_s=options.lifetime)
+    try:
+        torchelastic.train(
+            coordinator, train_step, state, checkpoint=manager, lifetime=lifetime, max_failures=options.max_failures
+        )
+    except StoppedEarly as stop:
+        log("stopped", step=stop.step, saved_in=stop.saved_in, others_go_on=stop.others_go_on)
+        raise
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     if coordinator.rank >= 0:  # who only waited has nothing to show
         torch.save(weights, options.out / f"weights-{os.getpid()}.pt")

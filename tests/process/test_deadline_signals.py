@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -280,3 +282,22 @@ def test_what_the_user_names_is_taken_in_any_case() -> None:
     variables = {"TORCHELASTIC_AGENT_SOCKET": "/run/agent", "TORCHELASTIC_DEADLINE_SIGNALS": "SIGTERM=5,SIGINT"}
     assert taken(**variables) == {"SIGTERM": 5.0, "SIGINT": 30.0}
     assert taken(TORCHELASTIC_DEADLINE_SIGNALS="none", SLURM_JOB_ID="42") == {}
+
+
+@pytest.mark.parametrize(("number", "ended"), [("SIGUSR1", 75), ("SIGTERM", -15)])
+def test_a_late_notice_does_not_kill_a_process_that_is_ending(number: str, ended: int) -> None:
+    """The interpreter gives handlers of Python back to the system before it is gone; SIGTERM then ends it as ever."""
+    script = f"""
+import os, signal, sys
+from torchelastic.lifetime.sources import SignalNotices
+class Late:
+    def __del__(self, kill=os.kill, own=os.getpid()):
+        kill(own, signal_number)
+signal_number = int(signal.{number})
+notices = SignalNotices({{signal.SIGUSR1: 60.0, signal.SIGTERM: 30.0}})
+sys.modules["kept to the last"] = kept = Late()
+import builtins; builtins.kept_too = kept
+sys.exit(75)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == ended, done.stderr

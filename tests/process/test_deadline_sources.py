@@ -80,7 +80,7 @@ def test_without_it_squeue_is_asked_in_a_way_that_no_setting_of_the_user_changes
     assert following_s is not None
     assert 54.0 <= following_s <= 66.0
     assert job.remaining_s(clocks.now_s) == 300.0
-    assert squeue.commands == ["squeue --noheader --jobs 42 --format %A %e"]
+    assert squeue.commands == ["squeue --noheader --jobs 42 --format %A %e %T"]
     assert squeue.variables == {"SLURM_TIME_FORMAT": "%s"}
 
 

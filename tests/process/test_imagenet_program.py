@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from examples.imagenet.audit import SampleLedger, group_of_each_step, groups_formed, recovery_s, sample_ledger
-from examples.imagenet.demo import REPOSITORY_ROOT, Demo, Outcome, choose_victim, command_line, half_way
+from examples.imagenet.demo import REPOSITORY_ROOT, Demo, Outcome, choose_victim, command_line, half_way, write_page
 from examples.imagenet.demo import main as run_demo
 from examples.imagenet.evaluation import Accuracy, count_correct, evaluate
 from examples.imagenet.events import Event, EventReader, EventWriter, read_events
@@ -380,6 +380,9 @@ def test_a_worker_killed_half_way_costs_no_image(tmp_path: Path, digits_folder: 
     assert outcome.groups >= 2
     assert outcome.recovery_s is not None
     assert json.loads((demo.folder / "report.json").read_text())["ledger"]["lost"] == 0
+    page = write_page(demo.folder)
+    assert page is not None
+    assert "killed by SIGKILL" in page.read_text()
 
 
 # ------------------------------------------------------------------------------------------ main, alone on a real etcd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
-from torchelastic.lifetime import DeadlineAt, IterManager, RankMissingError, nearest
+from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, IterManager, RankMissingError, nearest
 
 SKEW_S = 0.5
 
@@ -98,6 +99,27 @@ def test_a_deadline_that_only_one_rank_hears_of_stops_all(crew: Crew, tmp_path: 
     assert one == other
     assert len(one[0]) == 1
     assert one[1]
+
+
+def sigterm_to_one_rank(folder: str) -> tuple[list[int], int]:
+    """Each rank looks for its deadlines by itself, and only rank 1 gets the signal."""
+    os.environ["TORCHELASTIC_TERM_GRACE_S"] = "2"
+    try:
+        manager = IterManager(velastic_dir=folder, redundant_time=0, save_ckpt_time=0.05, timeout_s=20.0)
+        saved = train(manager, 20, 0.001)
+        if dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        saved += train(manager, 10_000, 0.001)
+        manager.close()
+        return saved, manager.exit_code
+    finally:
+        del os.environ["TORCHELASTIC_TERM_GRACE_S"]
+
+
+def test_a_signal_to_one_rank_stops_all_in_the_same_iteration(crew: Crew, tmp_path: Path) -> None:
+    one, other = succeeded(crew.run(sigterm_to_one_rank, str(tmp_path), ranks=2))
+    assert one == other
+    assert (len(one[0]), one[1]) == (1, STOPPED_EARLY)
 
 
 def count_on(folder: str) -> list[int]:

@@ -198,3 +198,17 @@ def test_a_state_with_objects_pickles() -> None:
     assert_same(picture(state), picture(copy))
     committed(copy, 1)
     assert copy.extra["tally"].seen == [0, 1, 2]
+
+
+def test_a_scaler_that_is_switched_off_is_loaded_and_undone_too() -> None:
+    module = torch.nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = torchelastic.ModelState(module, torch.optim.SGD(module.parameters(), lr=0.1), extra={"scaler": scaler})
+    state.sync()
+    taken = state.snapshot()
+    state.apply(taken)
+    stream = io.BytesIO()
+    state.save(stream)
+    stream.seek(0)
+    state.load(stream)
+    assert not state.extra["scaler"].is_enabled()

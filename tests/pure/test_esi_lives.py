@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,9 @@ def life(how: How, told: Progress | None = None, exit_code: int = 1) -> Life:
         (ended(REQUEUE_CODE), ALL, How.STOPPED),
         (ended(1), Progress(), How.FAILED),
         (ended(1), ALL, How.FAILED),
+        (ended(1), HALF, How.FAILED),
+        (ended(1), replace(HALF, saved_step=HALF.committed_step), How.STOPPED),
+        (ended(-signal.SIGKILL), replace(HALF, saved_step=HALF.committed_step), How.FAILED),
         (ended(-signal.SIGKILL), Progress(), How.FAILED),
         (ended(-signal.SIGTERM), Progress(), How.FAILED),
         (ended(127), Progress(), How.UNRUNNABLE),

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.lifetime import Deadline, IterManager, nearest, time_limit_s
+from torchelastic.lifetime import STOPPED_EARLY, Alone, Deadline, IterManager, nearest, time_limit_s
 from torchelastic.lifetime.deadline import MLP_VARIABLE
 from torchelastic.lifetime.progress import Screen
 from torchelastic.testing.clock import FakeClock
@@ -49,6 +50,12 @@ class Job:
             if self.manager.should_stop:
                 return
             self.clock.advance(took_s)
+
+
+@pytest.fixture(autouse=True)
+def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managers that look for deadlines do not touch what the process does on signals."""
+    monkeypatch.setenv("TORCHELASTIC_DEADLINE_SIGNALS", "none")
 
 
 @pytest.fixture
@@ -209,7 +216,18 @@ def test_who_goes_on_all_the_same_is_told_once(folder: Path, caplog: pytest.LogC
         answers.append(job.manager.should_save_ckpt())
         job.clock.advance(1.0)
     assert sum(answers) == 1
-    assert caplog.text.count("what is trained now will be lost") == 1
+    said = f"iteration {answers.index(True) + 3} begins after the save before the deadline: what is trained now will"
+    assert caplog.text.count(said) == caplog.text.count("will be lost") == 1
+
+
+def test_one_iteration_more_may_be_the_last_of_a_loop_and_is_not_complained_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(folder, 20.0)
+    job.run(1.0)
+    job.manager.iter()
+    assert job.saved_at
+    assert "will be lost" not in caplog.text
 
 
 def test_the_end_of_the_run_is_no_error_but_going_on_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -221,7 +239,8 @@ def test_the_end_of_the_run_is_no_error_but_going_on_is_told(folder: Path, caplo
     for _ in range(5):
         job.manager.iter()
         job.clock.advance(1.0)
-    assert caplog.text.count("iteration 5 begins, and total_iters is 3") == 1
+    said = "iteration 5 begins, and total_iters is 3: end the loop there, or give the iterations of all lives"
+    assert caplog.text.count(said) == caplog.text.count("total_iters is 3") == 1
     assert job.manager.remaining_time == 0.0
 
 
@@ -313,6 +332,17 @@ def test_cleanup_removes_the_file_and_never_a_checkpoint(folder: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(("total_iters", "stays"), [(500, True), (-1, True), (3, False)])
+def test_cleanup_after_a_stop_keeps_what_the_next_life_needs_unless_the_run_is_over(
+    folder: Path, total_iters: int, stays: bool
+) -> None:
+    job = Job(folder, 20.0, total_iters=total_iters)
+    job.run(1.0)
+    assert job.manager.should_stop
+    job.manager.cleanup()
+    assert (folder / "manager_state.json").exists() is stays
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_on_request_and_a_warning_at_the_deadline(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -363,13 +393,199 @@ def test_the_loop_of_the_seed_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.
     assert iter_mngr.avg_iter_time <= iter_mngr.max_iter_time
 
 
+def test_the_exit_code_asks_for_another_life_if_it_was_told_to_stop(folder: Path) -> None:
+    job = Job(folder, 20.0)
+    assert job.manager.exit_code == 0
+    job.run(1.0)
+    assert job.manager.exit_code == STOPPED_EARLY == 75
+    job.manager.close()
+    assert job.manager.exit_code == STOPPED_EARLY
+
+
+def test_of_a_deadline_that_is_given_nothing_is_closed(folder: Path) -> None:
+    class Closable(Moving):
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    deadline = Closable()
+    manager = IterManager(velastic_dir=folder, deadline=deadline)
+    manager.close()
+    manager.close()
+    assert not deadline.is_closed
+
+
+def test_who_goes_on_after_close_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(folder, 100.0)
+    job.run(1.0, steps=3)
+    job.manager.close()
+    assert "close()" not in caplog.text
+    job.run(1.0, steps=5)
+    assert caplog.text.count("iteration 4 begins after close(): no deadline is heard of any more") == 1
+    assert caplog.text.count("after close()") == 1
+
+
+# what whoever has started the job is told
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "progress.json"
+    monkeypatch.setenv("TORCHELASTIC_PROGRESS_FILE", str(path))
+    return path
+
+
+def test_it_tells_what_was_done_now_and_then(folder: Path, told: Path) -> None:
+    job = Job(folder, None, total_iters=500)
+    job.manager.iter()
+    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 0}
+    job.run(0.01, steps=200)
+    document = json.loads(told.read_text())
+    assert 200 - 2 * 50 <= document["committed_step"] <= 200, "about every half second"
+    assert document == {"resumed_step": 0, "committed_step": document["committed_step"]}
+    assert [path.name for path in told.parent.iterdir()] == [told.name], "nothing half written is left"
+
+
+def test_it_tells_a_save_and_that_it_is_not_the_end(folder: Path, told: Path) -> None:
+    job = Job(folder, 20.0, total_iters=500)
+    job.run(1.0)
+    (at,) = job.saved_at
+    expected = {"resumed_step": 0, "committed_step": at - 1, "saved_step": at - 1, "total_steps": 500}
+    assert json.loads(told.read_text()) == expected
+    job.manager.close()
+    assert json.loads(told.read_text()) == expected
+    second = Job(folder, None, total_iters=500)
+    second.run(0.7, steps=3)
+    assert json.loads(told.read_text()) == {"resumed_step": at - 1, "committed_step": at + 1}
+
+
+def test_who_reads_while_it_is_told_has_the_word_before_whole(folder: Path, told: Path) -> None:
+    job = Job(folder, None)
+    job.run(1.0, steps=2)
+    with told.open() as reader:
+        job.run(1.0, steps=2)
+        assert json.loads(reader.read())["committed_step"] == 1
+    assert json.loads(told.read_text())["committed_step"] == 3
+
+
+def test_a_save_that_fails_is_not_told(folder: Path, told: Path) -> None:
+    job = Job(folder, None)
+    job.run(1.0, steps=3)
+    with pytest.raises(OSError, match="full"), job.manager.saving():
+        raise OSError("full")
+    job.run(1.0, steps=3)
+    assert "saved_step" not in json.loads(told.read_text())
+
+
+def test_a_save_in_the_background_holds_what_was_trained_when_it_was_asked_for(folder: Path, told: Path) -> None:
+    job = Job(folder, 20.0)
+    while not job.manager.should_save_ckpt():
+        job.clock.advance(1.0)
+        job.manager.iter()
+    asked = job.manager.iter_count - 1
+    assert "saved_step" not in json.loads(told.read_text()), "it is not durable yet"
+    job.manager.save_took(1.0)
+    assert json.loads(told.read_text())["saved_step"] == asked
+
+
+@pytest.mark.parametrize(("steps", "done"), [(10, 10), (9, 8)])
+def test_at_the_end_of_a_loop_it_tells_whether_that_was_all(folder: Path, told: Path, steps: int, done: int) -> None:
+    """There is no `iter()` after the last iteration; in another one the loop may have been left in the middle."""
+    job = Job(folder, None, total_iters=10)
+    job.run(1.0, steps=steps)
+    assert "total_steps" not in json.loads(told.read_text()), "an exit with 0 would be the word of the script"
+    job.manager.close()
+    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": done, "total_steps": 10}
+
+
+def test_who_says_that_the_run_is_over_is_believed(folder: Path, told: Path) -> None:
+    """It has converged, for example."""
+    job = Job(folder, None, total_iters=10)
+    job.run(1.0, steps=5)
+    job.manager.close()
+    job.manager.cleanup()
+    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 4}
+
+
+def test_who_was_told_to_stop_cannot_say_that_the_run_is_over(folder: Path, told: Path) -> None:
+    job = Job(folder, 20.0, total_iters=500)
+    job.run(1.0)
+    job.manager.cleanup()
+    assert json.loads(told.read_text())["total_steps"] == 500
+
+
+def test_a_loop_that_ends_by_its_own_count_is_complete(folder: Path, told: Path) -> None:
+    """nanoGPT begins one iteration more than there are."""
+    job = Job(folder, None, total_iters=10)
+    job.run(1.0, steps=11)
+    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 10, "total_steps": 10}
+
+
+def test_without_the_variable_nothing_is_written(folder: Path, tmp_path: Path) -> None:
+    job = Job(folder, None)
+    job.run(1.0, steps=10)
+    job.manager.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_progress_file_that_cannot_be_written_is_a_warning_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_PROGRESS_FILE", str(tmp_path / "nowhere" / "progress"))
+    job = Job(folder, 20.0)
+    job.run(1.0)
+    assert len(job.saved_at) == 1
+    assert caplog.text.count("the progress of this job is not told: TORCHELASTIC_PROGRESS_FILE=") == 1
+
+
+def test_only_the_first_rank_tells(folder: Path, told: Path) -> None:
+    class Second(Alone):
+        is_first, world_size = False, 2
+
+    job = Job(folder, 20.0, agree=Second())
+    job.run(1.0)
+    job.manager.close()
+    assert job.saved_at
+    assert not told.exists()
+
+
+# the deadlines of the process
+
+
 def test_the_variables_are_looked_for_without_being_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MLP_VARIABLE, "99999999999")
     manager = IterManager(velastic_dir=folder)
     assert MLP_VARIABLE in manager.summary().deadline
+    manager.close()
     monkeypatch.setenv(MLP_VARIABLE, "soon")
     with pytest.raises(ValueError, match=MLP_VARIABLE):
         IterManager(velastic_dir=folder)
+
+
+def test_a_date_in_the_past_is_no_deadline_and_it_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(MLP_VARIABLE, "1600000000")
+    manager = IterManager(velastic_dir=folder)
+    for _ in range(3):
+        manager.iter()
+    assert not manager.should_stop
+    assert f"{MLP_VARIABLE}=1600000000 is" in caplog.text
+    assert "in the past: ignored" in caplog.text
+    manager.close()
+
+
+def test_a_save_slower_than_the_time_left_is_made_to_the_tier_below_and_it_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(folder, 8.0, tiers=("durable", "memory"))
+    job.manager.save_took(20.0, "durable")
+    job.manager.save_took(2.0, "memory")
+    job.run(1.0)
+    assert "too late for 'durable', which takes at most 30 s" in caplog.text
+    assert job.manager.given_up_s is not None
+    assert job.manager.given_up_s >= 0.0
 
 
 @pytest.mark.parametrize(
@@ -387,6 +603,14 @@ def test_the_variables_are_looked_for_without_being_asked(folder: Path, monkeypa
 def test_an_argument_out_of_its_range_is_named(folder: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         IterManager(velastic_dir=folder, **options)
+
+
+def test_a_wrong_argument_leaves_no_source_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_DEADLINE_SIGNALS")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="confidence"):
+        IterManager(velastic_dir=folder, confidence=2.0)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_is_no_deadline_is_refused(folder: Path) -> None:

@@ -24,18 +24,23 @@ FLOORS: dict[str, int] = {
     "coordinator": 2,
     "worker_stats": 2,
     "checkpoint": 2,
+    "ledger": 3,
     "lifetime": 3,
     "state": 3,
+    "status": 4,
     "model_state": 4,
     "train_loop": 4,
     "p2p": 4,
     "adapters": 5,
-    "agent": 5,
-    "launch": 6,
-    "testing": 7,
-    "__init__": 8,
+    "page": 5,
+    "report": 5,
+    "agent": 6,
+    "doctor": 7,
+    "launch": 8,
+    "testing": 9,
+    "__init__": 10,
 }
-NEVER_TORCH = ("agent", "launch", "processes", "metrics")
+NEVER_TORCH = ("agent", "launch", "processes", "metrics", "ledger", "status", "page", "report")
 
 #: Names that are longer than the budget, each with its reason.
 LARGER: dict[str, str] = {}

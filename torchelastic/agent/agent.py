@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchelastic.agent import passing_on
+from torchelastic.agent.bookkeeping import Bookkeeping
 from torchelastic.agent.connections import Connection, Connections
+from torchelastic.agent.exposing import Exposing
 from torchelastic.agent.membership import Membership
+from torchelastic.agent.showing import Showing
 from torchelastic.agent.supervisor import Supervisor, Worker, process_end
-from torchelastic.metrics.exposition import MetricsRegistry
+from torchelastic.agent.telling import Telling
+from torchelastic.ledger.meter import LEDGER_VARIABLE
+from torchelastic.lifetime.requeue import STOPPED_EARLY
+from torchelastic.page.listening import PageOptions
 from torchelastic.processes import boot_time_s
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import Keys, Round, RoundState
@@ -40,14 +47,20 @@ class AgentOptions:
         socket_path: where its workers connect.
         owner_pid: of a private agent: the process that it serves and ends with.
         metrics_address: (host, port) to serve Prometheus metrics at; port 0 takes any free one; None: not served.
+        push_gateway: URL of a Prometheus push gateway to push them to; None: not pushed.
         term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM to this agent.
+        ledger_dir: where the ledger of this host is written, see docs/ledger.md; None: it is kept in memory only.
+        page: the live page, see docs/observing.md; None: not served.
     """
 
     url: RendezvousUrl
     socket_path: Path
     owner_pid: int | None = None
     metrics_address: tuple[str, int] | None = None
+    push_gateway: str | None = None
     term_grace_s: float = 30.0
+    ledger_dir: Path | None = None
+    page: PageOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -77,12 +90,12 @@ class Agent:
         self._options = options
         self._store = store
         self._make_supervisor = make_supervisor
-        self._metrics = MetricsRegistry()
-        self._stop_metrics: Callable[[], None] | None = None
+        self._exposing = Exposing(options.url.run_id, socket.gethostname())
+        self._books: Bookkeeping | None = None
+        self._showing: Showing | None = None
         self._stop_signal: int | None = None
         self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
-        self.metrics_port: int | None = None
 
     async def run(self) -> Outcome:
         """Do everything; the event loop must run in the main thread."""
@@ -96,16 +109,25 @@ class Agent:
         if self.connections.run_was_closed and self._make_supervisor is not None:
             return Outcome(1, _closed_already(self._options.url))
         self.connections.open()
-        self._start_metrics()
+        self._exposing.start(self._options.metrics_address, self._options.push_gateway)
+        self._telling.start()
+        if self._showing is not None:
+            self._showing.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        for number in passing_on.SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
         finally:
+            if self._showing is not None:
+                await self._showing.stop()
+            self._telling.stop()
             await self.connections.stop()
             await self.membership.stop()
-            if self._stop_metrics is not None:
-                self._stop_metrics()
+            if self._books is not None:
+                await self._books.stop()
+            await self._exposing.stop()
 
     async def _refuse(self, message: str) -> Outcome:
         """Nothing can be done: say so to the owner, if that is who waits, or to the person at the terminal."""
@@ -134,6 +156,7 @@ class Agent:
             on_join=self._on_join,
             on_leave=self._on_leave,
             on_metrics=self._on_metrics,
+            on_gone=self._on_gone,
         )
         self.membership = Membership(
             self._store,
@@ -149,31 +172,62 @@ class Agent:
         self.supervisor = (
             None if self._make_supervisor is None else self._make_supervisor(self._may_restart, self._on_worker_exit)
         )
+        if self.supervisor is not None:
+            self._books = self._open_books(self.supervisor, host, incarnation)
+        self._telling = Telling(
+            self._store, Keys(url.root), host=host, incarnation=incarnation,
+            membership=self.membership, books=self._books,
+        )  # fmt: skip
+        page = self._options.page
+        if page is not None and self.supervisor is not None:
+            self._telling.address = page.url
+            self._showing = Showing(
+                page, self._store, url, host=host, status=self._telling.status, events=self._telling.view.lines,
+                supervisor=self.supervisor,
+            )  # fmt: skip
 
-    def _start_metrics(self) -> None:
-        address = self._options.metrics_address
-        if address is not None:
-            self.metrics_port, self._stop_metrics = self._metrics.start_endpoint(*address)
-            log.info("metrics at http://%s:%d/metrics", address[0], self.metrics_port)
+    def _open_books(self, supervisor: Supervisor, host: str, incarnation: str) -> Bookkeeping:
+        books = Bookkeeping(
+            self._options.socket_path,
+            run_id=self._options.url.run_id,
+            host=host,
+            incarnation=incarnation,
+            folder=self._options.ledger_dir,
+            configured_workers=self._options.url.max_workers,
+            workers=lambda: supervisor.workers,
+            sees_store=lambda: self.membership.sees_store,
+        )
+        self._exposing.add_ledger(books.latest)
+        return books
 
     # --- what happens -----------------------------------------------------------------------------
 
     def _on_round(self, round_: Round) -> None:
         self.connections.tell_round(round_)
-        self._record("torchelastic", "rendezvous.round", round_.number)
-        self._record("torchelastic", "rendezvous.world_size", len(round_.roster))
+        self._telling.view.heard_of(round_)
+        self._exposing.record("torchelastic", "rendezvous.round", round_.number)
+        self._exposing.record("torchelastic", "rendezvous.world_size", len(round_.roster))
         for member_id in round_.evicted if self.supervisor is not None else ():
             pid = self.connections.evict(member_id)
             if pid is not None and self.supervisor is not None:
                 self.supervisor.end_hung(pid)
 
     def _on_contact(self, sent_s: float) -> None:
+        if self._books is not None:
+            self._books.heard_of_store(sent_s)
         self.connections.tell_contact(Contact.at(sent_s, self._options.url.orphan_timeout_s))
 
-    def _on_worker_exit(self, _worker: Worker, pid: int) -> None:
+    def _on_gone(self, pid: int) -> None:
+        if self._books is not None:
+            self._books.died(pid)
+
+    def _on_worker_exit(self, worker: Worker, pid: int) -> None:
         self.connections.process_gone(pid)
+        if self._books is not None:
+            self._books.ended(worker, pid)
+        self._telling.view.ended(worker.local_rank)
         if self.supervisor is not None:
-            self._record("torchelastic", "agent.worker_restarts", self.supervisor.total_restarts)
+            self._exposing.record("torchelastic", "agent.worker_restarts", self.supervisor.total_restarts)
 
     def _may_restart(self, pid: int) -> bool:
         """A script that fails before it ever asks for a group fails the next time too.
@@ -184,15 +238,12 @@ class Agent:
 
     def _on_metrics(self, local_rank: int | None, items: list[Any]) -> None:
         for group, name, value, *_ in items:
-            self._record(group, name, value, local_rank)
-
-    def _record(self, group: str, name: str, value: float, local_rank: int | None = None) -> None:
-        try:
-            self._metrics.record(local_rank, group, name, value)
-        except ValueError as error:
-            log.warning("a metric was refused: %s", error)
+            self._exposing.record(group, name, value, local_rank)
+        self._telling.view.published(local_rank, items)
 
     def _on_leave(self, pid: int) -> None:
+        if self._books is not None:
+            self._books.leaves(pid)
         if self.supervisor is not None:
             self.supervisor.let_leave(pid)
 
@@ -201,6 +252,10 @@ class Agent:
         is_first_term = number == signal.SIGTERM and self._stop_signal is None
         self._stop_signal = number
         (self._draining if is_first_term else self._interrupted).set()
+
+    def _on_notice(self, number: signal.Signals) -> None:
+        workers = [] if self.supervisor is None else self.supervisor.workers
+        passing_on.pass_on(number, [worker.process.pid for worker in workers if worker.process is not None])
 
     def _on_join(self, connection: Connection) -> None:
         """A worker waits for a group: look at it again when its time is over."""
@@ -248,6 +303,8 @@ class Agent:
         """Run this host's workers to the end of the run, or of their strength."""
         assert self.supervisor is not None
         self.supervisor.start()
+        if self._books is not None:
+            self._books.start()
         await _first_of(self.supervisor.all_over.wait(), self._draining.wait(), self._interrupted.wait())
         if self._draining.is_set():
             await self._drain()
@@ -256,9 +313,11 @@ class Agent:
             await self._leave_in_order()
             return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
         await self._leave_in_order()
-        everybody_fine = all(worker.exit_code == 0 for worker in self.supervisor.workers)
-        if self.membership.round.is_over or everybody_fine:
+        codes = {worker.exit_code for worker in self.supervisor.workers}
+        if self.membership.round.is_over or codes == {0}:
             return Outcome(0)
+        if codes <= {0, STOPPED_EARLY}:
+            return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
         return Outcome(1, self.supervisor.failure_report())
 
     async def _drain(self) -> None:
@@ -324,6 +383,7 @@ def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": options.url.run_id,
         "LOCAL_WORLD_SIZE": str(nproc),
         "PYTHONUNBUFFERED": "1",
+        LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
         # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }

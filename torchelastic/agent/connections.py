@@ -70,6 +70,7 @@ class Connections:
         on_join: called with a worker that has begun to wait for a group.
         on_leave: called with the process of a worker that is to leave the run, however it then ends.
         on_metrics: called with (local rank, the message's items).
+        on_gone: called with a process that is known to be dead, as soon as that is known; maybe more than once.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Connections:
         on_join: Callable[[Connection], None],
         on_leave: Callable[[int], None],
         on_metrics: Callable[[int | None, list[Any]], None],
+        on_gone: Callable[[int], None] = lambda _pid: None,
     ) -> None:
         self.by_member: dict[str, Connection] = {}
         self.round: Round | None = None
@@ -95,7 +97,7 @@ class Connections:
         self._path, self._host, self._address, self._incarnation = socket_path, host, address, incarnation
         self._clock, self._declare, self._withdraw = clock, declare, withdraw
         self._until_written, self._on_join, self._on_leave = until_written, on_join, on_leave
-        self._on_metrics = on_metrics
+        self._on_metrics, self._on_gone = on_metrics, on_gone
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
@@ -176,6 +178,7 @@ class Connections:
 
     def process_gone(self, pid: int) -> None:
         """A worker's process has ended: whatever it was, it is no member any more, unless it had finished."""
+        self._on_gone(pid)
         for connection in [c for c in self.by_member.values() if c.pid == pid]:
             self._drop(connection)
 
@@ -266,6 +269,8 @@ class Connections:
             self._join(connection, message)
         elif op == "leave":
             self.leave(connection.member.member_id)
+        elif op == "stop":
+            self._stop(connection)
         elif op == "done":
             connection.waiting_since_s = None
             connection.member = finishes(connection.member, self.round, int(message["step"]))
@@ -290,6 +295,12 @@ class Connections:
         if not self._let_go(connection):
             self._declare(connection.member)
             self._on_join(connection)
+
+    def _stop(self, connection: Connection) -> None:
+        """Its group stops before a deadline: it is not started again, and who waits here for a place does not stay."""
+        self._on_leave(connection.pid)
+        for member_id in [name for name, other in self.by_member.items() if other.waiting_since_s is not None]:
+            self.leave(member_id)
 
     def _is_in_a_group(self, connection: Connection) -> bool:
         round_ = self.round

@@ -126,6 +126,16 @@ class Membership:
         """Whether this agent decides for the run."""
         return self._host.leads
 
+    @property
+    def sees_store(self) -> bool:
+        """Whether the store answers, as far as is known."""
+        return self._host.in_reach
+
+    @property
+    def lease(self) -> int:
+        """The lease of what this host writes; 0: it has no session with the store at the moment."""
+        return self._host.lease
+
     async def until_closed(self) -> None:
         """Wait until the run is closed."""
         async with self._written:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.main_thread import signal_main_thread
 
@@ -44,7 +45,8 @@ class Worker:
         process: the present one, None between two.
         exit_code: of the last one that ended, as subprocess has it (negative: a signal).
         gave_up: it has failed and will not be started again.
-        leaves: it was asked to leave the run: however it ends, it has not failed and will not be started again.
+        leaves: it was asked to leave the run, or stopped before a deadline: however it ends, it has not failed and will
+            not be started again.
         tail: the last lines of its standard error.
     """
 
@@ -186,6 +188,7 @@ class Supervisor:
         worker.process = None
         self._on_exit(worker, process.pid)
         worker.exit_code = process.wait()
+        worker.leaves = worker.leaves or worker.exit_code == STOPPED_EARLY
         _signal_group_id(process.pid, signal.SIGKILL)  # its data loaders, if it left any
         await asyncio.wait(readers, timeout=1.0)
         if file is not None:

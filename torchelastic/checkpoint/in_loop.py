@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint import api
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from torchelastic.state import State
 
 log = logging.getLogger(__name__)
+
+#: What the place is called to which a manager without tiers saves.
+ONLY_TIER = "durable"
+#: What was restored is durable somewhere.
+_RESTORED = ""
 
 _NOT_ASKED = SaveDecision(False, "rank 0 decides")
 
@@ -62,6 +68,34 @@ class LoopCheckpoints:
         self._peers: Peers = Alone()
         self._rank = -1
         self._step = 0
+        self._durable: dict[str, int] = {}  # the newest step, by tier
+        self._tried_step = -1
+        self._was_loaded = False
+        self._has_ended = False
+
+    @property
+    def step(self) -> int:
+        """Committed steps of the run, as far as it is known here."""
+        return self._step
+
+    @property
+    def saved_step(self) -> int | None:
+        """The newest step that is durable somewhere, as far as this rank knows; None: none."""
+        return max(self._durable.values(), default=None)
+
+    @property
+    def save_times_s(self) -> Mapping[str, tuple[float, ...]]:
+        """How long the newest saves took until they were durable, by tier, the most durable one first.
+
+        A manager of 0.1 has one tier; without a manager there is none.
+        """
+        manager, costs = self.manager, self._schedule.costs
+        if manager is None:
+            return {}
+        known = {tier.name: costs.of(tier.name) for tier in reversed(getattr(manager, "tiers", ()))}
+        if not known:
+            known[ONLY_TIER] = max(costs.tiers.values(), key=lambda cost: cost.durable_s, default=None)
+        return {name: () if cost is None else cost.recent_durable_s for name, cost in known.items()}
 
     @property
     def manager(self) -> CheckpointManager | None:
@@ -89,6 +123,7 @@ class LoopCheckpoints:
             loaded = api.load_latest(manager, state)
             if loaded is not None:
                 self._schedule.began(self._step)
+                self._was_loaded = True
             log.info("checkpoint %s loaded", loaded) if loaded else log.info("no checkpoint yet: starting afresh")
 
     def _enter_with_all(
@@ -103,7 +138,7 @@ class LoopCheckpoints:
         if is_wanted or (is_wanted is None and not source_was_level):
             restored = manager.restore(state, self._peers)
             if restored is not None:
-                self._step = restored
+                self._step = self._durable[_RESTORED] = restored
                 self._schedule.began(restored)
 
     def is_level(self, state: State) -> None:
@@ -111,6 +146,9 @@ class LoopCheckpoints:
         step = getattr(state, "step", None)
         if type(step) is int and step >= 0:
             self._step = step
+        if self._was_loaded:
+            self._durable[_RESTORED] = self._step
+            self._was_loaded = False
         self._schedule.enter_group(self._step)
 
     def failed(self) -> None:
@@ -124,25 +162,58 @@ class LoopCheckpoints:
         self._step += 1
         self._schedule.step_ended()
 
-    def after_step(self, state: State) -> None:
-        """Save if it is due; every rank calls it after the same committed step."""
+    def after_step(self, state: State, *, on_trial: bool = False) -> None:
+        """Save if it is due; every rank calls it after the same committed step.
+
+        Args:
+            state: to save.
+            on_trial: save to every tier in any case, so that it is known how long that takes; what rank 0 says counts.
+        """
         manager = self.manager
         if manager is None:
             return
         wanted = self._coordinator.should_save_checkpoint() or state.should_save_checkpoint(self._rank)
         leaves = self._coordinator.somebody_leaves()
         decision = self._decide(manager, wanted=wanted, leaves=leaves) if self._rank == 0 else _NOT_ASKED
+        if on_trial and self._rank == 0:
+            decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
             log.info("saving step %d: %s", self._step, decision.because)
         if isinstance(manager, ElasticCheckpointManager):
             self._coordinator.save_together(
                 decision.save,
                 self._rank,
-                lambda: self._save_share(manager, state, self._peers, leaves),
+                lambda: self._save_share(manager, state, self._peers, leaves or on_trial),
                 everywhere=True,
             )
         else:
             self._coordinator.save_together(decision.save, self._rank, lambda: self._save_whole(manager, state))
+
+    def save_last(self, state: State, patience_s: float) -> tuple[str, ...]:
+        """Save the step that was committed last, to every tier, and wait; every rank calls it after that step.
+
+        Does nothing if rank 0 finds that it is durable everywhere, or somewhere after it was tried before.
+
+        Args:
+            state: to save.
+            patience_s: how long to wait until an elastic manager's save is durable.
+
+        Returns:
+            The tiers in which it is durable. On other ranks than 0 a manager of 0.1 does not know it.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        manager = self.manager
+        saved_in, tried_before = self._saved_in(), self._tried_step == self._step
+        is_due = not saved_in if tried_before else not set(self.save_times_s) <= set(saved_in)
+        self._tried_step = self._step
+        if isinstance(manager, ElasticCheckpointManager):
+            save = partial(self._save_share_and_wait, manager, state, patience_s)
+            self._coordinator.save_together(is_due, self._rank, save, everywhere=True)
+        elif manager is not None:
+            self._coordinator.save_together(is_due, self._rank, lambda: self._save_whole(manager, state))
+        return self._saved_in()
 
     def leaves_last(self, state: State) -> None:
         """This worker leaves a run that cannot go on, with the best state there is: it saves alone."""
@@ -154,8 +225,12 @@ class LoopCheckpoints:
 
     def close(self) -> None:
         """The run is over for this worker: wait, for a bounded time, until its last save is done."""
-        if isinstance(self.manager, ElasticCheckpointManager):
+        if isinstance(self.manager, ElasticCheckpointManager) and not self._has_ended:
             self.manager.end_run()
+
+    def gives_up(self) -> None:
+        """The time is over: `close` waits for nothing any more."""
+        self._has_ended = True
 
     def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:
         tiered = manager if isinstance(manager, ElasticCheckpointManager) else None
@@ -167,10 +242,15 @@ class LoopCheckpoints:
             stop_requested=leaves,
         )
 
+    def _save_share_and_wait(self, manager: ElasticCheckpointManager, state: State, patience_s: float) -> None:
+        self._save_share(manager, state, self._peers, True)
+        if manager.wait(patience_s):
+            manager.end_run()  # rank 0, which has the notes of all, waits until they were read
+
     def _save_share(self, manager: ElasticCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
         self._schedule.began(self._step)
         try:
-            manager.save_step(state, self._step, peers, everywhere=leaves, observe=self._schedule.saved)
+            manager.save_step(state, self._step, peers, everywhere=leaves, observe=partial(self._saved, self._step))
         except (OSError, RuntimeError):
             log.exception(
                 "could not save step %d; training goes on, the checkpoint before stays the latest", self._step
@@ -187,6 +267,15 @@ class LoopCheckpoints:
             log.exception("could not save a checkpoint; training goes on, the one before stays the latest")
         else:
             took_s = self._clock() - began_s
-            self._schedule.saved("durable", stall_s=took_s, durable_s=took_s)
+            self._saved(self._step, ONLY_TIER, stall_s=took_s, durable_s=took_s)
             publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * took_s)
         self._schedule.resumes()
+
+    def _saved_in(self) -> tuple[str, ...]:
+        """The tiers in which the step that was committed last is durable, as far as this rank knows."""
+        return tuple(tier for tier, step in tuple(self._durable.items()) if step == self._step and tier != _RESTORED)
+
+    def _saved(self, step: int, tier: str, *, stall_s: float, durable_s: float) -> None:
+        """A step is durable in a tier; from any thread."""
+        self._durable[tier] = step
+        self._schedule.saved(tier, stall_s=stall_s, durable_s=durable_s)

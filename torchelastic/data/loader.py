@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from torchelastic.data import waiting
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.order import mixed_seed
 
@@ -93,7 +95,10 @@ class ElasticLoader(Iterator[Any]):
             if self._running is None or self._running_for != self._place():
                 self._start()
             assert self._running is not None
+            began_ns = time.monotonic_ns()
             batch = next(self._running)
+            if waiting.listener is not None:
+                waiting.listener(time.monotonic_ns() - began_ns)
         except BaseException as error:
             # A worker may be gone, or be in the middle of another batch: begin again with a fresh set.
             self.close()

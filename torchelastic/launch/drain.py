@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from urllib.parse import urlencode
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
-
-from torchelastic.agent.etcd_connection import connect
-from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
+from torchelastic.launch.options import UsageError, add
+from torchelastic.launch.run_address import add_run, opened
 from torchelastic.rendezvous.office import read_members
 from torchelastic.rendezvous.records import Keys, Member, RecordError, RoundState, decode_round
-from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError, StoreUnavailableError
-from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
+from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 
 EXAMPLES = """examples:
   torchelastic drain --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --host node-3
@@ -40,14 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add(
-        parser,
-        "rdzv-endpoint",
-        metavar="HOST:PORT[,..]",
-        required=True,
-        help="the etcd where the hosts of the run meet",
-    )
-    add(parser, "rdzv-id", metavar="ID", required=True, help="names the run")
+    add_run(parser)
     add(parser, "host", metavar="HOST", help="all members on this host")
     add(
         parser,
@@ -57,8 +45,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="wait so long until they have left (default 60 s)",
     )
-    add(parser, "connect-timeout", type=float, default=30.0, metavar="S", help="wait for etcd (default 30 s)")
-    add_access(parser)
     parser.add_argument("members", nargs="*", metavar="MEMBER", help="ids of members; without any, those are listed")
     parser.set_defaults(execute=execute)
 
@@ -66,17 +52,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def execute(options: argparse.Namespace) -> int:
     """Ask, and wait until they have left. Exit code 0 if all have, 1 if not, 2 for a name that is none."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    url = _url(options)
-    store = connect(url, find_credentials(url, os.environ))
     try:
-        keys = Keys(url.root)
-        _wait_for_etcd(store, keys, url.connect_timeout_s)
-        return 0 if drain(store, keys, choose(store, keys, options.members, options.host), options.timeout) else 1
+        with opened(options) as (store, url):
+            keys = Keys(url.root)
+            return 0 if drain(store, keys, choose(store, keys, options.members, options.host), options.timeout) else 1
     except StoreError as error:
         print(f"torchelastic drain: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
         return 1
-    finally:
-        store.close()
 
 
 def choose(store: CoordinationStore, keys: Keys, names: Sequence[str], host: str | None) -> list[Member]:
@@ -141,21 +123,3 @@ def _complain(names: Iterable[str], timeout_s: float) -> None:
         f"torchelastic drain: not within {timeout_s:g} s: {', '.join(names)}; who has heard of it leaves all the same",
         file=sys.stderr,
     )
-
-
-def _wait_for_etcd(store: CoordinationStore, keys: Keys, timeout_s: float) -> None:
-    retrying = Retrying(
-        retry=retry_if_exception_type(StoreUnavailableError),
-        stop=stop_after_delay(timeout_s),
-        wait=wait_exponential(multiplier=0.05, max=1.0),
-        reraise=True,
-    )
-    retrying(store.get, keys.round)
-
-
-def _url(options: argparse.Namespace) -> RendezvousUrl:
-    query = f"min_workers=1&max_workers=1&connect_timeout={options.connect_timeout}&{urlencode(access(options))}"
-    try:
-        return parse_url(f"etcd://{without_password(options.rdzv_endpoint)}/{options.rdzv_id}?{query}")
-    except RendezvousUrlError as error:
-        raise UsageError(str(error)) from error

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchelastic.launch import checkpoint, drain, run, simulate_esi
+from torchelastic.launch import checkpoint, doctor, drain, events, report, run, simulate_esi, status, top
 from torchelastic.launch.options import UsageError
 from torchelastic.version import __version__
 
@@ -18,8 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)
     drain.add_parser(commands)
+    status.add_parser(commands)
+    top.add_parser(commands)
+    events.add_parser(commands)
+    report.add_parser(commands)
     checkpoint.add_parser(commands)
     simulate_esi.add_parser(commands)
+    doctor.add_parser(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == [checkpoint.NAME]:
         return checkpoint.execute(words[1:])

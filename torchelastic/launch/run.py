@@ -19,6 +19,8 @@ from torchelastic.agent.agent import Agent, AgentOptions, Outcome, worker_enviro
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.agent.supervisor import Supervisor, Worker
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
+from torchelastic.launch.page import add_page, opened_page
+from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 EXAMPLES = """examples:
   torchelastic run --standalone --nproc-per-node 3 train.py --epochs 10
   torchelastic run --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --nnodes 2:4 --nproc-per-node 8 train.py
+
+exit codes: 0 the run is finished, 1 it failed, 2 wrong words, 75 stopped before a deadline: start it again (see
+docs/lifetime.md), 128 + N stopped by signal N
 """
 
 
@@ -62,6 +67,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_access(parser)
     add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
     add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
+    gateway_help = "push the metrics to a Prometheus push gateway, every 15 s and at the end"
+    add(parser, "push-gateway", metavar="URL", help=gateway_help)
+    add_page(parser)
     parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
     parser.add_argument("-v", "--verbose", action="store_true", help="say more about membership")
     parser.add_argument("script", help="the training script")
@@ -70,10 +78,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Be the agent until the run is over. Exit code 0 only if the run was completed."""
+    """Be the agent until the run is over. Exit code 0 only if the run was completed; 75: stopped before a deadline."""
     level = logging.INFO if options.verbose else logging.WARNING
     logging.basicConfig(level=level, format="[agent] %(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    command = _worker_command(options)
+    command, gateway = _worker_command(options), _gateway(options)
     environment = dict(os.environ)
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
@@ -84,7 +92,13 @@ def execute(options: argparse.Namespace) -> int:
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         metrics = None if options.metrics_port is None else (options.metrics_host, options.metrics_port)
         agent_options = AgentOptions(
-            url, socket_dir / "agent", metrics_address=metrics, term_grace_s=options.term_grace
+            url,
+            socket_dir / "agent",
+            metrics_address=metrics,
+            push_gateway=gateway,
+            term_grace_s=options.term_grace,
+            ledger_dir=options.log_dir,
+            page=opened_page(options, stack),
         )
 
         def make_supervisor(may_restart: Callable[[int], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
@@ -118,6 +132,13 @@ def _worker_command(options: argparse.Namespace) -> list[str]:
     if not Path(options.script).is_file():
         raise UsageError(f"there is no file {options.script!r}; for a module write -m {options.script}")
     return [sys.executable, options.script, *options.arguments]
+
+
+def _gateway(options: argparse.Namespace) -> str | None:
+    try:
+        return None if options.push_gateway is None else checked_gateway(options.push_gateway)
+    except ValueError as error:
+        raise UsageError(f"--push-gateway: {error}") from error
 
 
 def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:

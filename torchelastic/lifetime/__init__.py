@@ -5,8 +5,9 @@ Names are loaded on first use (PEP 562); importing this package imports no torch
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.lifetime.agreement import Agreement, Alone, GroupAgreement, RankMissingError
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
     from torchelastic.lifetime.iter_manager import IterManager
     from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
     from torchelastic.lifetime.progress import LifetimeSummary
+    from torchelastic.lifetime.requeue import STOPPED_EARLY, Requeue, requeue_job
+    from torchelastic.lifetime.sources.detection import close_all, detect
+    from torchelastic.lifetime.stopping import Lifetime, StoppedEarly
 
 __all__ = [
+    "STOPPED_EARLY",
     "Agreement",
     "Alone",
     "Bound",
@@ -36,17 +41,23 @@ __all__ = [
     "GroupAgreement",
     "IterManager",
     "IterationTimes",
+    "Lifetime",
     "LifetimeSummary",
     "Nearest",
     "RankMissingError",
+    "Requeue",
     "StopDecision",
+    "StoppedEarly",
     "Tier",
     "automatic_deadlines",
+    "close_all",
     "decide",
+    "detect",
     "guess",
     "nearest",
     "needed_samples",
     "part_of_risk",
+    "requeue_job",
     "step_bound",
     "time_limit_s",
     "upper_bound",
@@ -68,15 +79,10 @@ _NAMES_OF_HOME = {
     "iter_manager": ("IterManager",),
     "iteration_times": ("Forecast", "IterationTimes"),
     "progress": ("LifetimeSummary",),
+    "requeue": ("STOPPED_EARLY", "Requeue", "requeue_job"),
+    "sources.detection": ("close_all", "detect"),
+    "stopping": ("Lifetime", "StoppedEarly"),
 }
 _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF_NAME})
+__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,18 +12,22 @@ from pathlib import Path
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.lifetime.agreement import Agreement
-from torchelastic.lifetime.deadline import Deadline, automatic_deadlines, nearest
+from torchelastic.lifetime.deadline import Deadline, nearest
 from torchelastic.lifetime.decision import StopDecision
-from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, Forecast, IterationTimes
-from torchelastic.lifetime.manager_state import FILE_NAME, ManagerState, read_state, remove_state, write_state
-from torchelastic.lifetime.progress import LifetimeSummary, Screen, progress_line
+from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, IterationTimes
+from torchelastic.lifetime.manager_state import read_state, remove_state, write_state
+from torchelastic.lifetime.progress import Screen, progress_line
+from torchelastic.lifetime.progress_file import ProgressFile, Steps
+from torchelastic.lifetime.requeue import STOPPED_EARLY
+from torchelastic.lifetime.run_figures import RunFigures
+from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.lifetime.watch import SaveTimes, Watch
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
 
 
-class IterManager:
+class IterManager(RunFigures):
     """Decides when to save before a deadline, and when to stop. On every rank, on the training thread.
 
     ::
@@ -36,6 +41,8 @@ class IterManager:
             if manager.should_stop:
                 break
             ...  # train
+        manager.close()
+        sys.exit(manager.exit_code)
 
     `iter()` measures the iterations; where torch.distributed is initialised, the ranks agree on what they know through
     a tiny all-reduce, begun in one iteration and read in a later one. Near the deadline they agree in each iteration.
@@ -49,7 +56,8 @@ class IterManager:
             `WARM_UP`.
         predict_freq: iterations from one progress line to the next, at least. Only a terminal gets one.
         velastic_dir: where `manager_state.json` is kept, for the next life of the job; nothing else is.
-        deadline: when to be done; None: the nearest of `automatic_deadlines()`. `nearest([])`: never.
+        deadline: when to be done; None: the nearest of `sources.detect()`, which `close` ends, without signals if this
+            is not made on the main thread. `nearest([])`: never.
         tiers: the names of the places that can be saved to, the most durable first; `decision.tier` says which.
         confidence: that the save is done in time, above 0 and below 1.
         timeout_s: for how long a rank is waited for.
@@ -62,8 +70,16 @@ class IterManager:
 
     Attributes:
         start_time: when it was made, by the clock.
-        given_up_s: seconds that were left when the save before the deadline was done; None: not yet.
     """
+
+    _resumed_step: int | None = None  # where this life has begun
+    _saved_step: int | None = None  # what the newest save holds
+    _next_line, _next_look, _complain_at = 0, 1, math.inf  # by the count of calls of `iter`
+    _has_begun = _is_counting = _is_past_end = _is_closed = _is_over = False
+    _last_s: float | None = None  # when the present iteration has begun,
+    _apart_s = 0.0  # and how long saves took in it
+    _save_began_s: float | None = None  # one that nobody measures
+    _answered: StopDecision | None = None  # what should_save_ckpt() has said yes to
 
     def __init__(
         self,
@@ -87,7 +103,7 @@ class IterManager:
         self._times = IterationTimes(warm_up=COMPILING if use_torch_compile else WARM_UP)
         self._saves = SaveTimes(tiers, real_number("save_ckpt_time", save_ckpt_time, remedy="give seconds, 0 or more"))
         self._watch = Watch(
-            nearest(automatic_deadlines(clock=clock) if deadline is None else [deadline]),
+            nearest([deadline]),
             self._times,
             self._saves,
             reserve_s=real_number("redundant_time", max(redundant_time, 0.0), remedy="give seconds"),
@@ -98,16 +114,11 @@ class IterManager:
         )
         self._clock = clock
         self._screen = Screen()
-        self._iter_count = self._calls = self._next_line = 0
-        self._next_look = 1
-        self._has_begun = self._is_counting = self._is_past_end = False
-        self._last_s: float | None = None
-        self._apart_s = 0.0
-        self._save_began_s: float | None = None
-        self._answered: StopDecision | None = None
-        self._calls_after_answer = 0
+        self._progress = ProgressFile.from_environment()
+        self._sources = detect(clock=clock) if deadline is None else []  # last: what it starts is to be closed
+        if deadline is None:
+            self._watch.deadline = nearest(self._sources)
         self.start_time = clock()
-        self.given_up_s: float | None = None
 
     # --- in the loop --------------------------------------------------------------------------------------------------
 
@@ -132,6 +143,8 @@ class IterManager:
         self._iter_count += 1
         if is_new_group or self._calls >= self._next_look:
             self._look(now_s, is_new_group)
+        if self._calls >= self._complain_at:
+            self._complain()
 
     def should_save_ckpt(self) -> bool:
         """Whether to save now, and stop after it. True once per deadline, at the same iteration on all ranks.
@@ -141,10 +154,9 @@ class IterManager:
         """
         stop = self._watch.stop
         if stop is None or stop is self._answered:
-            self._warn_if_ignored()
             return False
         self._answered = stop
-        self._calls_after_answer = self._calls
+        self._complain_at = self._calls + 2
         self.given_up_s = None
         self._save_began_s = self._clock()
         log.warning("iteration %d: %s (deadline: %s)", self._iter_count, stop, self._watch.deadline_text())
@@ -156,6 +168,11 @@ class IterManager:
     def should_stop(self) -> bool:
         """Whether the loop has to end, because the deadline is near: save, if `should_save_ckpt()`, and leave it."""
         return self._watch.stop is not None
+
+    @property
+    def exit_code(self) -> int:
+        """What the script ends with: `STOPPED_EARLY` if it `should_stop`, for it wants to be started again; else 0."""
+        return STOPPED_EARLY if self.should_stop else 0
 
     @property
     def decision(self) -> StopDecision | None:
@@ -176,13 +193,14 @@ class IterManager:
             ValueError: there is no such tier.
         """
         tier = self._tier() if tier is None else tier
-        began_s = self._clock()
+        began_s, step = self._clock(), self._done()
         self._save_began_s = None
         try:
             yield
         finally:
             took_s = max(0.0, self._clock() - began_s)
             self._apart_s += took_s
+        self._saved_step = step
         self.save_took(took_s, tier)
 
     def save_took(self, seconds: float, tier: str | None = None) -> None:
@@ -191,6 +209,7 @@ class IterManager:
         self._saves.took(self._tier() if tier is None else tier, seconds)
         self._save_began_s = None
         if self._answered is not None and self.given_up_s is None:
+            self._saved_step = self._done()
             left_s = self._watch.remaining_s()
             if left_s is not None:
                 self.given_up_s = max(0.0, left_s)
@@ -214,61 +233,7 @@ class IterManager:
         self._iter_count = whole_number("iter_count", done, at_least=0, remedy="give the iterations that are done")
         self._is_counting = True
 
-    @property
-    def iter_times(self) -> tuple[float, ...]:
-        """The iterations that count, in seconds, oldest first."""
-        return self._times.recent_s
-
-    @property
-    def avg_iter_time(self) -> float:
-        """Seconds of a usual iteration: the mean of the newest, without pauses and without the first; 0: not known."""
-        return self._times.average_s()
-
-    @property
-    def max_iter_time(self) -> float:
-        """Seconds of the longest of the newest iterations, without the first; 0: not known."""
-        return self._times.longest_s
-
-    @property
-    def remaining_time(self) -> float | None:
-        """Seconds that the rest of the run is expected to take; None: not known."""
-        if self.total_iters <= 0 or not self._times.recent_s:
-            return None
-        return self._times.forecast(max(0, self.total_iters - self._done())).seconds
-
-    def forecast(self, iterations: int) -> Forecast:
-        """What the next iterations will take, pauses that are due among them; ValueError if they are negative."""
-        return self._times.forecast(iterations, self._watch.confidence)
-
-    @property
-    def save_ckpt_time(self) -> float:
-        """Seconds to leave for a save into the most durable tier."""
-        return self._state().save_ckpt_time
-
-    def summary(self) -> LifetimeSummary:
-        """What has been seen so far; `print` it."""
-        decision = self._watch.decision
-        saves = self._saves.times_s.items()
-        return LifetimeSummary(
-            iterations=self._done(),
-            total_iters=self.total_iters,
-            avg_iter_s=self.avg_iter_time,
-            max_iter_s=self.max_iter_time,
-            first_iters_s=self._times.set_apart,
-            forecast_s=self.remaining_time,
-            saves=tuple((tier, len(times), max(times, default=0.0)) for tier, times in saves),
-            deadline=self._watch.deadline_text(),
-            remaining_s=self._watch.remaining_s(),
-            decision="" if decision is None or not decision.stops else str(decision),
-            given_up_s=self.given_up_s,
-        )
-
     # --- from life to life --------------------------------------------------------------------------------------------
-
-    @property
-    def velastic_state_path(self) -> Path:
-        """The file with what the next life of the job is told."""
-        return self.velastic_dir / FILE_NAME
 
     def save_manager_state(self, save_bin: bool = False) -> None:
         """Writes the count of iterations and the times of saves for the next life. The first rank writes, if called.
@@ -308,11 +273,35 @@ class IterManager:
         self._watch.earlier_bound_s = state.iter_bound_s
         return True
 
-    def cleanup(self) -> None:
-        """The run is over: the next one is to count from 1. Removes the state file, and never a checkpoint.
+    def close(self) -> None:
+        """No more news of deadlines: threads end, and signals mean what they meant before. Idempotent.
 
-        The first rank does it. Raises CheckpointError if the file cannot be removed.
+        What was found with `deadline=None` is closed, and nothing else; what is known by then stays. On the thread that
+        made this.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        close_all(self._sources)
+        self._complain_at = self._calls + 1
+        if self._calls:
+            self._tell(self._clock())
+
+    def cleanup(self) -> None:
+        """The run is over: `close`, and the next one is to count from 1. Removes the state file, never a checkpoint.
+
+        The first rank removes it. It stays where the loop was told to stop before its last iteration.
+
+        Raises:
+            CheckpointError: the file cannot be removed.
+        """
+        self.close()
+        if self.should_stop and not 0 < self.total_iters <= self._iter_count:
+            log.info("the run is not over: %s stays for its next life", self.velastic_state_path)
+            return
+        self._is_over = True
+        if self._calls:
+            self._tell(self._clock())
         if self._watch.agree.is_first:
             remove_state(self.velastic_dir)
 
@@ -323,9 +312,19 @@ class IterManager:
         self._next_look = self._calls + following
         if is_new_group:
             self._iter_count = done + 1  # a rank that has just come counts with the others
+        if self._resumed_step is None:
+            self._resumed_step = self._done()
+        if self._progress.is_due(now_s):
+            self._tell(now_s)
         if 0 < self.total_iters < self._iter_count - 1 and not self._is_past_end:
             self._is_past_end = True
-            log.warning("iteration %d begins, and total_iters is %d", self._iter_count, self.total_iters)
+            log.warning(
+                "iteration %d begins, and total_iters is %d: end the loop there, or give the iterations of all lives; "
+                "if %s is left from another run, remove it (`cleanup` does at the end)",
+                self._iter_count,
+                self.total_iters,
+                self.velastic_state_path,
+            )
         if self._screen.is_terminal and self._watch.agree.is_first and self._calls >= self._next_line:
             self._next_line = self._calls + self.predict_freq
             line = progress_line(
@@ -353,32 +352,36 @@ class IterManager:
         stop = self._watch.stop
         return self._saves.first_tier if stop is None or stop.tier is None else stop.tier
 
-    def _warn_if_ignored(self) -> None:
-        is_ignored = self._answered is not None and self._answered is self._watch.stop
-        if is_ignored and self._calls == self._calls_after_answer + 2:
-            log.warning("training goes on after the save before the deadline: what is trained now will be lost")
+    def _complain(self) -> None:
+        """Somebody trains on who should not; said once."""
+        self._complain_at = math.inf
+        if self._is_closed:
+            log.warning("iteration %d begins after close(): no deadline is heard of any more", self._iter_count)
+        elif self._answered is not None and self._answered is self._watch.stop:
+            log.warning(
+                "iteration %d begins after the save before the deadline: what is trained now will be lost; leave the "
+                "loop when should_stop is true",
+                self._iter_count,
+            )
+
+    def _tell(self, now_s: float) -> None:
+        """The first rank tells whoever started the job how far it is.
+
+        An exit with 0 is the word of the script that the run is over, unless it was told to stop, or has left its loop
+        without saying more than `close`; so how long the run is in all is only said then, or when all of it is done.
+        """
+        if not self._watch.agree.is_first:
+            return
+        done, total = self._done(), self.total_iters
+        if self._is_closed and not self.should_stop and self._iter_count == total:
+            done = total  # there is no iter() after the last iteration
+        is_unfinished = (self._is_closed and not self._is_over) or self.should_stop
+        says_total = total > 0 and (is_unfinished or done >= total)
+        self._progress.tell(Steps(self._resumed_step, done, self._saved_step, total if says_total else None), now_s)
 
     def _note_for_next_life(self) -> None:
+        self._tell(self._clock())
         try:
             self.save_manager_state()
         except CheckpointError as error:
             log.warning("the next life of this job will count its iterations anew: %s", error)
-
-    def _done(self) -> int:
-        """Iterations of the run that are done: the present one is not."""
-        return self._iter_count - 1 if self._calls else self._iter_count
-
-    def _state(self) -> ManagerState:
-        remaining_s, bound = self.remaining_time, self._watch.step_bound()
-        tier = self._saves.tiers(self._watch.confidence)[0]
-        return ManagerState(
-            avg_iter_time=self.avg_iter_time,
-            total_iters=self.total_iters,
-            iter_count=self._iter_count,
-            remaining_time=-1.0 if remaining_s is None else remaining_s,
-            save_ckpt_time=tier.bound.seconds,
-            completed_iters=self._done(),
-            iter_bound_s=0.0 if bound is None else bound.seconds,
-            world_size=self._watch.agree.world_size,
-            save_times_s=self._saves.times_s,
-        )

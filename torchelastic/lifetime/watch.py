@@ -99,6 +99,7 @@ class Watch:
         ValueError: the confidence is not above 0 and below 1.
 
     Attributes:
+        deadline: when to be done.
         decision: the last one that was taken near a deadline; None: it never came near one.
         stop: the decision to stop, once it is taken; None again if the deadline then moves away,
             or the group changes.
@@ -119,7 +120,7 @@ class Watch:
         agree: Agreement | None = None,
     ) -> None:
         needed_samples(confidence)  # complains if there is no such confidence
-        self._deadline, self._times, self._saves = deadline, times, saves
+        self.deadline, self._times, self._saves = deadline, times, saves
         self._reserve_s, self._timeout_s, self._clock = reserve_s, timeout_s, clock
         self.confidence, self._part = confidence, part_of_risk(confidence)
         self._is_given = agree is not None
@@ -151,11 +152,11 @@ class Watch:
 
     def remaining_s(self) -> float | None:
         """Seconds until the deadline, by this rank's clock."""
-        return self._deadline.remaining_s(self._clock())
+        return self.deadline.remaining_s(self._clock())
 
     def deadline_text(self) -> str:
         """The nearest deadline, for people."""
-        which = self._deadline.which(self._clock()) if isinstance(self._deadline, Nearest) else self._deadline
+        which = self.deadline.which(self._clock()) if isinstance(self.deadline, Nearest) else self.deadline
         return "none" if which is None else f"{which.name} ({which.reason})"
 
     def step_bound(self) -> Bound | None:
@@ -203,7 +204,7 @@ class Watch:
         """Whether nothing has to be worked out: the deadline is far by what was known a few iterations ago."""
         if self._is_near or self.stop is not None or self._is_stale(lived):
             return False
-        remaining_s = self._deadline.remaining_s(self._clock())
+        remaining_s = self.deadline.remaining_s(self._clock())
         return remaining_s is None or remaining_s > self._calm_above_s
 
     def _together(self, own: Outlook) -> Outlook:
@@ -235,7 +236,7 @@ class Watch:
         return lived >= self._refresh_at or self._times.newest_s > self._known[2]
 
     def _outlook(self, count: int, lived: int) -> Outlook:
-        remaining_s = self._deadline.remaining_s(self._clock())
+        remaining_s = self.deadline.remaining_s(self._clock())
         if self._is_stale(lived):
             self._known = self._work_out()
             usual_s = self._known[0]

@@ -7,6 +7,7 @@ Naming follows https://prometheus.io/docs/practices/naming/ (snake case, base un
 | `train_step.duration.ms`             | histogram `torchelastic_train_step_duration_seconds{local_rank}`      |
 | `train_step.success`, `.failure`     | counter `torchelastic_train_step_total{local_rank, outcome}`          |
 | `queue.wait.ms`                      | gauge `torchelastic_queue_wait_seconds{local_rank}`                   |
+| what the library publishes each time | counter `torchelastic_checkpoint_failed_total{local_rank}`, see below |
 | anything else, such as `loss`        | gauge `torchelastic_loss{local_rank}`                                 |
 
 Imports prometheus_client, never torch.
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.registry import Collector
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,13 @@ DURATION_BUCKETS_S = (
 
 # Suffixes that Prometheus keeps for the parts of counters, histograms and summaries, and for metadata.
 _RESERVED_SUFFIXES = ("_total", "_count", "_sum", "_bucket", "_created", "_info")
+
+#: What the library publishes each time that something happens: as gauges they would stay at their last value for good.
+_OWN_GROUP = "torchelastic"
+_OWN_SUMS = re.compile(
+    r"checkpoint\.(failed|put_off|replication\.(failures|bytes|remade\.bytes)|recovery\.fetched\.bytes)"
+    r"|recovery\.cause\.\w+|salvage\.(kept|recomputed|postponed)"
+)
 
 _Update = Callable[[float], None]
 
@@ -68,6 +77,8 @@ def prometheus_naming(group: str, name: str) -> Naming:
             stem = _snake_case(group, name.removesuffix(f".{outcome}"))
             return Naming("counter", f"{stem.removesuffix('_total')}_total", outcome=outcome)
     gauge = _snake_case(group, name)
+    if group == _OWN_GROUP and _OWN_SUMS.fullmatch(name):
+        return Naming("counter", f"{gauge}_total")
     if gauge.endswith("_ms"):
         return Naming("gauge", gauge.removesuffix("_ms") + "_seconds", scale=1e-3)
     return Naming("gauge", f"{gauge}_value" if gauge.endswith(_RESERVED_SUFFIXES) else gauge)
@@ -124,6 +135,10 @@ class MetricsRegistry:
             with self._lock:
                 update = self._resolve(local_rank, group, name)
         update(number)
+
+    def add(self, collector: Collector) -> None:
+        """Serve these too. Raises ValueError: one of their names is taken."""
+        self.collector_registry.register(collector)
 
     def start_endpoint(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
         """Serve `/metrics` over HTTP on a daemon thread.
@@ -208,6 +223,9 @@ def _create(naming: Naming, registry: CollectorRegistry) -> Counter | Gauge | Hi
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
+    if naming.kind == "counter" and not naming.outcome:
+        help_text = f"Sum of {readable.removesuffix(' total')} as published by the worker."
+        return Counter(naming.name, help_text, ["local_rank"], registry=registry)
     if naming.kind == "counter":
         help_text = f"Calls of {readable.removesuffix(' total')} by outcome."
         return Counter(naming.name, help_text, ["local_rank", "outcome"], registry=registry)
@@ -220,7 +238,8 @@ def _updater(metric: Counter | Gauge | Histogram, naming: Naming, label: str) ->
     if isinstance(metric, Gauge):
         gauge = metric.labels(label)
         return lambda value: gauge.set(value * scale)
-    series = metric.labels(label) if isinstance(metric, Histogram) else metric.labels(label, naming.outcome)
+    labels = (label, naming.outcome) if naming.outcome else (label,)
+    series = metric.labels(*labels)
     add = series.observe if isinstance(series, Histogram) else series.inc
 
     def accumulate(value: float) -> None:

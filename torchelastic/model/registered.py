@@ -156,7 +156,7 @@ def _load(value: Any, state: Any) -> None:
     value.load_state_dict(state)
     # A GradScaler notes outside its state which optimizers it has unscaled or stepped in this step. A step that
     # failed between that and update() would leave the note behind, and the repeated step would be refused by it.
-    if isinstance(value, torch.amp.GradScaler):
+    if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         value._per_optimizer_states.clear()
 
 

@@ -1,4 +1,4 @@
-"""How all ranks come to leave a group at the same step, without waiting for each other.
+"""How all ranks come to leave a group at the same step, or to know of a deadline, without waiting for each other.
 
 A tiny all-reduce is started at the end of one step and read at the end of a later one, so nobody waits for it; what
 it says is the same on every rank, so all act on it at the same step. For very short steps it is done only every n-th
@@ -52,10 +52,20 @@ class StepAgreement:
         self._steps = 0
         self._next_at = 1
         self._pending: dist.Work | None = None
-        self._words = torch.zeros(2, dtype=torch.int64)
+        self._words = torch.zeros(3, dtype=torch.int64)
+        self._own_is_near = self._is_near = False
         self._step_s = 0.0
         self._cost_s = 0.0
         self._last_s = clock()
+
+    def deadline_is_near(self, own: bool) -> bool:
+        """Called after each step, before `leave`: whether the deadline of any rank is near, as soon as all know of it.
+
+        Args:
+            own: whether that of this rank is.
+        """
+        self._own_is_near = own
+        return own if self._group is None else self._is_near
 
     def leave(self, wish: bool) -> bool:
         """Called after each step by every rank; true on all of them at the same step, soon after one has wished it.
@@ -72,6 +82,7 @@ class StepAgreement:
         if self._pending is not None:
             self._pending.wait()
             leave, interval = bool(self._words[0]), int(self._words[1])
+            self._is_near = bool(self._words[2])
         self._next_at = self._steps + interval
         if not leave:
             self._start(wish, began_s, interval)
@@ -80,6 +91,7 @@ class StepAgreement:
     def _start(self, wish: bool, began_s: float, interval: int) -> None:
         self._words[0] = int(wish)
         self._words[1] = interval_steps(self._step_s, self._cost_s) if self._step_s else 1
+        self._words[2] = int(self._own_is_near)
         self._pending = dist.all_reduce(self._words, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         now_s = self._clock()
         # smoothed: one slow step must not change how often all ranks talk

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.checkpoint.tiered.peers import Alone, Peers
-from torchelastic.coordinator import Coordinator, NonRetryableException, StopException
-from torchelastic.metrics import profile, publish_metric
+from torchelastic.coordinator import Coordinator, DrainedException, NonRetryableException, StopException
+from torchelastic.ledger.meter import this_worker
+from torchelastic.metrics import profile
 from torchelastic.p2p import stands
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
+from torchelastic.p2p.keys import wait_for_key
 from torchelastic.p2p.options import (
     checked_backend,
     checked_init_method,
@@ -31,8 +33,10 @@ from torchelastic.p2p.options import (
 from torchelastic.p2p.peers import peers_of
 from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
 from torchelastic.p2p.stragglers import StragglerPolicy, gather_rates
+from torchelastic.p2p.stragglers import report as report_progress_rate
 from torchelastic.p2p.termination import leave_on_sigterm
 from torchelastic.p2p.watchdog import Watchdog
+from torchelastic.rendezvous.client import AgentError
 from torchelastic.rendezvous.handler import (
     RendezvousClosedException,
     RendezvousDrainedException,
@@ -51,8 +55,6 @@ log = logging.getLogger(__name__)
 
 #: Beyond the bound for a step that hangs: how much later a live worker may get ready before it is taken for hung.
 PATIENCE_MARGIN_S = 5.0
-#: While rank 0 writes a checkpoint the others look this often whether they are still members.
-SAVE_WAIT_S = 10.0
 
 
 class CoordinatorP2P(Coordinator):
@@ -92,6 +94,7 @@ class CoordinatorP2P(Coordinator):
         self.init_method = checked_init_method(init_method)
         self.rendezvous: RendezvousHandler = open_rendezvous(self.init_method)
         self.max_num_trainers = checked_max(max_num_trainers, self.init_method)
+        self.min_workers = smallest_group(self.init_method)
         self.process_group_timeout = process_group_timeout
         self.rank = -1
         self.world_size = 0
@@ -147,7 +150,7 @@ class CoordinatorP2P(Coordinator):
             self.store, self.rank, self.world_size = self.rendezvous.next_rendezvous()
         except RendezvousDrainedException as error:
             self._go()
-            raise StopException(str(error)) from error
+            raise DrainedException(str(error)) from error
         except RendezvousClosedException as error:
             if self._committed_steps < self.rendezvous.round.step:
                 # the others have finished without this worker: who saves results where `rank == 0` must not save these
@@ -245,7 +248,7 @@ class CoordinatorP2P(Coordinator):
             return
         self._saves += 1
         key = f"saved/{self._saves}"
-        with self._watchdog.resting():
+        with self._watchdog.resting(), this_worker().saving():
             if everywhere:
                 save()
             elif rank == 0:
@@ -315,10 +318,9 @@ class CoordinatorP2P(Coordinator):
         self.last_relative_prog_rate = comparison.relative
         self.is_worker_straggler = comparison.is_straggler
         self._times_straggler = comparison.times
-        publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
-        if comparison.is_straggler:
-            log.warning("straggler: rank %d runs at %s", self.rank, comparison)
-        if comparison.has_to_go and self._may_spare(comparison.stragglers):
+        report_progress_rate(comparison, self.rank)
+        may_go = self.world_size - comparison.stragglers >= self.min_workers and self.rendezvous.can_leave()
+        if comparison.has_to_go and may_go:
             log.warning("straggler: rank %d leaves the run, as the policy says", self.rank)
             self.rendezvous.leave()
 
@@ -337,6 +339,25 @@ class CoordinatorP2P(Coordinator):
     def leaves_last(self) -> bool:
         """Whether this worker was asked to leave, those who stay are too few, and its state is the best there is."""
         return self._leaves_last
+
+    def deadline_is_near(self, own: bool) -> bool:
+        """Told and heard with the agreement on leaving the group; see `Coordinator`."""
+        return self._agreement.deadline_is_near(own)
+
+    def leave(self) -> None:
+        """Ask the agent to let this worker leave at an agreed step, as `torchelastic drain` does."""
+        try:
+            self.rendezvous.leave()
+        except AgentError as error:
+            log.warning("could not ask to leave: %s", error)
+
+    def stop_early(self) -> None:
+        """Give the group up and hang up on the agent, which does not start this worker again; waits for nobody."""
+        self._joined_round, self.stop_training = 0, True
+        self._watchdog.end()
+        self._groups.destroy()
+        self.rendezvous.stop()
+        self.rendezvous.close()
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -393,19 +414,6 @@ class CoordinatorP2P(Coordinator):
             self._groups.destroy()
             self.rendezvous.close()
 
-    def _may_spare(self, workers: int) -> bool:
-        enough = self.world_size - workers >= smallest_group(self.init_method)
-        return enough and self.rendezvous.can_leave()
-
     def _wait_for_key(self, key: str) -> None:
         assert self.store is not None
-        while True:
-            began_s = time.monotonic()
-            try:
-                self.store.wait([key], timedelta(seconds=SAVE_WAIT_S))
-            except dist.DistStoreError:
-                self._raise_if_broken()
-                if time.monotonic() - began_s < SAVE_WAIT_S / 2:
-                    raise  # no time-out: the connection is gone
-            else:
-                return
+        wait_for_key(self.store, key, self._raise_if_broken)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.loss import Loss
 
@@ -48,6 +49,8 @@ def report(recovery: Recovery) -> None:
     publish_metric("torchelastic", "recovery.duration.ms", recovery.total_ms)
     for phase in PHASES:
         publish_metric("torchelastic", f"recovery.{phase}.duration.ms", recovery.phases_ms[phase])
+    because = "; ".join(map(str, recovery.cause)) or "nobody was lost"
+    this_worker().re_formed({phase: int(1e6 * recovery.phases_ms[phase]) for phase in PHASES}, because)
     for loss in recovery.cause:
         publish_metric("torchelastic", f"recovery.cause.{loss.kind}", 1.0)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from torchelastic.ledger.meter import this_worker
+from torchelastic.metrics import publish_metric
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,14 @@ class Comparison:
             f"{100 * self.relative:.0f} % of the best ({self.rate:.4g} against {self.best:.4g} per second), "
             f"{self.times} time(s) in a row"
         )
+
+
+def report(comparison: Comparison, rank: int) -> None:
+    """Publish, log and note for the ledger what a comparison showed of this worker, which has this rank."""
+    publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
+    if comparison.is_straggler:
+        log.warning("straggler: rank %d runs at %s", rank, comparison)
+        this_worker().straggles(100 * comparison.relative)
 
 
 def gather_rates(rate: float | None, world_size: int, group: dist.ProcessGroup | None) -> list[float]:

@@ -25,7 +25,7 @@ from torchelastic.rendezvous.loss import is_time_out
 log = logging.getLogger(__name__)
 
 #: The exit code of a worker that its own watchdog has ended.
-EXIT_CODE = 75
+EXIT_CODE = 70
 #: Looks are not more frequent, however short the bound.
 MIN_PAUSE_S = 0.02
 

@@ -105,6 +105,11 @@ class AgentClient:
         self.is_leaving = True
         self._send({"op": "leave"})
 
+    def stop(self) -> None:
+        """Say that this worker and its group stop the run before a deadline; `close` follows."""
+        self.is_leaving = True
+        self._send({"op": "stop"})
+
     def is_over_for(self, step: int) -> bool:
         """Whether the run is over for a member with this many committed steps.
 

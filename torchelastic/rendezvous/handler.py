@@ -10,6 +10,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -135,6 +136,9 @@ class RendezvousHandler(ABC):
     def leave(self) -> None:  # noqa: B027 - a hook that only some handlers have
         """This worker wants to leave the run at an agreed step; from any thread."""
 
+    def stop(self) -> None:  # noqa: B027 - as above
+        """This worker and its group stop the run before a deadline; it goes on with its next start. `close` follows."""
+
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group leaves the run, so that all are to stop at an agreed step."""
         return False
@@ -258,6 +262,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Ask the agent to let this worker leave the run; from any thread."""
         if self._client is not None:
             self._client.leave()
+
+    def stop(self) -> None:
+        """Tell the agent, which does not start this worker again; waits for nothing."""
+        if self._client is not None:
+            with suppress(AgentError):  # it is gone, and starts nobody again
+                self._client.stop()
 
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group leaves the run."""

@@ -112,10 +112,11 @@ class Host:
         self._on_round, self._on_contact, self._on_progress = on_round, on_contact, on_progress
         self._predecessors: list[KeyValue] = []
         self._incarnation = ""
-        self._in_reach = True
+        self.in_reach = True  # whether the store answers, as far as is known
         self._was_lost = False
         self._told, self._wrote_s, self._heard_s = 0, clock(), clock()
         self._session, self._in_session = 0, False
+        self.lease = 0  # of what this host writes; 0: it has no session with the store at the moment
         self._lease_id, self._own_revision = 0, 0
         self._old_leases: list[int] = []
         self._lease_ttl_s = settings.ttl_s
@@ -179,10 +180,10 @@ class Host:
                 log.warning("etcd refuses this agent (%s): membership is frozen, training goes on", error)
             except StoreError as error:
                 # once at each outage: the attempts go on every second, however long it takes
-                level = logging.WARNING if self._in_reach else logging.DEBUG
+                level = logging.WARNING if self.in_reach else logging.DEBUG
                 log.log(level, "etcd is out of reach (%s): membership is frozen, training goes on", error)
-                self._in_reach = False
-            self._in_session = False
+                self.in_reach = False
+            self._in_session, self.lease = False, 0
             self._office.leave()
             await EndWatches()
             pause_s = FIRST_PAUSE_S if self._clock() - began_s > GOOD_SESSION_S else min(2 * pause_s, LONGEST_PAUSE_S)
@@ -229,9 +230,9 @@ class Host:
         while self._old_leases:
             await revoke_lease(self._old_leases[-1])
             self._old_leases.pop()
-        if not self._in_reach:
+        if not self.in_reach:
             log.warning("etcd is back")
-        self._in_reach = self._in_session = True
+        self.in_reach, self._in_session, self.lease = True, True, self._lease_id
         if not self._was_lost:
             self._on_contact(sent_s)
         while True:

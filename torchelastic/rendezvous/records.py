@@ -162,6 +162,8 @@ class Keys:
     members: str = field(init=False)
     agents: str = field(init=False)
     drain: str = field(init=False)
+    status: str = field(init=False)
+    look: str = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "round", f"{self.root}/round")
@@ -170,6 +172,8 @@ class Keys:
         object.__setattr__(self, "members", f"{self.root}/members/")
         object.__setattr__(self, "agents", f"{self.root}/agents/")
         object.__setattr__(self, "drain", f"{self.root}/drain/")
+        object.__setattr__(self, "status", f"{self.root}/status/")
+        object.__setattr__(self, "look", f"{self.root}/look")
 
     def member(self, member_id: str) -> str:
         """The key of one member."""

@@ -6,6 +6,7 @@ Worker to agent:
     {"op": "join", ..}      wants the next round    -> {"op": "round", "round": {..}} at every change from then on
     {"op": "done", "step": ..}                      -> {"op": "noted"} once the store has it
     {"op": "leave"}         wants to leave the run  -> {"op": "fatal", "kind": "drained", ..} when it may go
+    {"op": "stop"}          stops the run before a deadline, with all of its group, and hangs up
     {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "contact", "leave_at_s": .., "commit_until_s": ..}     how long it may go on without a sign of the store

@@ -107,6 +107,8 @@ def judge(ending: Ending, told: Progress, requeue_codes: Collection[int] = (REQU
         return How.STOPPED
     if ending.exit_code == 0:
         return How.STOPPED if told.is_incomplete else How.FINISHED
+    if ending.exit_code > 0 and told.is_incomplete and told.saved_step == told.committed_step:
+        return How.STOPPED
     return How.UNRUNNABLE if ending.exit_code in UNRUNNABLE_CODES else How.FAILED
 
 

@@ -6,8 +6,9 @@ first use (PEP 562); nothing here imports torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.lifetime.sources.aws import AwsSpot
@@ -51,12 +52,4 @@ _MODULE_OF_NAME = {
     "detect": "detection",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF_NAME})
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF_NAME)

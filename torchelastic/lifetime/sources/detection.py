@@ -20,7 +20,13 @@ from torchelastic.lifetime.sources.kubernetes import PreStopFile
 from torchelastic.lifetime.sources.metadata import LINK_LOCAL, MetadataSource, Opener, open_url
 from torchelastic.lifetime.sources.notice import Notices
 from torchelastic.lifetime.sources.poller import Poller
-from torchelastic.lifetime.sources.signals import TERM_GRACE_S, USER_GRACE_S, SignalNotices, parse_signals
+from torchelastic.lifetime.sources.signals import (
+    TERM_GRACE_S,
+    USER_GRACE_S,
+    SignalNotices,
+    notices_instead_of_default,
+    parse_signals,
+)
 from torchelastic.lifetime.sources.slurm import Runner, SlurmDeadline, run_command
 from torchelastic.rendezvous.wire import SOCKET_VARIABLE
 
@@ -128,7 +134,8 @@ def detect(
 
     Sources that have to be asked are asked on one daemon thread, which is started if there are any. On the main thread
     SIGTERM becomes a notice if it still has its default action and this is no worker of `torchelastic run`, which
-    drains instead; in a SLURM job SIGUSR1 does too. See docs/deadlines.md for all of it and for the variables.
+    drains instead (a coordinator that is made later drains too, and then SIGTERM is its matter); in a SLURM job SIGUSR1
+    does too. See docs/deadlines.md for all of it and for the variables.
 
     Args:
         environment: variables; default: those of this process.
@@ -160,7 +167,8 @@ def detect(
         deadlines.append(source)
         _start(asks, source)
     if graces_s:
-        deadlines.append(SignalNotices(graces_s, scheduler=slurm, clock=clock))
+        is_asked_for = bool(variables.get(SIGNALS_VARIABLE, "").strip())
+        deadlines.append(SignalNotices(graces_s, scheduler=slurm, clock=clock, gives_way=not is_asked_for))
     return deadlines
 
 
@@ -236,4 +244,9 @@ def _graces_s(variables: Mapping[str, str], is_in_slurm: bool) -> dict[signal.Si
         graces_s[signal.SIGTERM] = grace_s
     if is_in_slurm:
         graces_s[signal.SIGUSR1] = USER_GRACE_S
-    return {number: s for number, s in graces_s.items() if signal.getsignal(number) is signal.SIG_DFL}
+    return {number: s for number, s in graces_s.items() if _is_free(number)}
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether nobody but other notices has taken a signal."""
+    return signal.getsignal(number) is signal.SIG_DFL or notices_instead_of_default(number) is not None

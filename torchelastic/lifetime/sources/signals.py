@@ -5,6 +5,7 @@ A handler here only notes the moment. What is done about it is decided in the tr
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -107,6 +108,8 @@ class SignalNotices(Notices):
         scheduler: knows the end of the job: SIGUSR1 and SIGUSR2 then only say that it is near. It is asked anew
             when a signal comes (`look_again`, if it has that): a job that is preempted has another end.
         clock: monotonic seconds; that of the deadline.
+        gives_way: whether the signals are taken only for want of somebody who knows better what to do about them:
+            then whoever comes later may put a handler on top, and call this one where it has nothing to do.
 
     Raises:
         ValueError: this is not the main thread, a signal cannot be handled, or a grace is none.
@@ -118,6 +121,7 @@ class SignalNotices(Notices):
         *,
         scheduler: Deadline | None = None,
         clock: Callable[[], float] = time.monotonic,
+        gives_way: bool = False,
     ) -> None:
         names = ", ".join(number.name for number in graces_s)
         super().__init__("signal", f"none came of {names}")
@@ -125,6 +129,7 @@ class SignalNotices(Notices):
             raise ValueError("signals are handled on the main thread: make SignalNotices there")
         _check(graces_s)
         self._graces_s, self._scheduler, self._clock = dict(graces_s), scheduler, clock
+        self.gives_way = gives_way
         self._came_s: dict[signal.Signals, float] = {}
         self._seen: set[tuple[signal.Signals, float]] = set()
         self._explained: set[tuple[signal.Signals, float]] = set()
@@ -175,10 +180,14 @@ class SignalNotices(Notices):
         return tuple(notices)
 
     def close(self) -> None:
-        """Restore the handlers of before, where nobody has put another one on top. On the main thread; idempotent."""
+        """Restore the handlers of before, where nobody has put another one on top. Idempotent.
+
+        On another thread than the main one, or below a handler on top, the next signal does so.
+        """
         super().close()
         self._is_closed = True
-        self._restore()
+        if threading.current_thread() is threading.main_thread():
+            self._restore()
 
     def _restore(self) -> None:
         for number, previous in self._previous.items():
@@ -207,9 +216,30 @@ class SignalNotices(Notices):
             previous(value, frame)
 
 
+def notices_instead_of_default(number: signal.Signals) -> SignalNotices | None:
+    """Whose handler a signal has, if that has taken the place of the default action; else None."""
+    owner = getattr(signal.getsignal(number), "__self__", None)
+    if not isinstance(owner, SignalNotices):
+        return None
+    below: Any = owner
+    while isinstance(below, SignalNotices):
+        below = below._previous.get(number)
+        below = getattr(below, "__self__", below)
+    return owner if below is signal.SIG_DFL else None
+
+
 def _restore_in_child() -> None:
     for source in tuple(_live):
         source._restore()
 
 
+def _outlive_late_notices() -> None:
+    """While the interpreter ends it gives signals their default action back: a late notice would kill the process."""
+    for source in tuple(_live):
+        for number in source.graces_s:
+            if number in FROM_SCHEDULER and signal.getsignal(number) == source._handle:
+                signal.signal(number, signal.SIG_IGN)
+
+
 os.register_at_fork(after_in_child=_restore_in_child)
+atexit.register(_outlive_late_notices)

@@ -1,8 +1,10 @@
 """SLURM: the end of the job, from `SLURM_JOB_END_TIME` at once and from `squeue` now and then, as it may be moved.
 
 From SLURM's manual pages: sbatch(1) (`SLURM_JOB_END_TIME`, Unix seconds, since 23.02), squeue(1) (`%A` job id, a value
-of its own for each element of an array; `%e` end of the job; `SLURM_TIME_FORMAT`, a format of strftime(3)). A job that
-is preempted has its end moved to the end of its grace, and `scontrol update` moves it both ways.
+of its own for each element of an array; `%e` end of the job; `%T` state; `SLURM_TIME_FORMAT`, a format of strftime(3)).
+A job that is preempted has its end moved to the end of its grace, and `scontrol update` moves it both ways. One that is
+cancelled is COMPLETING, and has the present as its end, though its processes have KillWait seconds from then on: these
+are announced by SIGTERM.
 """
 
 from __future__ import annotations
@@ -73,21 +75,28 @@ def run_command(command: Sequence[str], variables: Mapping[str, str], timeout_s:
 
 
 def squeue_command(job_id: str) -> list[str]:
-    """The command that prints id and end of a job; the first element of an array has the others printed too."""
-    return ["squeue", "--noheader", "--jobs", job_id, "--format", "%A %e"]
+    """The command that prints id, end and state of a job; the first element of an array has the others printed too."""
+    return ["squeue", "--noheader", "--jobs", job_id, "--format", "%A %e %T"]
+
+
+def is_being_ended(output: str, job_id: str) -> bool:
+    """Whether `squeue_command` says that the job is over but for its last processes: its end no longer means theirs."""
+    return any(
+        words[0] == job_id and words[2:] == ["COMPLETING"] for words in map(str.split, output.splitlines()) if words
+    )
 
 
 def parse_end_time(output: str, job_id: str) -> float | None:
     """The end of a job in Unix seconds, from what `squeue_command` prints; None: it has none (no limit, or pending).
 
     Args:
-        output: one line for each job, with Unix seconds or the local time in ISO 8601.
+        output: one line for each job, with Unix seconds or the local time in ISO 8601; its state may follow.
         job_id: of the job.
 
     Raises:
         NonsenseError: the job is not in it, or its end is no date.
     """
-    ends = [words[1] for words in map(str.split, output.splitlines()) if len(words) == 2 and words[0] == job_id]
+    ends = [words[1] for words in map(str.split, output.splitlines()) if len(words) in (2, 3) and words[0] == job_id]
     if not ends:
         raise NonsenseError(f"squeue does not list job {job_id}: {output[:60]!r}")
     text = ends[0]
@@ -187,6 +196,8 @@ class SlurmDeadline(Notices):
             return None
         try:
             output = self._runner(squeue_command(self.job_id), {"SLURM_TIME_FORMAT": "%s"}, SQUEUE_TIMEOUT_S)
+            if is_being_ended(output, self.job_id):
+                return self._following_s()
             end_s = parse_end_time(output, self.job_id)
         except NoCommandError as error:
             level = logging.DEBUG if self.notices else logging.WARNING

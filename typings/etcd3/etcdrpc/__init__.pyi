@@ -5,6 +5,8 @@ from typing import Any, Protocol
 _Metadata = Sequence[tuple[str, str]] | None
 
 class ResponseHeader:
+    cluster_id: int
+    member_id: int
     revision: int
 
 class KeyValue:
@@ -101,7 +103,21 @@ class AuthenticateResponse:
 class StatusRequest: ...
 
 class StatusResponse:
+    header: ResponseHeader
+    version: str
+    dbSize: int
     leader: int
+
+class AlarmRequest:
+    GET: int
+    def __init__(self, *, action: int) -> None: ...
+
+class AlarmMember:
+    memberID: int
+    alarm: int
+
+class AlarmResponse:
+    alarms: Sequence[AlarmMember]
 
 class Call(Protocol):
     def cancel(self) -> object: ...
@@ -132,6 +148,7 @@ class WatchStub:
 
 class MaintenanceStub:
     def Status(self, request: StatusRequest, timeout: float, *, metadata: _Metadata = ...) -> StatusResponse: ...
+    def Alarm(self, request: AlarmRequest, timeout: float, *, metadata: _Metadata = ...) -> AlarmResponse: ...
 
 class AuthStub:
     def __init__(self, channel: Any) -> None: ...

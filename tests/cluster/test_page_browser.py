@@ -1,0 +1,243 @@
+"""The live page of real runs in a real Chromium: what a person sees."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import page_job
+from tests.cluster.browser import Tab, browser, chromium
+from tests.cluster.harness import Job, wait_until
+from tests.pure.test_status_screen import NOW_S, a_host, a_run
+from torchelastic.page.document import About, document_of
+from torchelastic.page.feed import Picture
+from torchelastic.page.listening import listening
+from torchelastic.page.logs import Logs
+from torchelastic.page.server import PageServer
+from torchelastic.status.run_status import EventLine
+from torchelastic.status.status_format import run_to_plain
+
+CHROMIUM = chromium()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+LIVE = "document.getElementById('link').dataset.state == 'live'"
+HOSTILE = "<img src=x onerror=document.title='taken'>"
+
+
+def in_a_browser(watch: Any) -> None:
+    """Do this with a tab of a real browser; no script on the page may have failed meanwhile."""
+
+    async def run() -> None:
+        assert CHROMIUM is not None
+        async with browser(CHROMIUM) as tab:
+            await watch(tab)
+
+    asyncio.run(asyncio.wait_for(run(), 100))
+
+
+def own_addresses(tab: Tab, url: str) -> None:
+    assert [one for one in tab.requests if not one.startswith(url)] == []
+
+
+class PageJob(Job):
+    script = Path(page_job.__file__)
+
+    def url(self) -> str:
+        return str(wait_until(lambda: re.search(r"live page: (\S+)", self.output()), 30, "the page is told of")[1])
+
+    def pid(self, place: int) -> int:
+        """The newest process in that place."""
+        return int(
+            max(self.folder.glob(f"pid-{place}-*"), key=lambda path: path.stat().st_mtime_ns).name.rpartition("-")[2]
+        )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    made = PageJob(tmp_path / "job", hostile=True)
+    yield made
+    made.stop()
+
+
+def test_the_page_of_a_standalone_run_shows_its_members_its_ledger_a_kill_and_its_end(job: PageJob) -> None:
+    agent = job.start("--standalone", "--rdzv-id=job7", f"--log-dir={job.folder / 'logs'}", nproc=2)
+    url = job.url()
+
+    async def watch(tab: Tab) -> None:
+        await tab.open(url)
+        await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 2")
+        await tab.wait_for("document.getElementById('state').textContent == 'running'")
+        await tab.wait_for("[...document.querySelectorAll('#workers-table .a-productive.swatch')].length == 2")
+        assert await tab.text("h1") == "torchelastic job7"
+        rows = await tab.text("#workers-table tbody")
+        for place in (0, 1):
+            assert str(job.pid(place)) in rows
+        await tab.wait_for("/goodput/i.test(document.getElementById('tiles').innerText)")
+        await tab.wait_for("document.querySelectorAll('#timeline .save').length > 0")
+        assert "productive" in await tab.text("#ledger")
+        assert "attainable" in await tab.text("#figures")
+
+        # what was published, also under names that somebody has chosen with care
+        tiles = await tab.wait_for("document.getElementById('tiles').innerText")
+        assert "loss" in tiles
+        await tab.wait_for("document.getElementById('tiles').textContent.includes('onerror')")
+        await tab.wait_for("document.getElementById('tiles').textContent.includes('__proto__')")
+        assert await tab.ask("document.querySelectorAll('img').length") == 0
+        assert await tab.ask("({}).constructor === Object && Object.keys(Object.prototype).length === 0")
+
+        # the log is text, too, without a terminal's colours
+        await tab.wait_for("/step \\d+/.test(document.getElementById('log').textContent)")
+        log = await tab.ask("document.getElementById('log').textContent")
+        assert "ready <script>document.title='taken'</script>" in log
+
+        killed = job.pid(1)
+        os.kill(killed, signal.SIGKILL)
+        bad = "[...document.querySelectorAll('#events li[data-kind=bad]')].map((one) => one.innerText).join()"
+        await tab.wait_for(f"/lost, signal 9/.test({bad})")
+        await tab.wait_for("document.querySelectorAll('#timeline .bad').length > 0")
+        await tab.wait_for(f"!document.getElementById('workers-table').innerText.includes('{killed}')")
+        again = "[...document.querySelectorAll('#workers-table tbody tr')].map((one) => one.innerText.split(/\\s+/))"
+        await tab.wait_for(f"{again}.filter(([rank]) => rank == '0' || rank == '1').length == 2", 60)
+        assert str(job.pid(1)) in await tab.text("#workers-table")
+        await tab.wait_for("[...document.getElementById('log-name').options].length == 3")
+        assert await tab.ask("document.title") == "job7 · torchelastic"
+
+        agent.send_signal(signal.SIGTERM)
+        await tab.wait_for("document.getElementById('link').textContent.startsWith('the agent of this host has ended')")
+        assert await tab.ask("document.getElementById('main').classList.contains('old')")
+        # of a server that is gone the browser complains, and of nothing else
+        assert [one for one in tab.problems if "ERR_CONNECTION_REFUSED" not in one] == []
+        own_addresses(tab, url)
+
+    in_a_browser(watch)
+    assert agent.wait(30) == 128 + signal.SIGTERM
+    assert job.output().count("live page") == 1
+
+
+class Shown:
+    """A page that shows what a test wants."""
+
+    def __init__(self, at: str = "0", token_file: Path | None = None) -> None:
+        self.status = a_run(a_host("node-1", 0, 1), a_host("node-2", 2))
+        self.about = About("node-1", "1.0")
+        self.options = listening(at, token_file, is_seen=False)
+        self.url = self.options.url
+        self._server = PageServer(self.options, self.read, Logs())
+        self._server.start()
+
+    def read(self) -> Picture:
+        return Picture(run_to_plain(self.status), document_of(self.status, self.about))
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+def test_the_page_connects_again_by_itself_and_says_how_old_its_picture_is() -> None:
+    async def watch(tab: Tab) -> None:
+        shown = Shown()
+        port = shown.options.socket.getsockname()[1]
+        await tab.open(shown.url)
+        await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 3")
+        shown.stop()
+        await tab.wait_for("/this is how it was \\d+ s ago/.test(document.getElementById('link').textContent)")
+        await tab.wait_for("getComputedStyle(document.getElementById('main')).filter == 'grayscale(1)'")
+        again = Shown(str(port))
+        again.status = a_run(a_host("node-1", 0))
+        await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 1")
+        assert not await tab.ask("document.getElementById('main').classList.contains('old')")
+        again.stop()
+
+    in_a_browser(watch)
+
+
+def test_whatever_hosts_call_themselves_is_text_and_silent_hosts_and_an_outage_are_told() -> None:
+    shown = Shown()
+    event = EventLine(at_s=NOW_S - 5, host=HOSTILE, kind=HOSTILE, text=HOSTILE, worker=HOSTILE)
+    late = a_host("__proto__", 3, at_s=NOW_S - 100)
+    shown.status = a_run(
+        a_host(HOSTILE, 0, incarnation=HOSTILE, journal=HOSTILE, address="javascript:document.title='taken'",
+               version=HOSTILE, events=(event,)), late, because=HOSTILE,
+    )  # fmt: skip
+    shown.about = About(HOSTILE, HOSTILE, (), NOW_S)
+
+    async def watch(tab: Tab) -> None:
+        await tab.open(shown.url)
+        await tab.wait_for(f"{LIVE} && document.querySelectorAll('#hosts-table tbody tr').length == 2")
+        text = await tab.ask("document.body.textContent")
+        assert text.count("onerror") >= 8
+        assert await tab.ask("document.querySelectorAll('img, a[href^=javascript]').length") == 0
+        assert await tab.ask("document.title") == "job7 · torchelastic"
+        notes = await tab.text("#notes")
+        assert "silent: __proto__ for" in notes
+        assert "etcd does not answer since" in notes
+        assert tab.problems == []
+        own_addresses(tab, shown.url)
+
+    in_a_browser(watch)
+    shown.stop()
+
+
+def test_with_a_token_in_the_address_the_page_opens_and_without_it_asks_for_one(tmp_path: Path) -> None:
+    shown = Shown(token_file=tmp_path / "token")
+    token = (tmp_path / "token").read_text().strip()
+
+    async def watch(tab: Tab) -> None:
+        await tab.open(shown.url)
+        await tab.wait_for("!document.getElementById('ask').hidden")
+        assert await tab.ask("document.getElementById('main').hidden")
+        await tab.ask("document.getElementById('token').value = 'wrong'; document.querySelector('#ask button').click()")
+        await tab.wait_for("document.getElementById('link').textContent == 'a token is wanted'")
+        await tab.ask(f"location.hash = 'token={token}'")
+        await tab.wait_for(LIVE)
+        assert await tab.ask("location.hash + location.search") == "", "it does not stay in the address"
+        assert await tab.ask("document.querySelectorAll('#workers-table tbody tr').length") == 3
+        await tab.call("Page.reload")
+        await tab.wait_for(LIVE)
+
+    in_a_browser(watch)
+    shown.stop()
+
+
+def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_reader() -> None:
+    shown = Shown()
+
+    async def watch(tab: Tab) -> None:
+        await tab.open(shown.url)
+        await tab.wait_for(LIVE)
+        paper = "getComputedStyle(document.body).backgroundColor"
+        await tab.prefer(dark=False)
+        light = await tab.ask(paper)
+        await tab.prefer(dark=True)
+        dark = await tab.ask(paper)
+        assert light != dark
+        await tab.ask("document.getElementById('theme').click()")
+        assert await tab.ask(paper) == light
+        assert await tab.ask("document.getElementById('theme').ariaLabel") == "Colours: light"
+        await tab.ask("document.getElementById('theme').click()")
+        assert await tab.ask(paper) == dark
+
+        tree = (await tab.call("Accessibility.getFullAXTree"))["nodes"]
+        named = {(one["role"]["value"], one.get("name", {}).get("value", "")) for one in tree if not one.get("ignored")}
+        for role, name in (
+            ("heading", "Workers"), ("heading", "Where the time goes"), ("columnheader", "rank"), ("combobox", "of"),
+            ("table", "Workers by rank"), ("table", "Hosts"), ("combobox", "of the last"), ("checkbox", "follow"),
+        ):  # fmt: skip
+            assert (role, name) in named, (role, name)
+        pictures = [name for role, name in named if role in ("image", "img")]
+        assert pictures
+        assert "" not in pictures
+        assert any("failures and losses" in name for name in pictures)
+        reached = []
+        for _ in range(12):
+            for kind in ("keyDown", "keyUp"):
+                await tab.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+            reached.append(await tab.ask("document.activeElement.id || document.activeElement.className"))
+        assert {"skip", "theme", "window", "events", "log", "log-follow"} <= set(reached), reached
+
+    in_a_browser(watch)
+    shown.stop()

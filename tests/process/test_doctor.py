@@ -1,0 +1,470 @@
+"""`torchelastic doctor` on this host: facts of real files, limits, interfaces and children; it never hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
+from torchelastic.doctor import Finding, Level, Question
+from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators
+from torchelastic.doctor.examination import checks
+from torchelastic.doctor.folder import gather_folder, judge_folder
+from torchelastic.doctor.left_overs import gather_left_overs, judge_left_overs
+from torchelastic.doctor.lifetime import LifetimeFacts, gather_lifetime, judge_lifetime
+from torchelastic.doctor.limits import (
+    _most_processes,
+    gather_limits,
+    gather_memory,
+    judge_files,
+    judge_shared_memory,
+)
+from torchelastic.doctor.network import gather_network, interfaces, judge_gloo, why_not_free
+from torchelastic.doctor.own_clock import gather_clock
+from torchelastic.doctor.running import Check, run_checks, side_by_side
+from torchelastic.doctor.screen import show
+from torchelastic.doctor.versions import gather_versions, judge_versions
+from torchelastic.launch.main import main
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
+from torchelastic.rendezvous.url import parse_url
+from torchelastic.testing.disk_faults import FaultyDisk, full_at
+
+T = TypeVar("T")
+
+#: Long after this, a test whose subject hangs would fail.
+LONG_S = 60.0
+MIB = 2**20
+PASSWORD = "horse-battery-9f3c"
+
+
+def on_a_thread(act: Callable[[], T]) -> T:
+    ended = side_by_side({"it": act}, {"it": LONG_S})["it"]
+    if ended.error is not None:
+        raise ended.error
+    assert ended.value is not None
+    return ended.value
+
+
+# Never a hang ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_that_hangs_holds_nobody_up() -> None:
+    never = threading.Event()
+
+    def hang() -> list[Finding]:
+        never.wait()
+        return []
+
+    checked = [
+        Check("folder", hang, 0.2, why_late="its server is away", remedy="see the server"),
+        Check("clock", lambda: [Finding("clock", Level.OK, "fine")], LONG_S),
+        Check("other", hang, 0.1, Level.WARNING),
+    ]
+    found = run_checks(checked)
+    never.set()
+    assert [(one.check, one.level) for one in found] == [
+        ("folder", Level.ERROR),
+        ("clock", Level.OK),
+        ("other", Level.WARNING),
+    ]
+    assert found[0].what == "no answer within 0.2 s: given up"
+    assert (found[0].because, found[0].remedy) == ("its server is away", "see the server")
+
+
+def test_a_check_that_fails_is_told_and_the_others_go_on() -> None:
+    def fail() -> list[Finding]:
+        raise KeyError("x")
+
+    found = run_checks([Check("a", fail), Check("b", lambda: [Finding("b", Level.OK, "fine")])])
+    assert [(one.check, one.level) for one in found] == [("a", Level.WARNING), ("b", Level.OK)]
+    assert "KeyError" in found[0].because
+
+
+def test_a_password_file_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    fifo = tmp_path / "password"
+    os.mkfifo(fifo)
+    url = parse_url(f"etcd://127.0.0.1:1/doctor?min_workers=1&user=trainer&password_file={fifo}")
+    about_etcd = [replace(check, timeout_s=0.3) for check in checks(Question(url)) if check.name == "etcd"]
+    (finding,) = run_checks(about_etcd)
+    assert (finding.check, finding.level) == ("etcd", Level.ERROR)
+    assert "given up" in finding.what
+    with os.fdopen(os.open(fifo, os.O_WRONLY), "wb"):
+        pass  # lets the thread go that reads it
+
+
+def test_the_limits_of_all_checks_are_below_a_quarter_of_a_minute() -> None:
+    url = parse_url("etcd://127.0.0.1:1/doctor?min_workers=1")
+    found = checks(Question(url, hosts=2, folders=(Path("/a"), Path("/b"))))
+    assert max(check.timeout_s for check in found) <= 15.0
+    assert [check.name for check in found].count("checkpoint folder") == 2
+    assert {"etcd", "hosts"} <= {check.name for check in found}
+    assert not {"etcd", "hosts"} & {check.name for check in checks(Question())}
+    assert "hosts" not in {check.name for check in checks(Question(url))}
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_tried_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("stays")
+    facts = gather_folder(tmp_path)
+    assert facts.failed == ""
+    assert facts.bytes_per_s is not None
+    assert facts.bytes_per_s > 0
+    assert facts.has_locks
+    assert facts.free_bytes > 0
+    assert facts.file_system != ""
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("operation", ["create", "write_some", "sync", "rename", "publish", "sync_folder"])
+def test_whatever_the_disk_refuses_is_told(tmp_path: Path, operation: str) -> None:
+    disk = FaultyDisk(full_at(operation))
+    (finding,) = judge_folder(gather_folder(tmp_path, disk=disk), None)
+    disk.require_struck()
+    assert finding.level == Level.ERROR
+    assert "No space left" in finding.because
+    assert list(tmp_path.iterdir()) == []
+
+
+def as_nobody(act: Callable[[], Any]) -> Any:
+    """The JSON of what `act` returns, done by a child without root's rights."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            os.write(writer, json.dumps(act()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answers:
+        data = answers.read()
+    os.waitpid(pid, 0)
+    return json.loads(data)
+
+
+def test_a_folder_that_this_user_may_not_write_is_an_error(tmp_path: Path) -> None:
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)  # so that nobody gets there at all
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+
+    def look() -> list[object]:
+        facts, below = gather_folder(closed), gather_folder(closed / "below")
+        return [facts.failed, judge_folder(facts, None)[0].level, below.may_be_made, judge_folder(below, None)[0].level]
+
+    failed, level, may_be_made, level_below = as_nobody(look)
+    assert "Permission denied" in failed
+    assert level == Level.ERROR
+    assert may_be_made is False
+    assert level_below == Level.ERROR
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    (finding,) = judge_folder(gather_folder(tmp_path / "a" / "b"), None)
+    assert finding.level == Level.WARNING
+    assert "does not exist" in finding.what
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert "is no folder" in judge_folder(gather_folder(tmp_path / "file"), None)[0].what
+
+
+# Memory and limits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MiB."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={8 * MIB}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small tmpfs ({done.stderr.strip()}): run `sudo make test`")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_small_tmpfs_is_seen_as_shared_memory_and_as_a_folder(small: Path) -> None:
+    facts = gather_memory(None, small)
+    assert (facts.is_tmpfs, facts.size_bytes) == (True, 8 * MIB)
+    finding = judge_shared_memory(facts)
+    assert finding.level == Level.ERROR
+    assert "8.00 MiB" in finding.what
+    found = judge_folder(gather_folder(small), None)  # it is full before all of the probe is written
+    assert [one.level for one in found] == [Level.ERROR]
+    assert "No space left" in found[0].because
+    assert list(small.iterdir()) == []
+
+
+def test_a_folder_on_a_disk_is_no_shared_memory(tmp_path: Path) -> None:
+    if gather_folder(tmp_path).file_system in ("tmpfs", "ramfs"):
+        pytest.skip("the folder for tests is in memory here: set TMPDIR to one on a disk")
+    assert gather_memory(None, tmp_path).is_tmpfs is False
+    assert gather_memory(None, tmp_path / "nowhere").is_tmpfs is None
+
+
+def test_a_low_limit_on_open_files_is_seen() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    try:
+        facts = gather_limits()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert facts.files == 600
+    assert judge_files(facts, 8).level == Level.NOTE
+    assert judge_files(facts, 64).level == Level.WARNING
+    assert facts.tasks >= 1
+
+
+def test_the_strictest_control_group_limits_processes(tmp_path: Path) -> None:
+    for path, most, now in (("a", "max", "70"), ("a/b", "100", "60"), ("a/b/c", "500", "10")):
+        group = tmp_path / "cgroup" / path
+        group.mkdir(parents=True)
+        (group / "pids.max").write_text(f"{most}\n")
+        (group / "pids.current").write_text(f"{now}\n")
+    own = tmp_path / "own"
+    own.write_text("0::/a/b/c\n")
+    assert _most_processes(tmp_path / "cgroup", own) == (100, 60)
+    own.write_text("0::/a\n")
+    assert _most_processes(tmp_path / "cgroup", own) == (None, 0)
+    (tmp_path / "cgroup" / "a").rename(tmp_path / "cgroup" / "pids")
+    own.write_text("8:pids:/b\n9:memory:/b/c\n")
+    assert _most_processes(tmp_path / "cgroup", own) == (100, 60)
+    assert _most_processes(tmp_path / "cgroup", tmp_path / "nowhere") == (None, 0)
+
+
+def test_dead_jobs_are_seen_and_left_alone() -> None:
+    with tmpfs_folder() as root:
+        dead_job(root / "7", "job7", size_bytes=MIB)
+        with living_job(root / "8", "job8"):
+            facts = gather_left_overs(root)
+        assert [run_id for run_id, _ in facts.jobs] == ["job7"]
+        finding = judge_left_overs(facts)
+        assert finding.remedy == f"torchelastic checkpoint prune --dead {root}"
+        assert (root / "7" / ".job").exists()
+    assert gather_left_overs(root).jobs == ()
+
+
+# Network --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_is_free_until_somebody_listens_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        assert why_not_free(port) == "somebody listens there"
+    assert why_not_free(port) == ""
+
+
+def test_interfaces_are_seen_with_their_addresses() -> None:
+    lo = next(interface for interface in interfaces() if interface.name == "lo")
+    assert "127.0.0.1" in lo.addresses
+    assert lo.is_up
+    assert lo.is_loopback
+
+
+def test_an_interface_that_is_not_there_is_an_error() -> None:
+    facts = gather_network({"GLOO_SOCKET_IFNAME": "nosuch0"}, ("127.0.0.1", 2379), [])
+    assert facts.towards_etcd == "127.0.0.1"
+    finding = judge_gloo(facts, 1)
+    assert finding.level == Level.ERROR
+    assert "nosuch0" in finding.what
+    assert judge_gloo(replace(facts, gloo=None), 1).level == Level.OK
+
+
+# Deadlines, clock, versions, torch ------------------------------------------------------------------------------------
+
+
+def deadlines(**variables: str) -> LifetimeFacts:
+    return on_a_thread(lambda: gather_lifetime({"TORCHELASTIC_METADATA": "none", **variables}))
+
+
+def test_deadlines_are_asked_for_once_and_no_signal_is_handled(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    end.write_text(f"{time.time() + 3600:.0f}")
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    threads = threading.active_count()
+    facts = deadlines(
+        TORCHELASTIC_TERMINATION_FILE=str(end),
+        TORCHELASTIC_DEADLINE_SIGNALS="SIGTERM=7,SIGUSR1",
+        TORCHELASTIC_TERM_GRACE_S="45",
+    )
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert threading.active_count() <= threads + 1  # that of this very question, which is about to end
+    (source,) = facts.sources
+    assert source.remaining_s is not None
+    assert 3000 < source.remaining_s <= 3601
+    assert facts.grace_s == 45.0
+    assert facts.complaints == ()
+    assert [one.level for one in judge_lifetime(facts)] == [Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "level"),
+    [
+        ("TORCHELASTIC_TERMINATION_TIME", "soon", Level.ERROR),
+        ("TORCHELASTIC_TERM_GRACE_S", "long", Level.ERROR),
+        ("TORCHELASTIC_DEADLINE_SIGNALS", "SIGNOTHING", Level.ERROR),
+        ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "1000", Level.WARNING),
+    ],
+)
+def test_a_variable_that_is_wrong_is_told(
+    capfd: pytest.CaptureFixture[str], variable: str, value: str, level: Level
+) -> None:
+    found = judge_lifetime(deadlines(**{variable: value}))
+    assert found[0].level == level
+    assert variable in found[0].what + found[0].because
+    assert capfd.readouterr().err == ""
+
+
+def test_deadlines_are_not_asked_for_on_the_main_thread() -> None:
+    with pytest.raises(RuntimeError, match="another thread"):
+        gather_lifetime({})
+
+
+def test_this_hosts_clock_and_packages_are_seen() -> None:
+    assert gather_clock() in (True, False, None)
+    facts = gather_versions()
+    assert "rich>=13.7" in facts.required
+    assert not [text for text in facts.required if "extra" in text]  # what only some features need
+    (finding,) = judge_versions(facts)
+    assert finding.level == Level.OK
+    assert "torch 2" in finding.what
+
+
+def test_torch_is_asked_in_a_child_without_the_password(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, sys\n"
+        f"sys.exit('password there' if {PASSWORD_VARIABLE!r} in os.environ else 'libcudart.so is missing')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), PASSWORD_VARIABLE: PASSWORD}
+    facts = gather_accelerators(environment, LONG_S)
+    assert facts.failure == "libcudart.so is missing"
+    assert judge_accelerators(facts, None)[0].level == Level.ERROR
+
+
+def test_a_torch_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)")
+    facts = gather_accelerators({**os.environ, "PYTHONPATH": str(tmp_path)}, 0.3)
+    assert facts.is_late
+    assert judge_accelerators(facts, None)[0].level == Level.WARNING
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def doctor(*words: str, limit_files: int | None = None, **variables: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "torchelastic.launch", "doctor", *words]
+    if limit_files is not None:
+        command = ["sh", "-c", f'ulimit -n {limit_files}; exec "$@"', "sh", *command]
+    environment = {**os.environ, "TORCHELASTIC_METADATA": "none", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+def by_check(output: str) -> Mapping[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = {}
+    for finding in json.loads(output)["findings"]:
+        found.setdefault(finding["check"], []).append(finding)
+    return found
+
+
+def test_the_command_finds_what_is_wrong_and_says_it_to_programs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        code, out, err = doctor(
+            *("--json", "--checkpoint-dir", str(tmp_path / "nowhere"), "--port", port, "--rdzv-endpoint=127.0.0.1:1"),
+            *("--etcd-user", "trainer"),
+            limit_files=100,
+            GLOO_SOCKET_IFNAME="nosuch0",
+            TORCHELASTIC_ETCD_PASSWORD=PASSWORD,
+        )
+    found = by_check(out)
+    assert (code, err) == (1, "")
+    assert json.loads(out)["exit_code"] == 1
+    levels = {check: [one["level"] for one in of_check] for check, of_check in found.items()}
+    assert levels["open files"] == ["error"]
+    assert levels["gloo interface"] == ["error"]
+    assert levels["ports"] == ["error"]
+    assert levels["checkpoint folder"] == ["warning"]
+    assert levels["etcd"] == ["error"]
+    assert "127.0.0.1:1 is out of reach" in found["etcd"][0]["what"]
+    assert PASSWORD not in out + err
+    assert all(one["remedy"] for of_check in found.values() for one in of_check if one["level"] in ("warning", "error"))
+
+
+def test_a_secret_that_everybody_may_read_is_an_error_and_is_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(PASSWORD)
+    file.chmod(0o644)
+    url = parse_url(f"etcd://127.0.0.1:1/doctor?min_workers=1&user=trainer&password_file={file}")
+    found = run_checks([check for check in checks(Question(url, hosts=2)) if check.name in ("etcd", "hosts")])
+    assert [(one.check, one.level) for one in found] == [("etcd", Level.ERROR), ("hosts", Level.ERROR)]
+    assert "chmod o=" in found[0].because
+    assert PASSWORD not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nnodes 2", "--rdzv-endpoint"),
+        ("--nnodes 0", "start at 1"),
+        ("--nproc-per-node 0", "start at 1"),
+        ("--etcd-user me", "--rdzv-endpoint"),
+        ("--rdzv-endpoint me:horse-battery@etcd:1", "every user of this host"),
+        ("--rdzv-endpoint etcd:99999", "port"),
+        ("--rdzv-endpoint etcd --rdzv-id a/b", "run id"),
+        ("--state-size many", "--state-size"),
+        ("--port 0", "--port"),
+        ("--wait nan", "--wait"),
+        ("--wait -1", "--wait"),
+    ],
+)
+def test_wrong_words_end_with_2(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *words.split()])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said in err
+    assert "battery" not in err
+
+
+def test_on_a_terminal_there_are_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    show([Finding("etcd", Level.ERROR, "\x1b[2Jaway [bold]", "7", "start it")], as_json=False, strict=False)
+    out = capsys.readouterr().out
+    assert "\x1b[1;31merror" in out
+    assert "\x1b[2J" not in out
+    assert "away [bold]" in out
+    assert "do:  start it" in out
+
+
+def test_every_flag_and_every_check_is_in_the_page() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    command = [sys.executable, "-m", "torchelastic.launch", "doctor", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    flags = set(re.findall(r"--[a-z-]+", told)) - {"--help", "--nodes"}
+    assert not {flag for flag in flags if flag not in text}
+    url = parse_url("etcd://127.0.0.1:1/doctor?min_workers=1")
+    names = {check.name for check in checks(Question(url, hosts=2, folders=(Path("/a"),)))}
+    assert not {name for name in names if f"\n| {name} |" not in text}

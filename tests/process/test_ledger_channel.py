@@ -1,0 +1,335 @@
+"""From the training thread to the agent, through memory that outlives the worker: real processes, really killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from tests.process.ledger_workers import killed, started
+from torchelastic.agent.bookkeeping import exit_code_of
+from torchelastic.data import ElasticBatchSampler, ElasticLoader, waiting
+from torchelastic.ledger import page as page_module
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Event, LedgerFormatError, Straggler, to_dict
+from torchelastic.ledger.keeper import Keeper
+from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter
+from torchelastic.ledger.page import (
+    EVENT_SLOTS,
+    PAGE_BYTES,
+    PageReader,
+    PageWriter,
+    counts_of,
+    page_paths,
+)
+from torchelastic.ledger.process_start import process_started_ns
+from torchelastic.ledger.tally import Tally
+
+
+class Lines:
+    """A journal in a list."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event, book: Book) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: str) -> list[Any]:
+        return [event for event in self.events if event.kind == kind]
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path) -> Iterator[Path]:
+    """Of an agent that is not there; whatever is left in shared memory for it is an error."""
+    path = tmp_path / "agent"
+    yield path
+    name = page_paths(path, 0)[0].name.rpartition(".")[0]
+    left = list(page_module.SHARED_MEMORY.glob(f"{name}.*"))
+    for one in left:
+        one.unlink()
+    assert not left
+
+
+def page_of(socket_path: Path, pid: int) -> Path:
+    return next(path for path in page_paths(socket_path, pid) if path.exists())
+
+
+def until_committed(keeper: Keeper, worker: str, steps: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while True:
+        keeper.poll()
+        life = keeper.now().lives.get(worker)
+        if life is not None and life.tally.committed >= steps:
+            return
+        assert time.monotonic() < deadline_s, f"{steps} steps were not seen"
+
+
+@pytest.mark.parametrize("what", ["commit", "save"])
+def test_what_a_killed_worker_had_counted_is_there_and_sums_to_its_wall_time(what: str, socket_path: Path) -> None:
+    journal = Lines()
+    keeper = Keeper(socket_path, "host", journal)
+    for number in range(2):
+        with started(what, socket_path) as process:
+            keeper.started(process.pid, f"0.{number}")
+            until_committed(keeper, f"host/0.{number}", 200)
+            seen = keeper.now().lives[f"host/0.{number}"].tally
+            killed(process)
+            ended_ns = time.monotonic_ns()
+            keeper.ended(process.pid, exit_code=-9, is_loss=True, cause="killed by SIGKILL")
+        life = keeper.book.lives[f"host/0.{number}"]
+        assert life.tally.committed >= seen.committed >= 200
+        assert ended_ns <= (life.ended_ns or 0) <= time.monotonic_ns()
+        assert sum(life.amounts(0)) == life.wall_ns(0) == (life.ended_ns or 0) - life.started_ns
+        assert keeper.book.why_wrong(0) == ""
+        assert life.amounts(0)[Account.REPLAYED] > 0, "the step that it died in"
+    assert len(journal.of("end")) == 2
+    assert all(event.exit_code == -9 and event.step > 0 for event in journal.of("end"))
+    if what == "save":
+        saves = journal.of("save")
+        assert saves
+        assert all(event.tier == "memory" and event.stall_ns >= 0 for event in saves)
+
+
+def test_a_death_that_is_known_early_is_the_end(socket_path: Path) -> None:
+    keeper = Keeper(socket_path, "host")
+    with started("commit", socket_path) as process:
+        keeper.started(process.pid, "0.0")
+        until_committed(keeper, "host/0.0", 1)
+        killed(process)
+        keeper.died(process.pid)
+        known_ns = time.monotonic_ns()
+        time.sleep(0.02)  # what the kernel takes until the parent hears of it
+        keeper.ended(process.pid, exit_code=-9, is_loss=True)
+    assert (keeper.book.lives["host/0.0"].ended_ns or 0) <= known_ns
+
+
+def test_counts_that_are_read_while_they_are_written_are_never_torn(socket_path: Path) -> None:
+    with started("commit", socket_path) as process:
+        path = page_of(socket_path, process.pid)
+        reader = PageReader(path)
+        path.unlink()
+        assert reader.pid == process.pid
+        tallies = [tally for _ in range(3_000) if (tally := reader.counts()) is not None]
+        reader.close()
+    assert len(tallies) > 2_000, "some read may meet both slots being written, most must not"
+    assert all(tally.why_wrong() == "" for tally in tallies)
+    since = [tally.since_ns for tally in tallies]
+    assert since == sorted(since)
+    assert tallies[-1].committed > tallies[0].committed
+
+
+def test_whatever_byte_of_the_newest_counts_is_wrong_the_counts_before_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    writer = PageWriter(path, 1)
+    older, newer = Tally.begun(5).switched(9, Account.IDLE), Tally.begun(5).switched(20, Account.IDLE)
+    writer.write_counts(*counts_of(older))
+    writer.write_counts(*counts_of(newer))
+    whole = path.read_bytes()
+    assert PageReader(path).counts() == newer
+    for at in range(64, 64 + 168):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x40
+        path.write_bytes(damaged)
+        reader = PageReader(path)
+        assert reader.counts() == (newer if 68 <= at < 72 else older), at  # four bytes are padding
+        reader.close()
+
+
+def test_counts_that_do_not_sum_up_are_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    writer = PageWriter(path, 1)
+    numbers = list(counts_of(Tally.begun(5).switched(9, Account.IDLE)))
+    writer.write_counts(*numbers)
+    wrong = numbers.copy()
+    wrong[-1] += 1
+    writer.write_counts(*wrong)
+    assert PageReader(path).counts() == Tally.begun(5).switched(9, Account.IDLE)
+
+
+def test_events_come_once_in_order_and_those_that_were_overwritten_are_counted(tmp_path: Path) -> None:
+    writer = PageWriter(tmp_path / "page", 1)
+    reader = PageReader(tmp_path / "page")
+    assert reader.events() == []
+    for step in range(3):
+        writer.write_event(to_dict(Straggler(at_ns=step, step=step)))
+    assert [fields.get("step") for fields in reader.events()] == [0, 1, 2]
+    assert reader.events() == []
+    for step in range(3, 3 + EVENT_SLOTS + 10):
+        writer.write_event(to_dict(Straggler(at_ns=step, step=step)))
+    assert [fields["step"] for fields in reader.events()] == list(range(13, 13 + EVENT_SLOTS))
+    assert reader.missed == 10
+    writer.write_event(to_dict(Straggler(at_ns=9, step=999)))
+    assert [fields["step"] for fields in reader.events()] == [999]
+
+
+def test_an_event_that_is_too_long_is_published_without_its_cause(tmp_path: Path) -> None:
+    writer = PageWriter(tmp_path / "page", 1)
+    writer.write_event(to_dict(Straggler(at_ns=1, step=7, cause="\N{SNOWMAN}" * 160)))
+    [fields] = PageReader(tmp_path / "page").events()
+    assert (fields["step"], fields["cause"]) == (7, "")
+
+
+def test_what_is_no_page_is_refused(tmp_path: Path) -> None:
+    for name, content in {"short": b"x" * 100, "zeros": bytes(PAGE_BYTES), "later": b"te-pages\x09" * 8192}.items():
+        (tmp_path / name).write_bytes(content[:PAGE_BYTES])
+        with pytest.raises(LedgerFormatError):
+            PageReader(tmp_path / name)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(LedgerFormatError):
+        PageReader(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "short")
+    with pytest.raises(OSError, match="link"):
+        PageReader(tmp_path / "link")
+
+
+def test_a_page_full_of_rubbish_costs_the_agent_nothing(socket_path: Path) -> None:
+    keeper = Keeper(socket_path, "host")
+    keeper.started(os.getpid(), "0.0")
+    path = page_paths(socket_path, os.getpid())[1]
+    writer = PageWriter(path, os.getpid())
+    rubbish: list[dict[str, Any]] = [
+        {"kind": "end", "at_ns": 1}, {"kind": "save", "at_ns": "now"}, {"kind": "?"}, {"kind": "start", "at_ns": 5},
+        {"kind": "counted", "at_ns": 5, "tally": {}}, {"kind": "re_form", "at_ns": 1, "phases_ns": [1]}, {},
+        {"kind": "straggler", "at_ns": 4, "worker": "other/0.0"},
+    ]  # fmt: skip
+    for fields in rubbish:
+        writer.write_event(fields)
+    ahead = Tally.begun(0).switched(time.monotonic_ns() + 10**15, Account.IDLE)
+    writer.write_counts(*counts_of(ahead))
+    keeper.poll()
+    assert keeper.book.lives["host/0.0"].ended_ns is None, "of its end a worker tells nothing"
+    keeper.ended(os.getpid(), exit_code=0, is_loss=False)
+    assert set(keeper.book.lives) == {"host/0.0"}
+    assert keeper.book.why_wrong(time.monotonic_ns()) == ""
+    assert keeper.book.counts.stragglers == 1
+
+
+def test_a_worker_without_an_agent_counts_and_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "SHARED_MEMORY", tmp_path / "none")
+    meter = Meter(time.monotonic_ns())
+    meter.publish("")
+    meter.publish_to_parent()
+    meter.publish(str(tmp_path / "not-there" / "agent"))
+    assert not meter.is_published
+    meter.level(0)
+    meter.committed()
+    assert meter.tally().committed == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_there_is_no_shared_memory_the_page_is_next_to_the_socket(
+    socket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "SHARED_MEMORY", tmp_path / "none")
+    meter = Meter(process_started_ns(os.getpid()))
+    meter.publish(str(socket_path))
+    meter.level(3)
+    keeper = Keeper(socket_path, "host")
+    keeper.started(os.getpid(), "p")
+    keeper.poll()
+    assert keeper.book.lives["host/p"].tally.step == 3
+    assert list(tmp_path.iterdir()) == [], "the page is gone once the agent has it"
+
+
+def _commit_once(meter: Meter) -> None:
+    meter.committed()
+
+
+def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None:
+    meter = Meter(process_started_ns(os.getpid()))
+    meter.publish(str(socket_path))
+    meter.level(0)
+    keeper = Keeper(socket_path, "host")
+    keeper.started(os.getpid(), "0.0")
+    child = multiprocessing.get_context("fork").Process(target=_commit_once, args=(meter,))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    keeper.poll()
+    assert keeper.now().lives["host/0.0"].tally.committed == 0
+    meter.committed()
+    keeper.poll()
+    assert keeper.now().lives["host/0.0"].tally.committed == 1
+
+
+def test_when_a_process_has_started_is_known_to_a_tick() -> None:
+    before_ns = time.monotonic_ns()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started_ns = process_started_ns(process.pid)
+        after_ns = time.monotonic_ns()
+        time.sleep(0.05)
+        assert abs(process_started_ns(process.pid) - started_ns) < 20_000_000
+        process.kill()
+    assert before_ns - 20_000_000 <= started_ns <= after_ns
+    assert process_started_ns(2**22 + 1) >= after_ns, "of a process that is not there: now"
+
+
+def test_an_outage_of_the_store_is_two_events_however_often_it_is_told(socket_path: Path) -> None:
+    journal = Lines()
+    keeper = Keeper(socket_path, "host", journal)
+    keeper.store_back()
+    for _ in range(3):
+        keeper.store_away()
+    for _ in range(3):
+        keeper.store_back()
+    assert [event.is_over for event in journal.of("store_outage")] == [False, True]
+    assert keeper.book.counts.away_ns == journal.of("store_outage")[1].away_ns > 0
+
+
+def test_only_a_child_of_the_agent_publishes_to_it(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(time.monotonic_ns())
+    monkeypatch.setenv(LEDGER_VARIABLE, f"{os.getppid() + 1}:{socket_path}")
+    meter.publish_to_parent()
+    assert not meter.is_published
+    monkeypatch.setenv(LEDGER_VARIABLE, f"{os.getppid()}:{socket_path}")
+    meter.publish_to_parent()
+    assert meter.is_published
+    page_of(socket_path, os.getpid()).unlink()
+
+
+def test_how_a_child_has_ended_is_known_before_it_is_reaped() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input(); raise SystemExit(3)"], stdin=subprocess.PIPE) as process:
+        assert exit_code_of(process.pid) is None
+        process.communicate(b"\n")
+    assert exit_code_of(process.pid) is None, "it is reaped"
+    for how, code in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)):
+        process = subprocess.Popen([sys.executable, "-c", how])
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert exit_code_of(process.pid) == code
+        assert process.wait() == code
+
+
+def test_a_wait_for_a_batch_of_an_elastic_loader_is_data_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.02)
+            return index
+
+    meter = Meter(time.monotonic_ns())
+    monkeypatch.setattr(waiting, "listener", meter.waited_for_data)
+    meter.level(0)
+    loader = ElasticLoader(Slow(), ElasticBatchSampler(4, 2, epochs=1, seed=0))
+    for _ in range(2):
+        next(loader)
+        meter.committed()
+    totals = meter.tally().totals
+    assert totals[Account.DATA_WAIT] >= 80_000_000
+    assert sum(totals) == meter.tally().since_ns - meter.tally().started_ns

@@ -1,0 +1,253 @@
+"""`torchelastic report` with journals on disk: whole, torn, missing, of another version, copied, of several runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.pure.report_runs import Host, killed_run
+from torchelastic.launch.main import main
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.journal import JournalWriter
+from torchelastic.report import LossFileError, find_journals, read_losses
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(folder: Path, hosts: Sequence[Host], max_bytes: int = 2**20, keep: int = 8) -> Path:
+    """The journals of these hosts, by the class that agents write them with."""
+    for host in hosts:
+        writer = JournalWriter(
+            folder, f"ledger-{host.name}-a1", host.head(), max_bytes=max_bytes, keep=keep, sync="never"
+        )
+        book = Book()
+        for event in host.events:
+            writer.write(event, book)
+            book = book.after(event)
+        writer.close()
+    return folder
+
+
+def file_of(folder: Path, host: str) -> Path:
+    (path,) = folder.glob(f"ledger-{host}-*.jsonl")
+    return path
+
+
+def reported(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, object]:
+    """What the command says as JSON."""
+    assert main(["report", *map(str, words), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return document
+
+
+def lacks(document: dict[str, object]) -> str:
+    sentences = document["lacks"]
+    assert isinstance(sentences, list)
+    return " ".join(sentences)
+
+
+def test_the_command_writes_the_page_where_it_is_told_to_and_says_where(tmp_path: Path) -> None:
+    logs = written(tmp_path / "logs", killed_run())
+    words = [sys.executable, "-m", "torchelastic.launch", "report", str(logs)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "report: report.html\n", "")
+    page = tmp_path / "report.html"
+    text = page.read_text(encoding="utf-8")
+    assert text.endswith("</html>\n")
+    assert all(name in text for name in ("alpha/0.0", "beta/1.1", "run-1"))
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(page.stat().st_mode) == 0o666 & ~mask
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "report.html"]
+
+
+def test_folders_and_files_may_be_given_in_any_mixture_and_each_journal_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = killed_run()
+    one, two = written(tmp_path / "one", hosts[:1]), written(tmp_path / "two", hosts[1:])
+    whole = reported(capsys, one, two)
+    assert reported(capsys, file_of(one, "alpha"), two, one) == whole
+    assert lacks(whole) == ""
+    assert [life["name"] for life in whole["workers"]] == [  # type: ignore[attr-defined]  # checked by the comparison
+        "alpha/0.0", "alpha/1.0", "beta/0.0", "beta/1.0", "beta/1.1",
+    ]  # fmt: skip
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / file_of(two, "beta").name).write_bytes(file_of(two, "beta").read_bytes())
+    doubled = reported(capsys, one, two, copy)
+    assert doubled["workers"] == whole["workers"]
+    assert "given twice" in lacks(doubled)
+
+
+def test_a_torn_line_a_damaged_line_and_one_of_a_later_version_are_said_and_the_rest_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = written(tmp_path, killed_run())
+    path = file_of(logs, "beta")
+    lines = path.read_bytes().splitlines(keepends=True)
+    extra = [b'{"kind":"of tomorrow","at_ns":1}\n', b"rubbish\n", b"rubbish\n"]
+    path.write_bytes(b"".join([*lines[:20], *extra, *lines[20:-1], lines[-1][:-9]]))
+    document = reported(capsys, logs)
+    assert "Left out of ledger-beta-a1: 2 damaged lines." in lacks(document)
+    assert "1 line of a kind that a later torchelastic has added" in lacks(document)
+    assert "The last line of ledger-beta-a1 is torn" in lacks(document)
+    assert "beta/1.1 is without an end" in lacks(document)
+    assert document["sums_are_exact"] is True
+    assert document["is_over"] is False
+
+
+@pytest.mark.parametrize("damage", ["later version", "no head", "no book"])
+def test_a_journal_that_cannot_be_read_is_named_and_the_others_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    logs = written(tmp_path, killed_run())
+    path = file_of(logs, "beta")
+    first, *rest = path.read_text().splitlines(keepends=True)
+    head = json.loads(first)
+    head.update({"later version": {"version": 99}, "no head": {"kind": "x"}, "no book": {"brought_forward": 1}}[damage])
+    path.write_text("".join([json.dumps(head) + "\n", *rest]))
+    document = reported(capsys, logs)
+    assert "ledger-beta-a1 is left out" in lacks(document)
+    assert "Round 1 had 4 workers, and the journals know of 2" in lacks(document)
+    assert main(["report", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert "left out" in error
+
+
+def test_rotated_files_of_which_the_oldest_or_one_in_the_middle_are_gone_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = killed_run()
+    whole = reported(capsys, written(tmp_path / "whole", hosts))
+    logs = written(tmp_path / "rotated", hosts, max_bytes=4096)
+    first, *_, last = sorted(logs.glob("*alpha*"))
+    if first.name.endswith("000001.jsonl"):
+        first.unlink()
+    document = reported(capsys, logs)
+    assert document["seen"] == whole["seen"]
+    assert document["figures"] == whole["figures"]
+    assert "oldest events of ledger-alpha-a1 are gone" in lacks(document)
+    last.with_name(f"ledger-alpha-a1.{int(last.name.split('.')[-2]) - 1:06d}.jsonl").unlink()
+    assert "A file of ledger-alpha-a1 is missing" in lacks(reported(capsys, logs))
+
+
+def test_without_a_journal_the_exit_code_is_1_and_the_error_says_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert "--log-dir" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("no journal\n")
+    assert main(["report", str(tmp_path / "a.txt")]) == 1
+    assert "a.txt" in capsys.readouterr().err
+    written(tmp_path, killed_run())
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "such.html")]) == 1
+    assert "such" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", str(tmp_path), "--compare-run-id", "x"])
+    assert stopped.value.code == 2
+
+
+def test_journals_of_several_runs_need_a_choice_and_can_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = written(tmp_path / "a", killed_run("monday"))
+    for path in written(tmp_path / "b", killed_run("tuesday")).iterdir():
+        path.rename(logs / path.name.replace("-a1", "-b2"))
+    assert main(["report", str(logs)]) == 1
+    assert "--run-id: monday, tuesday" in capsys.readouterr().err
+    page = tmp_path / "page.html"
+    words = ["--run-id", "monday", "--compare", str(logs), "--compare-run-id", "tuesday", "-o", str(page)]
+    assert main(["report", str(logs), *words]) == 0
+    assert "the other one: tuesday" in page.read_text()
+    capsys.readouterr()
+    assert reported(capsys, logs, *words[:-2])["run_id"] == "monday"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "step,loss\n0,2.0\n1,1.0\n1,3.0\n2,nan\n3,x\n"),
+        (
+            "a.jsonl",
+            '{"step": 0, "loss": 2.0}\n{"step": 1, "train_loss": 2}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo',
+        ),
+    ],
+)
+def test_losses_are_read_from_csv_and_json_lines(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    curve = read_losses(path)
+    assert [(point.step, point.mean) for point in curve.points] == [(0, 2.0), (1, 2.0)]
+    assert curve.left_out == 1
+
+
+def test_losses_of_the_imagenet_example_are_read_from_its_folder_of_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from examples.imagenet.events import EventWriter
+
+    writer = EventWriter(tmp_path / "events")
+    for step in range(5):
+        writer.write("attempt", rank=0, world_size=1, group=1, epoch=0, step=step, indices=(1, 2))
+        writer.write("commit", rank=0, world_size=1, group=1, epoch=0, step=step, loss=1.0 / (step + 1))
+    logs = written(tmp_path / "logs", killed_run())
+    document = reported(capsys, logs, "--loss", tmp_path / "events")
+    losses = document["losses"]
+    assert isinstance(losses, dict)
+    assert [point[:2] for point in losses["points"]] == [[step, 1.0 / (step + 1)] for step in range(5)]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"step": 1}\n', "\x00\x01", "step,loss\ninf,1\n"])
+def test_a_file_without_losses_is_an_error_that_says_what_it_should_look_like(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "losses.csv"
+    path.write_text(text)
+    with pytest.raises(LossFileError, match="CSV"):
+        read_losses(path)
+    logs = written(tmp_path / "logs", killed_run())
+    assert main(["report", str(logs), "--loss", str(path), "-o", str(tmp_path / "r.html")]) == 1
+    assert str(path) in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs, page = written(tmp_path / "logs", killed_run()), tmp_path / "report.html"
+    page.write_text("before")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert main(["report", str(logs), "-o", str(page)]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert page.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "report.html"]
+
+
+def test_what_is_read_while_agents_write_is_a_report(tmp_path: Path) -> None:
+    logs = written(tmp_path, killed_run())
+    path = file_of(logs, "alpha")
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for length in range(first, len(whole), 997):
+        path.write_bytes(whole[:length])
+        found = find_journals([logs])
+        assert set(found.journals) == {"ledger-alpha-a1", "ledger-beta-a1"}
+        is_torn = not whole[:length].endswith(b"\n")
+        assert any("torn" in sentence for sentence in found.lacks) is is_torn

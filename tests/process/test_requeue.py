@@ -1,0 +1,150 @@
+"""Asking SLURM to start the job again, with an scontrol that is a process of its own. The real one: tests/slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchelastic.lifetime import STOPPED_EARLY, Requeue, requeue_job
+from torchelastic.lifetime import requeue as module
+from torchelastic.lifetime.requeue import ATTEMPTS, plan_requeue
+
+JOB = {"SLURM_JOB_ID": "42"}
+Scontrol = Callable[[str], Path]
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scontrol:
+    """Puts a shell script where scontrol is looked for; each call writes its words into a file `calls`."""
+
+    def install(script: str) -> Path:
+        program, calls = tmp_path / "scontrol", tmp_path / "calls"
+        program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{script}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        return calls
+
+    return install
+
+
+def requeue(**options: Any) -> tuple[Requeue, list[float]]:
+    """The answer, with the pauses that were made."""
+    pauses: list[float] = []
+    return requeue_job(**{"environment": JOB, "sleep": pauses.append, **options}), pauses
+
+
+def test_the_exit_code_is_the_one_that_invites_to_try_again() -> None:
+    assert STOPPED_EARLY == 75
+
+
+def test_a_batch_job_is_put_back_into_the_queue(scontrol: Scontrol) -> None:
+    calls = scontrol("exit 0")
+    assert requeue() == (Requeue(True, "restart 1 of at most 100"), [])
+    assert calls.read_text() == "requeue 42\n"
+
+
+def test_of_an_array_only_the_own_element_is(scontrol: Scontrol) -> None:
+    calls = scontrol("exit 0")
+    array = {"SLURM_JOB_ID": "45", "SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "3"}
+    answer, _ = requeue(environment=array)
+    assert answer.asked
+    assert calls.read_text() == "requeue 42_3\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({}, "this is no SLURM job"),
+        ({"SLURM_JOB_ID": "  "}, "this is no SLURM job"),
+        ({"SLURM_JOB_ID": "42; reboot"}, "'42; reboot' is no SLURM job"),
+        ({"SLURM_JOB_ID": "--help"}, "'--help' is no SLURM job"),
+        ({**JOB, "SLURM_ARRAY_JOB_ID": "x", "SLURM_ARRAY_TASK_ID": "3"}, "'x_3' is no SLURM job"),
+        ({**JOB, "SLURM_RESTART_COUNT": "many"}, "SLURM_RESTART_COUNT is 'many'"),
+        ({**JOB, "SLURM_RESTART_COUNT": "7"}, "started again 7 times, and max_restarts is 7"),
+        ({**JOB, "SLURM_RESTART_COUNT": "8"}, "started again 8 times"),
+    ],
+)
+def test_nobody_is_asked_where_there_is_no_job_or_enough_restarts(
+    scontrol: Scontrol, variables: dict[str, str], says: str
+) -> None:
+    calls = scontrol("exit 0")
+    answer, _ = requeue(environment=variables, max_restarts=7)
+    assert not answer.asked
+    assert says in answer.because
+    assert not calls.exists()
+
+
+def test_the_last_restart_that_is_allowed_is_asked_for() -> None:
+    assert plan_requeue({**JOB, "SLURM_RESTART_COUNT": "6"}, 7).job_id == "42"
+    assert plan_requeue(JOB, 0).job_id == ""
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "Only batch jobs are accepted or processed",
+        "Requested operation is presently disabled for job 42",
+        "Invalid job id specified",
+        "Access/permission denied",
+        "Job/step already completing or completed",
+    ],
+)
+def test_a_refusal_is_said_and_not_raised_and_nobody_is_pestered(
+    scontrol: Scontrol, refusal: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = scontrol(f"echo '{refusal}' >&2; exit 1")
+    answer, pauses = requeue()
+    assert (answer.asked, pauses) == (False, [])
+    assert refusal in answer.because
+    assert f"job 42 was not requeued: scontrol ended with 1: {refusal}" in caplog.text
+    assert calls.read_text().count("requeue") == 1
+
+
+def test_a_controller_that_is_busy_is_asked_again_and_not_for_ever(scontrol: Scontrol, tmp_path: Path) -> None:
+    calls = scontrol("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    answer, pauses = requeue()
+    assert not answer.asked
+    assert calls.read_text().count("requeue") == ATTEMPTS
+    assert pauses == [1.0, 2.0]
+    once = tmp_path / "once"
+    scontrol(f"test -e {once} && exit 0; touch {once}; echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    assert requeue() == (Requeue(True, "restart 1 of at most 100"), [1.0])
+
+
+@pytest.mark.parametrize("garbage", ["head -c 3000 /dev/urandom; exit 0", "printf '\\377\\376' >&2; exit 3"])
+def test_garbage_is_no_exception(scontrol: Scontrol, garbage: str) -> None:
+    calls = scontrol(garbage)
+    answer, _ = requeue()
+    assert isinstance(answer, Requeue)
+    assert not answer.asked, "what cannot be read is no agreement"
+    assert calls.read_text().count("requeue") == ATTEMPTS
+
+
+def test_an_scontrol_that_hangs_is_ended(scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "ATTEMPT_S", 0.3)
+    # its child holds the output open: whoever waits for the end of that, waits for the child
+    calls = scontrol(f"sleep 600 & echo $! >> {tmp_path}/children; exec sleep 600")
+    try:
+        answer, pauses = requeue()
+    finally:
+        for pid in (tmp_path / "children").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+    assert not answer.asked
+    assert "timed out after 0.3 seconds" in answer.because
+    assert (calls.read_text().count("requeue"), len(pauses)) == (ATTEMPTS, ATTEMPTS - 1)
+
+
+def test_without_scontrol_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert requeue() == (Requeue(False, "scontrol is not installed here"), [])
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), ("3", TypeError)])
+def test_a_wrong_number_of_restarts_is_an_error_before_anybody_is_asked(wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="max_restarts"):
+        requeue_job(max_restarts=wrong, environment={})

@@ -1,0 +1,191 @@
+"""What the doctor makes of etcd's answers, and of what several hosts see of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.doctor.etcd_rules import EndpointFacts, EtcdFacts, judge_etcd
+from torchelastic.doctor.findings import Finding, Level
+from torchelastic.doctor.meeting_rules import (
+    HostCard,
+    MeetingFacts,
+    Offset,
+    Visit,
+    decode_card,
+    encode_card,
+    judge_meeting,
+    offset_of,
+)
+
+OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
+GIB = 2**30
+
+
+def wrong(findings: Sequence[Finding]) -> list[Level]:
+    return [finding.level for finding in findings if finding.level != OK]
+
+
+def text_of(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"{one.what} | {one.because} | {one.remedy}" for one in findings)
+
+
+# etcd -----------------------------------------------------------------------------------------------------------------
+
+A = EndpointFacts("a:2379", "", False, "3.5.9", 1, 11, 11, 2**20, 2 * GIB)
+B = replace(A, endpoint="b:2379", member_id=12)
+AWAY = EndpointFacts("c:2379", "connection refused")
+GOOD = EtcdFacts((A, B), (), (0.002, 0.003, 0.002), is_encrypted=True, has_certificate=True, asks_for_login=True)
+
+
+def test_a_good_etcd_is_all_right() -> None:
+    found = judge_etcd(GOOD)
+    assert wrong(found) == []
+    assert "a:2379 (3.5.9), b:2379 (3.5.9): it serves" in text_of(found)
+    assert "a commit takes 2.0 ms (median of 3, longest 3.0 ms)" in text_of(found)
+
+
+def but(endpoint: EndpointFacts) -> EtcdFacts:
+    return replace(GOOD, endpoints=(endpoint,))
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "said"),
+    [
+        (replace(GOOD, endpoints=(A, AWAY)), WARNING, "c:2379 is out of reach"),
+        (replace(GOOD, endpoints=(AWAY,)), ERROR, "connection refused"),
+        (replace(GOOD, endpoints=(A, replace(AWAY, is_refusal=True))), ERROR, "refuses this client"),
+        (replace(GOOD, endpoints=(A, replace(B, cluster_id=2))), ERROR, "different clusters"),
+        (but(replace(A, leader_id=0)), ERROR, "no leader"),
+        (but(replace(A, version="3.3.27")), WARNING, "3.3.27"),
+        (but(replace(A, version="3.5.2")), NOTE, "use 3.5.3"),
+        (but(replace(A, db_bytes=int(1.7 * GIB))), WARNING, "1.70 GiB of 2.00 GiB"),
+        (but(replace(A, db_bytes=int(1.7 * GIB), quota_bytes=None)), WARNING, "quota not known"),
+        (replace(GOOD, alarms=("NOSPACE",)), ERROR, "alarm disarm"),
+        (replace(GOOD, alarms=("CORRUPT",)), ERROR, "CORRUPT"),
+        (replace(GOOD, alarms=None, commit_failure="etcdserver: mvcc: database space exceeded"), ERROR, "NOSPACE"),
+        (replace(GOOD, commit_failure="permission denied"), ERROR, "permission denied"),
+        (replace(GOOD, commits_s=(0.06, 0.01, 0.07)), WARNING, "SSD"),
+        (replace(GOOD, commits_s=(0.7, 0.01, 0.8)), ERROR, "would count as lost"),
+        (replace(GOOD, is_encrypted=False, has_certificate=False, user="trainer"), WARNING, "unencrypted"),
+        (replace(GOOD, user="trainer", asks_for_login=False), WARNING, "not only trainer"),
+        (replace(GOOD, has_certificate=False, asks_for_login=False), NOTE, "everybody who reaches it"),
+    ],
+)
+def test_what_is_wrong_with_an_etcd_is_told_once(facts: EtcdFacts, level: Level, said: str) -> None:
+    found = judge_etcd(facts)
+    assert wrong(found) == [level]
+    assert said in text_of(found)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        but(replace(A, version="3.5.3")),
+        but(replace(A, version="3.6.0-rc.1")),
+        but(replace(A, db_bytes=int(1.5 * GIB))),
+        replace(GOOD, commits_s=(0.04, 0.01, 9.0)),
+        replace(GOOD, alarms=None),
+        replace(GOOD, has_certificate=False, asks_for_login=False, is_here=True),
+        replace(GOOD, has_certificate=False, is_encrypted=False, user="trainer", is_here=True),
+    ],
+)
+def test_what_is_nearly_wrong_is_all_right(facts: EtcdFacts) -> None:
+    assert wrong(judge_etcd(facts)) == []
+
+
+# Hosts that meet ------------------------------------------------------------------------------------------------------
+
+HERE = HostCard("node-1", "10.0.0.1", (4000,), "t" * 32, "boot-1", facts={"torch": "2.13.0"})
+THERE = replace(HERE, name="node-2", address="10.0.0.2", boot_id="boot-2")
+VISIT = Visit(THERE, {}, Offset(0.003, 0.001))
+MET = MeetingFacts(HERE, 2, 1.0, (VISIT,))
+
+
+def test_hosts_that_see_each_other_are_all_right() -> None:
+    found = judge_meeting(MET)
+    assert wrong(found) == []
+    assert "2 hosts came: node-1, node-2" in text_of(found)
+    assert "they differ by 3.0 ms at most (give or take 1.0 ms)" in text_of(found)
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "said"),
+    [
+        (replace(MET, failure="no etcd endpoint serves"), ERROR, "no etcd endpoint serves"),
+        (replace(MET, wanted=3, waited_s=8.0), ERROR, "2 of 3 hosts came within 8 s: node-1, node-2"),
+        (replace(MET, wanted=3, etcd_is_here=True), ERROR, "on itself"),
+        (replace(MET, visits=(replace(VISIT, failures={4000: "timed out"}),)), ERROR, "10.0.0.2:4000"),
+        (replace(MET, visits=(replace(VISIT, clock=Offset(1.2, 0.1)),)), WARNING, "1.200 s ahead of this one"),
+        (replace(MET, visits=(replace(VISIT, clock=Offset(-12.0, 0.1)),)), ERROR, "12.000 s behind this one"),
+        (replace(MET, visits=(replace(VISIT, host=replace(THERE, boot_id="boot-1")),)), NOTE, "on the same host"),
+        (
+            replace(MET, visits=(replace(VISIT, host=replace(THERE, name="node-1")),)),
+            ERROR,
+            "2 hosts are called node-1",
+        ),
+        (
+            replace(MET, visits=(replace(VISIT, host=replace(THERE, facts={"torch": "2.12.0"})),)),
+            WARNING,
+            "2.12.0 on node-2; 2.13.0 on node-1",
+        ),
+        (replace(MET, visits=(replace(VISIT, host=replace(THERE, facts={})),)), WARNING, "not known on node-2"),
+    ],
+)
+def test_what_is_wrong_between_hosts_is_told_once(facts: MeetingFacts, level: Level, said: str) -> None:
+    found = judge_meeting(facts)
+    assert wrong(found) == [level]
+    assert said in text_of(found)
+
+
+@pytest.mark.parametrize("clock", [Offset(1.2, 0.3), Offset(-5.0, 4.5), None])
+def test_a_clock_that_may_be_right_is_not_complained_of(clock: Offset | None) -> None:
+    assert wrong(judge_meeting(replace(MET, visits=(replace(VISIT, clock=clock),)))) == []
+
+
+def test_the_shortest_way_there_and_back_tells_the_offset() -> None:
+    slow, quick = (100.0, 112.0, 104.0), (200.0, 210.1, 200.2)
+    assert offset_of([slow, quick]) == Offset(10.0, 0.1)
+    assert offset_of([slow]) == Offset(10.0, 2.0)
+    assert offset_of([]) is None
+    assert offset_of([(5.0, 5.0, 4.0), (float("nan"), 1.0, 2.0), (1.0, float("inf"), 2.0)]) is None
+
+
+def test_the_truth_lies_within_the_bound() -> None:
+    """However the way is split between there and back."""
+    for ahead in (-3.0, 0.0, 0.25):
+        for there in (0.0, 0.3, 1.0):
+            offset = offset_of([(50.0, 50.0 + ahead + there, 51.0)])
+            assert offset is not None
+            assert abs(offset.offset_s - ahead) <= offset.bound_s
+
+
+def test_a_card_survives_the_way_through_etcd() -> None:
+    card = HERE.done()
+    assert decode_card(encode_card(card)) == card
+    assert card.is_done
+    assert not HERE.is_done
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b"7",
+        b"{}",
+        encode_card(replace(HERE, ports=())),
+        encode_card(replace(HERE, ports=(0,))),
+        encode_card(replace(HERE, ports=(70000,))),
+        encode_card(replace(HERE, name="x" * 301)),
+        encode_card(HERE).replace(b'"node-1"', b"7"),
+        encode_card(HERE).replace(b"[4000]", b"4000"),
+        encode_card(HERE).replace(b'{"torch": "2.13.0"}', b"3"),
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_card_is_passed_over(data: bytes) -> None:
+    assert decode_card(data) is None

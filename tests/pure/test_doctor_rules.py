@@ -1,0 +1,531 @@
+"""What the doctor makes of facts: each rule both ways, and what a person and a program get to see."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from torchelastic.doctor.accelerators import AcceleratorFacts, is_compiled_for, judge_accelerators
+from torchelastic.doctor.findings import Finding, Level, bytes_text, exit_code, worst
+from torchelastic.doctor.folder import FolderFacts, judge_folder
+from torchelastic.doctor.left_overs import LeftOverFacts, judge_left_overs
+from torchelastic.doctor.lifetime import LifetimeFacts, Source, judge_lifetime
+from torchelastic.doctor.limits import (
+    LimitFacts,
+    MemoryFacts,
+    judge_files,
+    judge_locked_memory,
+    judge_memory,
+    judge_processes,
+    judge_shared_memory,
+)
+from torchelastic.doctor.network import (
+    Interface,
+    NetworkFacts,
+    judge_gloo,
+    judge_host_name,
+    judge_nccl,
+    judge_network,
+    judge_ports,
+    judge_reverse_lookup,
+    nccl_choice,
+)
+from torchelastic.doctor.own_clock import judge_clock
+from torchelastic.doctor.screen import document, lines_of, summary
+from torchelastic.doctor.versions import VersionFacts, judge_versions, parse_requirement, satisfies
+from torchelastic.launch.doctor import parse_size
+from torchelastic.launch.options import UsageError
+
+OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
+MIB, GIB = 2**20, 2**30
+
+
+def levels(findings: Sequence[Finding]) -> list[Level]:
+    return [finding.level for finding in findings]
+
+
+def text_of(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"{one.what} | {one.because} | {one.remedy}" for one in findings)
+
+
+# Findings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "strict_code"),
+    [([], 0, 0), ([OK, NOTE], 0, 0), ([NOTE, WARNING], 0, 1), ([WARNING, ERROR, OK], 1, 1)],
+)
+def test_the_exit_code_is_that_of_the_worst(found: list[Level], code: int, strict_code: int) -> None:
+    findings = [Finding("a", level, "b", remedy="c") for level in found]
+    assert (exit_code(findings), exit_code(findings, strict=True)) == (code, strict_code)
+    assert worst(findings) == max(found, default=OK)
+
+
+@pytest.mark.parametrize("level", [WARNING, ERROR])
+def test_what_is_wrong_has_a_remedy(level: Level) -> None:
+    with pytest.raises(ValueError, match="has no remedy"):
+        Finding("clock", level, "it is late")
+
+
+def test_a_person_sees_why_and_what_to_do_below_each_other() -> None:
+    findings = [Finding("a", OK, "fine"), Finding("bcd", ERROR, "broken\nin two", "7 > 5", "mend it")]
+    assert [line for _, line in lines_of(findings)] == [
+        "ok       a    fine",
+        "error    bcd  broken in two",
+        "              why: 7 > 5",
+        "              do:  mend it",
+        "1 ok, 0 notes, 0 warnings, 1 error",
+    ]
+    assert [level for level, _ in lines_of(findings)] == [OK, ERROR, None, None, None]
+    assert summary([]) == "0 ok, 0 notes, 0 warnings, 0 errors"
+
+
+def test_a_program_gets_every_finding_and_the_exit_code() -> None:
+    told = json.loads(json.dumps(document([Finding("a", WARNING, "b", "c", "d")], strict=True)))
+    assert told["exit_code"] == 1
+    assert told["findings"] == [{"check": "a", "level": "warning", "what": "b", "because": "c", "remedy": "d"}]
+    assert document([Finding("a", WARNING, "b", "c", "d")], strict=False)["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (23.5 * GIB, "23.5 GiB"), (300 * 2**40, "300 TiB")],
+)
+def test_sizes_have_three_digits(size: float, text: str) -> None:
+    assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("10", 10), ("30GiB", 30 * GIB), ("30g", 30 * GIB), ("1.5 TB", 3 * 2**39), ("7B", 7)]
+)
+def test_a_size_is_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1e9", "3 XiB", "1..5G"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--state-size"):
+        parse_size(text)
+
+
+# Versions -------------------------------------------------------------------------------------------------------------
+
+VERSIONS = VersionFacts(
+    (3, 11, 4), "1.0.0", ("torch>=2.6", "etcd3==0.12.0"), {"torch": "2.13.0+cpu", "etcd3": "0.12.0"}
+)
+
+
+def test_versions_that_fit_are_one_line() -> None:
+    (finding,) = judge_versions(VERSIONS)
+    assert finding == Finding("versions", OK, "torchelastic 1.0.0, Python 3.11.4, torch 2.13.0+cpu, etcd3 0.12.0")
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (replace(VERSIONS, installed={**VERSIONS.installed, "torch": "2.5.1"}), "pip install 'torch>=2.6'"),
+        (replace(VERSIONS, installed={**VERSIONS.installed, "etcd3": "0.13.0"}), "etcd3 is 0.13.0"),
+        (replace(VERSIONS, installed={**VERSIONS.installed, "torch": None}), "torch is not installed"),
+        (replace(VERSIONS, python=(3, 9, 1)), "3.10 or newer"),
+    ],
+)
+def test_a_version_that_does_not_fit_is_an_error(facts: VersionFacts, said: str) -> None:
+    found = judge_versions(facts)
+    assert levels(found) == [ERROR]
+    assert said in text_of(found)
+
+
+def test_a_folder_that_was_never_installed_is_noted() -> None:
+    assert levels(judge_versions(replace(VERSIONS, required=()))) == [NOTE]
+
+
+@pytest.mark.parametrize(
+    ("version", "condition", "fits"),
+    [
+        ("2.6", ">=2.6.0", True),
+        ("2.10.0", ">=2.6", True),
+        ("2.6.0a0+git", ">=2.6", True),
+        ("1.9", ">=1.26", False),
+        ("3", ">=2.6,==3.0", True),
+        ("3.1", ">=2.6,==3.0", False),
+        ("1", "", True),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(version: str, condition: str, fits: bool) -> None:
+    assert satisfies(version, condition) is fits
+
+
+def test_requirements_are_taken_apart() -> None:
+    assert parse_requirement("prometheus-client>=0.20") == ("prometheus-client", ">=0.20")
+    assert parse_requirement("Rich (>=13.7)") == ("rich", ">=13.7")
+
+
+# GPUs -----------------------------------------------------------------------------------------------------------------
+
+CPU = AcceleratorFacts(torch="2.13.0")
+GPUS = AcceleratorFacts(
+    ("nvidia0", "nvidia1"),
+    torch="2.13.0",
+    cuda_build="12.8",
+    nccl=True,
+    nccl_version="2.27.3",
+    devices=(("H200", "9.0"), ("H200", "9.0")),
+    compiled_for=("sm_80", "sm_90"),
+)
+
+
+def test_a_host_without_gpus_is_noted() -> None:
+    assert levels(judge_accelerators(CPU, None)) == [NOTE]
+
+
+def test_gpus_that_can_be_used_are_counted() -> None:
+    (finding,) = judge_accelerators(GPUS, 2)
+    assert finding.level == OK
+    assert finding.what == "2 x H200; torch 2.13.0 for 12.8, NCCL 2.27.3"
+
+
+@pytest.mark.parametrize(
+    ("facts", "workers", "level", "said"),
+    [
+        (replace(CPU, failure="No module named 'torch'"), None, ERROR, "No module named 'torch'"),
+        (replace(CPU, failure="not within 11 s", is_late=True), None, WARNING, "takes long"),
+        (replace(CPU, nodes=("nvidia0",)), None, ERROR, "built for CPUs alone"),
+        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8"), None, ERROR, "nvidia-smi"),
+        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8", visible=""), None, ERROR, "hides all"),
+        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8", visible="-1"), None, ERROR, "hides all"),
+        (replace(CPU, nodes=("nvidia0",), cuda_build="12.8", visible="0"), None, ERROR, "nvidia-smi"),
+        (replace(GPUS, nccl=False), None, ERROR, "no NCCL"),
+        (replace(GPUS, compiled_for=("sm_80",)), None, ERROR, "no kernels for H200 (sm_90)"),
+        (GPUS, 3, WARNING, "--nproc-per-node 2"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_told(
+    facts: AcceleratorFacts, workers: int | None, level: Level, said: str
+) -> None:
+    found = judge_accelerators(facts, workers)
+    assert levels(found) == [level]
+    assert said in text_of(found)
+
+
+def test_a_torch_without_gloo_is_an_error_even_without_gpus() -> None:
+    assert levels(judge_accelerators(replace(CPU, gloo=False), None)) == [ERROR, NOTE]
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "can"),
+    [
+        ("8.6", ["sm_80"], True),
+        ("8.0", ["sm_86"], False),
+        ("9.0", ["sm_90a"], True),
+        ("12.0", ["sm_90"], False),
+        ("12.0", ["sm_90", "compute_90"], True),
+        ("10.0", ["sm_100"], True),
+    ],
+)
+def test_kernels_run_on_the_same_major_capability(capability: str, compiled: list[str], can: bool) -> None:
+    assert is_compiled_for(capability, compiled) is can
+
+
+# Memory and limits ----------------------------------------------------------------------------------------------------
+
+ROOMY = MemoryFacts("/dev/shm", True, 24 * GIB, 20 * GIB, 30 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "said"),
+    [
+        (ROOMY, OK, "24.0 GiB"),
+        (replace(ROOMY, size_bytes=64 * MIB, free_bytes=64 * MIB), ERROR, "--shm-size"),
+        (replace(ROOMY, size_bytes=65 * MIB, free_bytes=65 * MIB), OK, ""),
+        (replace(ROOMY, is_tmpfs=None, size_bytes=None, free_bytes=None), ERROR, "there is no /dev/shm"),
+        (replace(ROOMY, is_tmpfs=False), WARNING, "on a disk"),
+        (replace(ROOMY, size_bytes=None, free_bytes=None), OK, "no limit"),
+        (replace(ROOMY, free_bytes=2 * GIB), WARNING, "prune --dead"),
+        (replace(ROOMY, needed_bytes=4 * GIB), OK, "16.0 GiB"),
+        (replace(ROOMY, needed_bytes=4 * GIB + 1), WARNING, "async_save"),
+        (replace(ROOMY, needed_bytes=5 * GIB + 1), ERROR, "skipped"),
+    ],
+)
+def test_shared_memory_is_compared_with_what_is_needed(facts: MemoryFacts, level: Level, said: str) -> None:
+    finding = judge_shared_memory(facts)
+    assert finding.level == level
+    assert said in text_of([finding])
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "said"),
+    [
+        (ROOMY, OK, "30.0 GiB"),
+        (replace(ROOMY, cgroup_bytes=40 * GIB), OK, "30.0 GiB"),
+        (replace(ROOMY, cgroup_bytes=25 * GIB), NOTE, "control group"),
+        (replace(ROOMY, cgroup_bytes=8 * GIB), NOTE, "larger than that"),
+        (replace(ROOMY, cgroup_bytes=100 * MIB), ERROR, "--memory"),
+        (replace(ROOMY, available_bytes=100 * MIB), ERROR, "end what else runs"),
+        (replace(ROOMY, cgroup_bytes=17 * GIB, needed_bytes=4 * GIB), NOTE, ""),
+        (replace(ROOMY, cgroup_bytes=16 * GIB, needed_bytes=4 * GIB), ERROR, "checkpoints in memory"),
+    ],
+)
+def test_memory_is_what_the_stricter_of_host_and_container_leaves(facts: MemoryFacts, level: Level, said: str) -> None:
+    finding = judge_memory(facts)
+    assert finding.level == level
+    assert said in text_of([finding])
+
+
+PLENTY = LimitFacts(2**20, 2**20, 100_000, 500)
+
+
+@pytest.mark.parametrize(
+    ("files", "hard", "world", "level", "said"),
+    [
+        (2**20, 2**20, 1, OK, "1048576"),
+        (None, None, 1000, OK, "no limit"),
+        (1024, 2**20, 1, NOTE, "ulimit -n 65536"),
+        (1024, 4096, 1, NOTE, "ulimit -n 4096"),
+        (1024, 2**20, 128, NOTE, "received 0 items"),
+        (1024, 2**20, 129, WARNING, "about 1028"),
+        (1024, 1024, 129, WARNING, "limits.conf"),
+        (64, 2**20, 1, ERROR, "ulimit -n 65536"),
+    ],
+)
+def test_open_files_are_compared_with_the_number_of_ranks(
+    files: int | None, hard: int | None, world: int, level: Level, said: str
+) -> None:
+    finding = judge_files(replace(PLENTY, files=files, files_hard=hard), world)
+    assert finding.level == level
+    assert said in text_of([finding])
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "said"),
+    [
+        (PLENTY, OK, "99500"),
+        (replace(PLENTY, processes=None), OK, "no limit"),
+        (replace(PLENTY, processes=600), ERROR, "ulimit -u"),
+        (replace(PLENTY, processes=1000), WARNING, "about 1024"),
+        (replace(PLENTY, processes=600, is_root=True), OK, "no limit"),
+        (replace(PLENTY, processes=600, is_root=True, cgroup_processes=512, cgroup_tasks=12), WARNING, "--pids-limit"),
+        (replace(PLENTY, cgroup_processes=100, cgroup_tasks=120), ERROR, "0 more"),
+    ],
+)
+def test_processes_are_compared_with_the_number_of_workers(facts: LimitFacts, level: Level, said: str) -> None:
+    finding = judge_processes(facts, workers=8)
+    assert finding.level == level
+    assert said in text_of([finding])
+
+
+def test_locked_memory_counts_where_there_is_infiniband() -> None:
+    assert judge_locked_memory(replace(PLENTY, locked_bytes=8 * MIB)) == []
+    assert levels(judge_locked_memory(replace(PLENTY, locked_bytes=8 * MIB, has_infiniband=True))) == [WARNING]
+    assert levels(judge_locked_memory(replace(PLENTY, has_infiniband=True))) == [OK]
+
+
+# The checkpoint folder ------------------------------------------------------------------------------------------------
+
+FOLDER = FolderFacts("/mnt/c", file_system="ext4", free_bytes=90 * GIB, size_bytes=100 * GIB, bytes_per_s=200 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("facts", "needed", "level", "said"),
+    [
+        (FOLDER, None, OK, "/mnt/c (ext4): 90.0 GiB of 100 GiB free, 200 MiB/s"),
+        (FOLDER, 20 * GIB, OK, "about 102 s"),
+        (FOLDER, 46 * GIB, WARNING, "before the last one goes"),
+        (FOLDER, 91 * GIB, ERROR, "before the last one goes"),
+        (replace(FOLDER, in_the_way=True, is_there=False), None, ERROR, "no folder"),
+        (replace(FOLDER, is_there=False, may_be_made=True), None, WARNING, "mkdir -p /mnt/c"),
+        (replace(FOLDER, is_there=False), None, ERROR, "may not make it"),
+        (replace(FOLDER, failed="Read-only file system"), None, ERROR, "Read-only file system"),
+        (replace(FOLDER, file_system="tmpfs"), None, WARNING, "memory"),
+        (replace(FOLDER, file_system="overlay"), None, WARNING, "container"),
+        (replace(FOLDER, has_locks=False), None, WARNING, "-o flock"),
+        (replace(FOLDER, free_bytes=GIB - 1), None, WARNING, "less than 1.00 GiB"),
+        (replace(FOLDER, free_bytes=100), None, ERROR, "less than 1.00 GiB"),
+        (replace(FOLDER, free_files=3), None, WARNING, "3 files"),
+    ],
+)
+def test_a_checkpoint_folder_has_to_be_durable_roomy_and_writable(
+    facts: FolderFacts, needed: int | None, level: Level, said: str
+) -> None:
+    found = judge_folder(facts, needed)
+    assert levels(found) == [level]
+    assert said in text_of(found)
+
+
+# Left-overs, deadlines, clock -----------------------------------------------------------------------------------------
+
+
+def test_left_overs_are_a_warning_where_they_are_large() -> None:
+    assert judge_left_overs(LeftOverFacts("/dev/shm", (), GIB)).level == OK
+    little = judge_left_overs(LeftOverFacts("/dev/shm", (("job7", 100 * MIB), (None, MIB)), GIB))
+    assert little.level == NOTE
+    assert "2 dead job(s) hold 101 MiB in /dev/shm" in little.what
+    assert "job7, (no run id)" in little.because
+    assert little.remedy == "torchelastic checkpoint prune --dead /dev/shm"
+    many = tuple((f"job{number}", 30 * MIB) for number in range(7))
+    assert judge_left_overs(LeftOverFacts("/dev/shm", many, GIB)).level == WARNING
+    assert "job4 and 2 more" in judge_left_overs(LeftOverFacts("/dev/shm", many, GIB)).because
+
+
+@pytest.mark.parametrize(
+    ("facts", "found", "said"),
+    [
+        (LifetimeFacts(grace_s=30.0), [NOTE], "30 s of grace"),
+        (LifetimeFacts(failure="X is 'y'"), [ERROR], "X is 'y'"),
+        (LifetimeFacts((Source("SLURM", "squeue", 3600.0),), 30.0), [OK], "60 min are left"),
+        (LifetimeFacts((Source("SLURM", "squeue", 250.0),), 30.0), [WARNING], "ends in 250 s"),
+        (LifetimeFacts((Source("SLURM", "squeue", -5.0),), 30.0), [WARNING], "ends in 0 s"),
+        (LifetimeFacts((Source("AWS spot", "metadata", None),), 30.0), [OK], "no end is known"),
+        (LifetimeFacts((), 30.0, ("A=1 is in the past",)), [WARNING, NOTE], "A=1 is in the past"),
+    ],
+)
+def test_deadlines_are_told_with_the_time_that_is_left(facts: LifetimeFacts, found: list[Level], said: str) -> None:
+    judged = judge_lifetime(facts)
+    assert levels(judged) == found
+    assert said in text_of(judged)
+
+
+def test_a_clock_that_nobody_keeps_right_is_noted() -> None:
+    assert [judge_clock(state).level for state in (True, False, None)] == [OK, NOTE, NOTE]
+
+
+# Network --------------------------------------------------------------------------------------------------------------
+
+LO, ETH0, ETH1 = (
+    Interface("lo", ("127.0.0.1", "::1")),
+    Interface("eth0", ("10.0.0.1",)),
+    Interface("eth1", ("10.1.0.1",)),
+)
+DOWN, BARE, DOCKER = (
+    Interface("eth2", ("10.2.0.1",), False),
+    Interface("eth3", ()),
+    Interface("docker0", ("172.17.0.1",)),
+)
+IB = Interface("ib0", ("10.9.0.1",))
+NETWORK = NetworkFacts("node-1", ("10.0.0.1",), (LO, ETH0, DOWN, BARE, DOCKER))
+
+
+@pytest.mark.parametrize(
+    ("addresses", "alone", "together"),
+    [(("10.0.0.1",), OK, OK), (("127.0.1.1", "::1"), NOTE, WARNING), ((), NOTE, WARNING), (("::1", "fd00::1"), OK, OK)],
+)
+def test_a_host_name_has_to_lead_somewhere_if_there_are_others(
+    addresses: tuple[str, ...], alone: Level, together: Level
+) -> None:
+    facts = replace(NETWORK, name_addresses=addresses)
+    assert (judge_host_name(facts, 1).level, judge_host_name(facts, 2).level) == (alone, together)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts", "level", "said"),
+    [
+        ({"towards_etcd": "10.0.0.1"}, 2, OK, "eth0 (10.0.0.1), as it leads to etcd"),
+        ({"towards_etcd": "127.0.0.1"}, 1, OK, "lo"),
+        ({"towards_etcd": "127.0.0.1"}, 2, ERROR, "cannot meet"),
+        ({"towards_etcd": "10.7.7.7"}, 1, WARNING, "10.7.7.7"),
+        ({}, 1, NOTE, "eth0 (10.0.0.1), docker0 (172.17.0.1)"),
+        ({"interfaces": (LO, ETH0)}, 1, OK, "there is eth0"),
+        ({"gloo": "eth0"}, 2, OK, "as GLOO_SOCKET_IFNAME says"),
+        ({"gloo": "eth0,docker0"}, 2, OK, "docker0"),
+        ({"gloo": "eht0"}, 1, ERROR, "no interface eht0"),
+        ({"gloo": "eth0,eht0"}, 1, ERROR, "set it to one of eth0, docker0"),
+        ({"gloo": "eth2"}, 1, ERROR, "down"),
+        ({"gloo": "eth3"}, 1, ERROR, "no address"),
+        ({"gloo": "lo"}, 1, OK, "lo"),
+        ({"gloo": "lo"}, 2, ERROR, "cannot meet"),
+        ({"gloo": " , "}, 1, ERROR, "names no interface"),
+    ],
+)
+def test_gloo_takes_what_is_named_or_what_leads_to_etcd(
+    settings: dict[str, object], hosts: int, level: Level, said: str
+) -> None:
+    finding = judge_gloo(replace(NETWORK, **settings), hosts)  # type: ignore[arg-type]  # names of NetworkFacts
+    assert finding.level == level
+    assert said in text_of([finding])
+
+
+@pytest.mark.parametrize(
+    ("variable", "there", "taken"),
+    [
+        (None, [LO, ETH0, ETH1, DOCKER], [ETH0, ETH1]),
+        (None, [LO, ETH0, IB], [IB]),
+        (None, [LO, DOCKER], [DOCKER]),
+        (None, [LO], [LO]),
+        (None, [], []),
+        ("eth", [LO, ETH0, ETH1], [ETH0, ETH1]),
+        ("eth1,lo", [LO, ETH0, ETH1], [LO, ETH1]),
+        ("=eth", [LO, ETH0], []),
+        ("=eth0", [LO, ETH0], [ETH0]),
+        ("^docker,lo", [LO, ETH0, DOCKER], [ETH0]),
+        ("^=eth0", [LO, ETH0], [LO]),
+    ],
+)
+def test_nccl_chooses_as_its_documentation_says(
+    variable: str | None, there: list[Interface], taken: list[Interface]
+) -> None:
+    assert nccl_choice(variable, there) == taken
+
+
+@pytest.mark.parametrize(
+    ("variable", "hosts", "level", "said"),
+    [
+        (None, 2, OK, "eth0 (10.0.0.1), as NCCL chooses"),
+        ("eth0", 2, OK, "as NCCL_SOCKET_IFNAME says"),
+        ("ib", 1, ERROR, "names no interface here"),
+        ("eth2", 1, ERROR, "down"),
+        ("lo", 2, ERROR, "cannot meet"),
+        ("^eth,docker,lo", 1, ERROR, "names no interface here"),
+    ],
+)
+def test_nccls_interface_has_to_be_there(variable: str | None, hosts: int, level: Level, said: str) -> None:
+    finding = judge_nccl(replace(NETWORK, nccl=variable), hosts)
+    assert finding.level == level
+    assert said in text_of([finding])
+
+
+def test_several_interfaces_for_nccl_are_noted() -> None:
+    assert judge_nccl(replace(NETWORK, interfaces=(LO, ETH0, ETH1)), 2).level == NOTE
+    assert judge_nccl(replace(NETWORK, interfaces=(DOWN,)), 2).level == ERROR
+
+
+def test_nccl_is_looked_at_where_there_are_gpus_or_it_was_set() -> None:
+    checks = {
+        (has_gpus, variable): [one.check for one in judge_network(facts, 1, has_gpus=has_gpus)]
+        for has_gpus in (True, False)
+        for variable in (None, "eth0")
+        for facts in [replace(NETWORK, nccl=variable)]
+    }
+    assert [("NCCL interface" in names) for names in checks.values()] == [True, True, False, True]
+
+
+def test_a_port_that_is_taken_is_an_error_and_few_ports_are_a_warning() -> None:
+    facts = replace(NETWORK, ports_free={80: "", 81: "somebody listens there"}, local_ports=(32768, 60999))
+    found = judge_ports(facts)
+    assert levels(found) == [OK, ERROR]
+    assert "port 81" in found[1].what
+    assert levels(judge_ports(replace(NETWORK, local_ports=(1000, 2998)))) == [WARNING]
+    assert levels(judge_ports(replace(NETWORK, local_ports=(1000, 2999)))) == []
+
+
+def test_a_slow_reverse_lookup_is_a_warning() -> None:
+    assert judge_reverse_lookup("10.0.0.1", 0.9).level == OK
+    slow = judge_reverse_lookup("10.0.0.1", 5.0)
+    assert slow.level == WARNING
+    assert "RES_OPTIONS" in slow.remedy
+
+
+def test_no_fact_about_a_network_makes_the_rules_fail() -> None:
+    source = random.Random(7)
+    names = [None, "", "eth0", "^", "=", "eth0,", "lo", "^=lo", "nowhere"]
+    for _ in range(500):
+        facts = replace(
+            NETWORK,
+            interfaces=tuple(source.sample([LO, ETH0, ETH1, DOWN, BARE, DOCKER, IB], source.randrange(8))),
+            gloo=source.choice(names),
+            nccl=source.choice(names),
+            towards_etcd=source.choice([None, "10.0.0.1", "127.0.0.1"]),
+        )
+        assert judge_network(facts, source.choice([1, 3]), has_gpus=True)

@@ -1,0 +1,416 @@
+"""The book of a host closes, whatever happens, in whatever order it becomes known."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchelastic.ledger import book as book_module
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.book_format import book_from_dict, book_to_dict
+from torchelastic.ledger.events import (
+    KINDS,
+    Counted,
+    Drain,
+    End,
+    Event,
+    Failure,
+    Join,
+    LedgerFormatError,
+    Loss,
+    ReForm,
+    Restore,
+    Save,
+    Start,
+    StoreOutage,
+    Straggler,
+    from_dict,
+    to_dict,
+)
+from torchelastic.ledger.tally import Tally
+
+STEP_NS = 1_000
+
+
+@dataclass
+class Worker:
+    """Plays one life of a worker: what it does by the rules, and what it tells."""
+
+    name: str
+    tally: Tally
+    told: list[Event] = field(default_factory=list)
+
+    def tell(self, event: Event) -> None:
+        filled = replace(event, worker=self.name, rank=self.tally.rank, round=self.tally.round, step=self.tally.step)
+        self.told.append(filled)
+
+    def counts(self) -> None:
+        self.tell(Counted(at_ns=self.tally.since_ns, tally=self.tally))
+
+    def level(self, at_ns: int, round_: int, step: int, source: str = "peer") -> None:
+        before = self.tally.step
+        entered = self.tally.left(self.tally.since_ns, Account.RE_FORM).entered(at_ns, round_, 0, 2)
+        self.tally = entered.level(at_ns + 10, step)
+        productive_ns = self.tally.totals[Account.PRODUCTIVE]
+        self.tell(Restore(at_ns=at_ns + 10, took_ns=10, from_step=before, productive_ns=productive_ns, source=source))
+        self.counts()
+
+    def trains(self, steps: int) -> None:
+        for _ in range(steps):
+            self.tally = self.tally.commits(self.tally.since_ns + STEP_NS)
+        self.counts()
+
+    def fails(self, at_ns: int) -> None:
+        before = self.tally
+        self.tally = before.undoes(at_ns)
+        replayed_ns = self.tally.totals[Account.REPLAYED] - before.totals[Account.REPLAYED]
+        self.tell(Failure(at_ns=at_ns, began_ns=at_ns - replayed_ns, replayed_ns=replayed_ns))
+        self.counts()
+
+    def ends(self, at_ns: int, *, is_loss: bool = True) -> None:
+        self.tell(End(at_ns=at_ns, is_loss=is_loss))
+
+
+def begins(name: str, at_ns: int = 0) -> Worker:
+    worker = Worker(name, Tally.begun(at_ns))
+    worker.told.append(Start(at_ns=at_ns, worker=name))
+    return worker
+
+
+def amount(book: Book, worker: str, account: Account, now_ns: int) -> int:
+    return book.lives[worker].amounts(now_ns)[account]
+
+
+# --- any sequence of events -----------------------------------------------------------------------------------------
+
+DOINGS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from(("level", "trains", "fails", "ends", "saves", "counts", "outage", "loss")),
+        st.integers(0, 12),
+        st.integers(0, 5_000),
+    ),
+    max_size=40,
+)
+
+
+def play(doings: list[tuple[int, str, int, int]]) -> tuple[list[Event], int]:
+    """What three places of a host tell, in the order in which it happens; ended workers are followed by new ones."""
+    events: list[Event] = []
+    workers = {place: begins(f"h/{place}.0") for place in range(3)}
+    now_ns, lives, round_ = 0, itertools.count(1), 0
+    for place, what, number, passed_ns in doings:
+        worker = workers[place]
+        now_ns = max(now_ns, worker.tally.since_ns) + passed_ns
+        if what == "level":
+            round_ += 1
+            worker.level(now_ns, round_, number)
+        elif what == "trains" and worker.tally.account is Account.PRODUCTIVE:
+            worker.trains(number)
+        elif what == "fails":
+            worker.fails(now_ns)
+        elif what == "ends":
+            worker.ends(now_ns)
+            events += worker.told
+            workers[place] = begins(f"h/{place}.{next(lives)}", now_ns)
+        elif what == "saves":
+            worker.tell(Save(at_ns=now_ns, stall_ns=number, productive_ns=worker.tally.totals[Account.PRODUCTIVE]))
+        elif what == "outage":
+            worker.told.append(StoreOutage(at_ns=now_ns, is_over=bool(number % 2), away_ns=passed_ns))
+        elif what == "loss":
+            worker.told.append(Loss(at_ns=now_ns, member="elsewhere"))
+        else:
+            worker.counts()
+        events += worker.told
+        worker.told.clear()
+    return events, now_ns
+
+
+@given(DOINGS, st.integers(0, 10**6))
+def test_after_any_events_the_accounts_of_every_worker_sum_to_its_wall_time_and_none_is_negative(
+    doings: list[tuple[int, str, int, int]], later_ns: int
+) -> None:
+    events, now_ns = play(doings)
+    book = Book()
+    for event in events:
+        book = book.after(event)
+        assert book.why_wrong(now_ns + later_ns) == ""
+    assert sum(book.amounts(now_ns + later_ns)) == book.worker_ns(now_ns + later_ns)
+
+
+@given(DOINGS)
+def test_events_that_are_repeated_late_or_mixed_up_cannot_open_the_book(
+    doings: list[tuple[int, str, int, int]],
+) -> None:
+    events, now_ns = play(doings)
+    for order in (events[::-1], events + events, sorted(events, key=lambda event: event.worker)):
+        assert Book().after_all(order).why_wrong(now_ns) == ""
+
+
+@given(DOINGS)
+def test_what_is_learned_later_only_moves_time_between_productive_replayed_and_detect(
+    doings: list[tuple[int, str, int, int]],
+) -> None:
+    events, now_ns = play(doings)
+    book = Book().after_all(events)
+    moved = (Account.PRODUCTIVE, Account.REPLAYED, Account.DETECT)
+    for life in book.lives.values():
+        counted, amounts = life.tally.amounts(life.until_ns(now_ns)), life.amounts(now_ns)
+        assert sum(amounts[account] for account in moved) == sum(counted[account] for account in moved)
+        assert amounts[Account.PRODUCTIVE] <= counted[Account.PRODUCTIVE]
+        others = set(Account) - set(moved) - {Account.START_UP}
+        assert all(amounts[account] == counted[account] for account in others)
+
+
+@given(DOINGS)
+@settings(max_examples=40)
+def test_a_book_survives_json_and_goes_on_as_before(doings: list[tuple[int, str, int, int]]) -> None:
+    events, _ = play(doings)
+    half = len(events) // 2
+    again = book_from_dict(book_to_dict(Book().after_all(events[:half])))
+    assert again.after_all(events[half:]) == Book().after_all(events)
+
+
+@given(DOINGS)
+def test_events_survive_json(doings: list[tuple[int, str, int, int]]) -> None:
+    for event in play(doings)[0]:
+        assert from_dict(to_dict(event)) == event
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Join(at_ns=1, worker="h/0.0", world_size=3, is_first=True),
+        ReForm(at_ns=2, worker="h/0.0", phases_ns={"agree": 5, "re_form": 6}, world_size=2, cause="h-1 has ended"),
+        Drain(at_ns=3, worker="h/0.0"),
+        Straggler(at_ns=4, worker="h/0.0", relative_percent=61.5),
+        StoreOutage(at_ns=5),
+        End(at_ns=6, worker="h/0.0", exit_code=-9, is_loss=True, cause="killed by SIGKILL"),
+    ],
+    ids=lambda event: event.kind,
+)
+def test_every_kind_of_event_survives_json(event: Event) -> None:
+    assert from_dict(to_dict(event)) == event
+    assert KINDS[event.kind] is type(event)
+
+
+def test_an_event_of_a_later_version_is_left_out_and_a_damaged_one_refused() -> None:
+    assert from_dict({"kind": "teleport", "at_ns": 5}) is None
+    assert from_dict({"kind": "drain", "at_ns": 5, "new_field": 1}) == Drain(at_ns=5)
+    for damaged in ({"at_ns": 5}, {"kind": "drain"}, {"kind": "drain", "at_ns": "5"}, {"kind": "drain", "at_ns": True}):
+        with pytest.raises(LedgerFormatError):
+            from_dict(damaged)
+
+
+# --- what each event means ------------------------------------------------------------------------------------------
+
+
+def test_a_worker_killed_in_a_step_leaves_that_step_as_replayed() -> None:
+    worker = begins("h/0.0")
+    worker.level(100, 1, 0)
+    worker.trains(3)
+    worker.ends(110 + 3 * STEP_NS + 400)
+    book = Book().after_all(worker.told)
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 10**9) == 3 * STEP_NS
+    assert amount(book, "h/0.0", Account.REPLAYED, 10**9) == 400
+    assert book.lives["h/0.0"].wall_ns(10**9) == 110 + 3 * STEP_NS + 400
+    assert (book.committed(), book.undone(), book.counts.lost) == (3, 1, 1)
+
+
+def test_a_worker_that_has_drained_has_lost_nothing() -> None:
+    worker = begins("h/0.0")
+    worker.level(100, 1, 0)
+    worker.trains(3)
+    worker.tally = worker.tally.left(worker.tally.since_ns + 7, Account.IDLE)
+    worker.counts()
+    worker.tell(Drain(at_ns=worker.tally.since_ns))
+    worker.ends(worker.tally.since_ns + 50, is_loss=False)
+    book = Book().after_all(worker.told)
+    assert amount(book, "h/0.0", Account.REPLAYED, 10**9) == 0
+    assert amount(book, "h/0.0", Account.IDLE, 10**9) == 50
+    assert (book.undone(), book.counts.lost, book.counts.drains) == (0, 0, 1)
+
+
+def test_steps_beyond_the_checkpoint_that_is_gone_back_to_become_replayed_for_the_living_and_the_dead() -> None:
+    gone, stays = begins("h/0.0"), begins("h/1.0")
+    for worker in (gone, stays):
+        worker.level(0, 1, 0)
+        worker.trains(10)
+    gone.ends(10 + 10 * STEP_NS)
+    stays.fails(10 + 10 * STEP_NS)
+    stays.level(20_000, 2, 4, "checkpoint")
+    stays.trains(8)
+    now_ns = stays.tally.since_ns
+    book = Book().after_all([*gone.told, *stays.told])
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, now_ns) == 4 * STEP_NS
+    assert amount(book, "h/0.0", Account.REPLAYED, now_ns) == 6 * STEP_NS
+    assert amount(book, "h/1.0", Account.PRODUCTIVE, now_ns) == (4 + 8) * STEP_NS
+    assert amount(book, "h/1.0", Account.REPLAYED, now_ns) == 6 * STEP_NS
+    assert book.counts.restores_from_checkpoint == 1
+
+
+def test_what_is_lost_of_time_that_is_not_counted_yet_is_moved_once_it_is() -> None:
+    worker = begins("h/0.0")
+    worker.level(0, 1, 0)
+    worker.tally = worker.tally.commits(10 + STEP_NS).commits(10 + 2 * STEP_NS)
+    worker.level(9_000, 2, 1, "checkpoint")
+    *known, counts = worker.told
+    assert isinstance(counts, Counted)
+    book = Book().after_all(known)
+    assert book.why_wrong(9_010) == ""
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 0) == 0
+    later = book.after(counts)
+    assert amount(later, "h/0.0", Account.PRODUCTIVE, 0) == STEP_NS
+    assert amount(later, "h/0.0", Account.REPLAYED, 0) == STEP_NS
+
+
+def test_a_worker_that_left_before_the_lost_steps_loses_only_what_it_had_done_itself() -> None:
+    left, stays = begins("h/0.0"), begins("h/1.0")
+    left.level(0, 1, 0)
+    left.trains(5)
+    left.ends(left.tally.since_ns, is_loss=False)
+    stays.level(0, 1, 0)
+    stays.trains(20)
+    stays.level(30_000, 2, 8, "checkpoint")
+    book = Book().after_all([*left.told, *stays.told])
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 10**9) == 5 * STEP_NS
+    again = begins("h/2.0")
+    again.level(40_000, 3, 2, "checkpoint")
+    later = book.after_all(again.told)
+    assert amount(later, "h/0.0", Account.REPLAYED, 10**9) == 3 * STEP_NS
+
+
+def test_the_living_lose_nothing_by_what_another_worker_restores() -> None:
+    one, other = begins("h/0.0"), begins("h/1.0")
+    one.level(0, 1, 0)
+    one.trains(10)
+    other.level(0, 2, 0)  # told late: the first has gone on in that round
+    book = Book().after_all([*one.told, *other.told])
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 0) == 10 * STEP_NS
+
+
+def test_nothing_is_lost_by_a_restore_to_a_step_that_is_not_known() -> None:
+    worker = begins("h/0.0")
+    worker.level(0, 1, 0)
+    worker.trains(10)
+    worker.level(20_000, 2, -1)
+    book = Book().after_all(worker.told)
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 20_000) == 10 * STEP_NS
+
+
+def test_a_save_tells_exactly_what_going_back_to_it_costs() -> None:
+    worker = begins("h/0.0")
+    worker.level(0, 1, 0)
+    ends_ns = [40, 50, 1_000, 1_005]  # steps of very different length, and no counts in between
+    for number, end_ns in enumerate(ends_ns):
+        worker.tally = worker.tally.commits(10 + end_ns)
+        if number == 1:
+            productive_ns = worker.tally.totals[Account.PRODUCTIVE]
+            worker.tell(Save(at_ns=10 + end_ns, stall_ns=0, productive_ns=productive_ns))
+    worker.counts()
+    worker.level(5_000, 2, 2, "checkpoint")
+    book = Book().after_all(worker.told)
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 5_000) == 50
+    assert amount(book, "h/0.0", Account.REPLAYED, 5_000) == 955
+
+
+@pytest.mark.parametrize("death_is_known_first", [True, False])
+def test_the_time_from_a_death_until_it_is_noticed_is_time_to_detect(death_is_known_first: bool) -> None:
+    dead, lives = begins("h/0.0"), begins("h/1.0")
+    for worker in (dead, lives):
+        worker.level(0, 1, 0)
+        worker.trains(2)
+    dead.ends(2_010 + 300)
+    lives.fails(2_010 + 450)
+    order = [dead.told, lives.told] if death_is_known_first else [lives.told, dead.told]
+    book = Book().after_all(itertools.chain(*order))
+    assert amount(book, "h/1.0", Account.DETECT, 2_460) == 150
+    assert amount(book, "h/1.0", Account.REPLAYED, 2_460) == 300
+    assert amount(book, "h/0.0", Account.DETECT, 2_460) == 0
+
+
+def test_a_death_of_an_earlier_round_is_not_what_is_noticed_now() -> None:
+    dead, lives = begins("h/0.0"), begins("h/1.0")
+    dead.ends(5)
+    lives.level(100, 2, 0)
+    lives.trains(1)
+    lives.fails(lives.tally.since_ns + 500)
+    book = Book().after_all([*dead.told, *lives.told])
+    assert amount(book, "h/1.0", Account.DETECT, 10**6) == 0
+    assert amount(book, "h/1.0", Account.REPLAYED, 10**6) == 500
+
+
+def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
+    worker = begins("h/0.0")
+    worker.level(0, 1, 0)
+    worker.fails(910)
+    book = Book().after_all([*worker.told, Loss(at_ns=210, member="other-0", certainty="fact")])
+    assert amount(book, "h/0.0", Account.DETECT, 910) == 700
+    assert amount(book, "h/0.0", Account.REPLAYED, 910) == 200
+
+
+def test_a_failure_that_all_workers_of_a_host_notice_is_one() -> None:
+    workers = [begins(f"h/{place}.0") for place in range(3)]
+    for worker in workers:
+        worker.level(0, 1, 0)
+        worker.fails(500)
+    book = Book().after_all(itertools.chain(*(worker.told for worker in workers)))
+    assert (book.counts.failures, book.undone()) == (1, 3)
+
+
+def test_an_outage_of_the_store_is_counted_and_takes_nobodys_time() -> None:
+    worker = begins("h/0.0")
+    worker.level(0, 1, 0)
+    outage = [StoreOutage(at_ns=500), StoreOutage(at_ns=9_500, is_over=True, away_ns=9_000)]
+    worker.trains(10)
+    book = Book().after_all([*worker.told, *outage])
+    assert (book.counts.outages, book.counts.away_ns) == (1, 9_000)
+    assert amount(book, "h/0.0", Account.PRODUCTIVE, 10_010) == 10 * STEP_NS
+
+
+def test_a_process_that_dies_before_it_has_told_anything_was_starting_up() -> None:
+    book = Book().after(Start(at_ns=100, worker="h/0.0")).after(End(at_ns=900, worker="h/0.0", exit_code=1))
+    assert amount(book, "h/0.0", Account.START_UP, 10**6) == 800
+
+
+def test_the_end_is_never_before_what_the_worker_has_counted_itself() -> None:
+    worker = begins("h/0.0")
+    worker.level(0, 1, 0)
+    worker.trains(3)
+    worker.ends(50)
+    book = Book().after_all(worker.told)
+    assert book.why_wrong(10**6) == ""
+    assert book.lives["h/0.0"].ended_ns == 10 + 3 * STEP_NS
+
+
+def test_many_ended_workers_are_added_up_and_the_book_still_closes() -> None:
+    book = Book()
+    for number in range(book_module.MOST_ENDED + 20):
+        worker = begins(f"h/0.{number}", 10_000 * number)
+        worker.level(10_000 * number + 100, number, 0)
+        worker.trains(2)
+        worker.ends(10_000 * number + 5_000)
+        book = book.after_all(worker.told)
+    assert len(book.lives) == book_module.MOST_ENDED
+    assert book.earlier.lives == 20
+    assert book.worker_ns(10**9) == 5_000 * (book_module.MOST_ENDED + 20)
+    assert sum(book.amounts(10**9)) == book.worker_ns(10**9)
+    assert book.committed() == 2 * (book_module.MOST_ENDED + 20)
+    assert book.why_wrong(10**9) == ""
+
+
+def test_a_book_whose_accounts_do_not_sum_up_is_refused() -> None:
+    worker = begins("h/0.0")
+    worker.level(0, 1, 0)
+    worker.trains(3)
+    fields = book_to_dict(Book().after_all(worker.told))
+    fields["lives"][0]["tally"]["totals"]["productive"] += 1
+    with pytest.raises(LedgerFormatError, match="sum"):
+        book_from_dict(fields)
+    with pytest.raises(LedgerFormatError):
+        book_from_dict({})

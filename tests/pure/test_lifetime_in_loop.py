@@ -1,0 +1,137 @@
+"""The train loop's side of a deadline, on one rank, with a clock of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.pure.worlds_of_one import Counter, InMemory, World
+from torchelastic.checkpoint.in_loop import LoopCheckpoints
+from torchelastic.coordinator import NonRetryableException
+from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, StoppedEarly, nearest
+from torchelastic.lifetime.in_loop import LoopLifetime
+from torchelastic.testing.clock import FakeClock
+
+
+class Run:
+    """The loop of one rank, by hand, on a clock of its own; `deadline_s` from its beginning."""
+
+    def __init__(self, deadline_s: float | None, manager: InMemory | None = None, **settings: Any) -> None:
+        self.clock, self.world, self.state = FakeClock(), World(), Counter()
+        self.manager = manager
+        if manager is not None:
+            manager.clock = self.clock
+        at = None if deadline_s is None else DeadlineAt("test", self.clock() + deadline_s, "told")
+        self.ends_s = self.clock() + (deadline_s or 0.0)
+        checkpoints = LoopCheckpoints(self.world, manager, self.clock)
+        self.checkpoints = checkpoints
+        chosen = Lifetime(**{"reserve_s": 5.0, "deadline": nearest([at]), **settings})
+        self.lifetime = LoopLifetime(self.world, checkpoints, chosen, clock=self.clock, environment={})
+        checkpoints.enter_group(self.state, 0, synced_before=False)
+        checkpoints.is_level(self.state)
+        self.lifetime.enter_group(0, 1)
+
+    def steps(self, durations_s: Iterator[float]) -> StoppedEarly:
+        """Trains until it is stopped."""
+        for step_s in durations_s:
+            self.clock.advance(step_s)
+            self.state.step += 1
+            self.checkpoints.step_committed()
+            try:
+                self.lifetime.after_step(self.state)
+            except StoppedEarly as stop:
+                return stop
+            self.checkpoints.after_step(self.state, on_trial=self.lifetime.wants_trial())
+            self.lifetime.resumes()
+        raise AssertionError("it was never stopped")
+
+
+def always(step_s: float, count: int = 10_000) -> Iterator[float]:
+    return iter([step_s] * count)
+
+
+def test_it_stops_at_the_last_step_after_which_a_save_and_the_reserve_fit() -> None:
+    run = Run(100.0, InMemory(save_s=4.0))
+    stop = run.steps(always(1.0))
+    # a step of 1 s and a save of 4 s, each x 1.5 as there are too few for a confidence: from 12.5 s on it is time
+    assert run.manager is not None
+    assert run.manager.steps == [1, stop.step], "one on trial, and the last"
+    assert stop.step == 100 - 4 - 12
+    assert (stop.code, stop.saved_in, stop.others_go_on) == (STOPPED_EARLY, ("durable",), False)
+    assert "stopped after step 84, 8.0 s before the deadline; saved in durable" in str(stop)
+    assert run.world.calls == ["stop early"]
+
+
+def test_the_next_life_goes_on_from_that_step() -> None:
+    manager = InMemory(save_s=1.0)
+    stop = Run(60.0, manager).steps(always(1.0))
+    again = Run(None, manager)
+    assert (again.state.step, again.checkpoints.step) == (stop.step, stop.step)
+
+
+def test_a_save_of_unknown_length_is_measured_instead_of_guessed_when_it_would_be_time_to_stop() -> None:
+    """With 10 s guessed for a save it would have to stop after its first step; it takes 0.1 s."""
+    run = Run(14.0, InMemory(save_s=0.1))
+    stop = run.steps(always(1.0))
+    assert stop.step == 8
+    assert run.manager is not None
+    assert run.manager.steps == [1, 8]
+
+
+def test_a_life_without_time_for_a_step_trains_one_all_the_same_and_saves_it_once() -> None:
+    run = Run(0.5, InMemory(save_s=0.1))
+    stop = run.steps(always(1.0))
+    assert stop.step == 1
+    assert run.manager is not None
+    assert run.manager.steps == [1], "what was measured is what is kept"
+    assert "after the deadline" in str(stop)
+
+
+def test_a_deadline_that_is_not_there_stops_nothing() -> None:
+    with pytest.raises(AssertionError, match="never stopped"):
+        Run(None, InMemory(save_s=1.0)).steps(always(1.0, 1000))
+
+
+def test_no_save_is_tried_out_while_the_deadline_is_far() -> None:
+    run = Run(100_000.0, InMemory(save_s=1.0))
+    with pytest.raises(AssertionError, match="never stopped"):
+        run.steps(always(1.0, 100))
+    assert run.manager is not None
+    assert run.manager.steps == []
+
+
+def test_a_save_that_fails_is_tried_again_while_there_is_time() -> None:
+    run = Run(60.0, InMemory(save_s=1.0))
+    assert run.manager is not None
+    run.manager.failures = 3  # the one on trial, the one that measures, and the first try of the last one
+    stop = run.steps(always(1.0))
+    assert run.manager.steps == [stop.step]
+
+
+def test_a_step_that_cannot_be_saved_is_no_early_stop_but_a_failure() -> None:
+    run = Run(60.0, InMemory(save_s=1.0, failures=1000))
+    with pytest.raises(NonRetryableException, match=r"stopped after step \d+, .* could not be saved"):
+        run.steps(always(1.0))
+    assert run.world.calls == ["stop early"], "who is left is not started again by the launcher"
+
+
+def test_without_a_checkpoint_manager_it_warns_at_the_start_and_stops(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        run = Run(30.0)
+        assert "nothing is saved. Give train() a checkpoint=" in caplog.text
+    stop = run.steps(always(1.0))
+    assert (stop.saved_in, stop.step) == ((), 24)
+    assert "nothing is saved" in str(stop)
+
+
+def test_a_slow_step_that_is_due_is_not_begun() -> None:
+    """Every tenth takes 20 s: the one that does not fit before the deadline is left to the next life."""
+    durations = [20.0 if number % 10 == 9 else 1.0 for number in range(1000)]
+    run = Run(300.0, InMemory(save_s=1.0))
+    stop = run.steps(iter(durations))
+    assert run.clock() <= run.ends_s
+    assert durations[stop.step] in (1.0, 20.0)
+    assert run.ends_s - run.clock() < 20.0 * 1.5 + 1.5 + 5.0 + 20.0

@@ -1,0 +1,286 @@
+"""What the live page is sent: documents, their differences, how often; whose a connection is; the end of a log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pure.test_status_screen import NOW_S, a_host, a_run
+from torchelastic.ledger.events import End, Failure, Loss, Save
+from torchelastic.ledger.figures import Figure
+from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
+from torchelastic.page.differences import applied, difference
+from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, document_of, pause_s
+from torchelastic.page.feed import Feed, Picture, Tick, as_json
+from torchelastic.page.listening import parse_address
+from torchelastic.page.logs import last_lines
+from torchelastic.page.peers import uid_in
+from torchelastic.page.source import with_own_host
+from torchelastic.status.event_lines import lines_of
+from torchelastic.status.run_status import EventLine, combined
+from torchelastic.status.status_format import run_to_plain
+
+leaves = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.lists(st.integers())
+documents: Any = st.recursive(
+    st.dictionaries(st.text(max_size=3), leaves, max_size=4),
+    lambda inner: st.dictionaries(st.text(max_size=3), inner | leaves, max_size=4),
+)
+
+# --- differences ------------------------------------------------------------------------------------------------------
+
+
+@given(documents, documents)
+def test_what_has_changed_makes_the_new_document_of_the_old_one(old: Any, new: Any) -> None:
+    patched = applied(old, difference(old, new))
+    assert json.dumps(patched, sort_keys=True) == json.dumps(new, sort_keys=True)
+    assert difference(new, new) == {}
+
+
+def test_only_what_has_changed_is_sent() -> None:
+    old = {"a": {"x": 1, "y": 2}, "b": [1], "gone": 3}
+    assert difference(old, {"a": {"x": 1, "y": 5}, "b": [1]}) == {"a": {"y": 5}, "gone": None}
+    assert repr(difference({"n": 1}, {"n": True})) == "{'n': True}", "for JSON they are two things"
+
+
+# RFC 7396, Appendix A, without those whose patch or target is no object
+@pytest.mark.parametrize(
+    ("target", "patch", "result"),
+    [
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+        ({"a": "b"}, {"a": None}, {}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+        ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
+        ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
+    ],
+)
+def test_patches_are_those_of_the_standard(target: Any, patch: Any, result: Any) -> None:
+    assert applied(target, patch) == result
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def nulls(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(nulls, value.values()))
+    return value is None
+
+
+def test_a_document_says_what_the_status_says_and_holds_no_null() -> None:
+    status = a_run(a_host("node-1", 0, 1), a_host("node-2", 2))
+    plain, document = run_to_plain(status), document_of(status, About("node-1", "1.2", ["0.0"], 5.0))
+    assert not nulls(document)
+    for name in ("members", "workers", "hosts", "silent", "events"):
+        assert list(document[name].values()) == plain[name]
+    assert document["figures"]["goodput"] == plain["figures"]["goodput"]
+    assert document["page"] == {"host": "node-1", "version": "1.2", "logs": ["0.0"], "etcd_away_s": 5.0}
+    json.dumps(document, allow_nan=False)
+    unbounded = replace(status.figures, whole_job_s=Figure("whole_job_s", 1.0, math.inf, "nothing was committed"))
+    told = document_of(replace(status, figures=unbounded), About("node-1"))
+    assert told["figures"]["whole_job_s"] == {"value": 1.0, "because": "nothing was committed"}
+
+
+def test_two_of_one_name_are_both_shown() -> None:
+    event = EventLine(at_s=NOW_S, host="node-1", kind="save", text="one")
+    host = a_host("node-1", 0, events=(event, replace(event, text="two")))
+    document = document_of(a_run(host, host), About("node-1"))
+    assert [one["text"] for one in document["events"].values()] == ["one", "two"] * 2
+    assert len(document["workers"]) == len(document["hosts"]) == 2
+
+
+def test_only_the_newest_events_are_sent() -> None:
+    events = tuple(EventLine(at_s=NOW_S - 1000 + n, host="h", kind="save", text=str(n)) for n in range(MOST_EVENTS + 7))
+    told = document_of(a_run(a_host("h", 0, events=events)), About("h"))["events"]
+    assert [one["text"] for one in told.values()] == [str(n) for n in range(7, MOST_EVENTS + 7)]
+
+
+@given(st.integers(0, 10**9))
+def test_however_large_the_messages_are_the_bytes_per_second_are_bounded(sent: int) -> None:
+    assert pause_s(sent) >= 1.0
+    assert sent / pause_s(sent) <= BYTES_PER_S * 1.001
+
+
+def test_the_page_knows_what_went_wrong_by_these_words() -> None:
+    """timeline.js goes by them: kind and, for the end of a process, how its text begins."""
+    told = [
+        End(at_ns=0, exit_code=-9), End(at_ns=0, is_loss=False), Loss(at_ns=0, member="m"), Failure(at_ns=0),
+        Save(at_ns=0),
+    ]  # fmt: skip
+    lines = [lines_of("h", [(NOW_S, event)])[0] for event in told]
+    bad = [one.kind in ("failure", "loss") or (one.kind == "end" and one.text.startswith("lost")) for one in lines]
+    assert bad == [True, False, True, True, False]
+
+
+def test_the_own_host_is_shown_as_its_agent_knows_it_and_others_are_no_older_without_etcd() -> None:
+    own, other = a_host("node-1", 0), a_host("node-2", 1)
+    read = a_run(own, other)
+    newer = replace(own, at_s=NOW_S + 60, workers=tuple(replace(one, step=1300) for one in own.workers))
+    status = with_own_host(read, newer, NOW_S + 60, away_s=60.0)
+    assert (status.step, len(status.hosts), status.silent) == (1300, 2, ())
+    assert status.round == read.round
+    assert status.members == read.members
+    late = with_own_host(read, newer, NOW_S + 60)
+    assert [host.host for host in late.silent] == ["node-2"], "with etcd in sight it is the other host that is silent"
+    assert with_own_host(read, None, NOW_S).hosts == read.hosts
+
+
+def test_a_host_that_has_told_nothing_yet_stays_one() -> None:
+    read = combined("job7", NOW_S, a_run(a_host("node-1", 0)).round, (), [a_host("node-1", 0, at_s=0.0)])
+    assert with_own_host(read, None, NOW_S + 9, away_s=9.0).silent[0].at_s == 0.0
+
+
+# --- ticks ------------------------------------------------------------------------------------------------------------
+
+
+def pictures(*numbers: int) -> list[Picture]:
+    return [Picture({"plain": n}, {"n": n, "same": "x"}) for n in numbers]
+
+
+def heard(count: int, told: list[Picture]) -> list[Tick]:
+    """The first ticks of a feed that reads these pictures."""
+
+    async def listen() -> list[Tick]:
+        left = list(told)
+
+        async def read() -> Picture:
+            return left.pop(0) if len(left) > 1 else left[0]
+
+        feed = Feed(read, sleep=lambda _s: asyncio.sleep(0))
+        ticks: list[Tick] = []
+        async with feed.listening():
+            while len(ticks) < count:
+                ticks.append(await asyncio.wait_for(feed.newer(ticks[-1].number if ticks else 0), 5))
+        await feed.stop()
+        return ticks
+
+    return asyncio.run(listen())
+
+
+def test_who_has_missed_nothing_is_sent_the_change_and_everybody_else_everything() -> None:
+    first, second = heard(2, pictures(1, 2))
+    assert first.message(0) == b'event: whole\ndata: {"n":1,"same":"x"}\n\n'
+    assert second.message(1) == b'event: change\ndata: {"n":2}\n\n'
+    assert second.message(0) == b'event: whole\ndata: {"n":2,"same":"x"}\n\n'
+    third = Tick(3, pictures(3)[0], b"{}")
+    assert third.message(1).startswith(b"event: whole")
+
+
+def test_what_has_not_changed_is_not_sent() -> None:
+    ticks = heard(2, pictures(1, 1, 1, 5))
+    assert [(tick.number, tick.picture.document["n"]) for tick in ticks] == [(1, 1), (2, 5)]
+
+
+def test_a_reading_that_fails_is_logged_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def listen() -> Tick:
+        told: list[Picture | Exception] = [OSError("a"), OSError("b"), pictures(4)[0]]
+
+        async def read() -> Picture:
+            one = told.pop(0) if len(told) > 1 else told[0]
+            if isinstance(one, Exception):
+                raise one
+            return one
+
+        feed = Feed(read, sleep=lambda _s: asyncio.sleep(0))
+        async with feed.listening():
+            tick = await asyncio.wait_for(feed.newer(0), 5)
+        await feed.stop()
+        return tick
+
+    assert asyncio.run(listen()).picture.status == {"plain": 4}
+    assert len([one for one in caplog.records if "page" in one.message]) == 1
+
+
+def test_nothing_is_read_while_nobody_looks() -> None:
+    async def count() -> list[int]:
+        reads = [0]
+
+        async def read() -> Picture:
+            reads[0] += 1
+            return pictures(reads[0])[0]
+
+        async def a_second(_s: float) -> None:
+            await asyncio.sleep(0)
+
+        feed = Feed(read, sleep=a_second)
+        found = []
+        for _ in range(2):
+            async with feed.listening():
+                await asyncio.wait_for(feed.newer(0), 5)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            found.append(reads[0])
+            for _ in range(100):
+                await asyncio.sleep(0)
+            found.append(reads[0])
+        return found
+
+    one, same, two, same_again = asyncio.run(count())
+    assert 0 < one == same < two == same_again
+
+
+def test_a_message_is_one_line_whatever_is_in_it() -> None:
+    assert as_json({"a": "x\n\r\u2028\ud800"}).count(b"\n") == 0
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_carries_the_security_headers_and_ends_the_connection() -> None:
+    told = head(200, "text/plain", 3, {"ETag": '"v"'}).decode()
+    assert told.startswith("HTTP/1.1 200 OK\r\n")
+    assert told.endswith("\r\n\r\n")
+    for name, value in {**SECURITY_HEADERS, "Connection": "close", "Content-Length": "3", "ETag": '"v"'}.items():
+        assert f"\r\n{name}: {value}\r\n" in told
+    assert "default-src 'self'" in SECURITY_HEADERS["Content-Security-Policy"]
+    assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
+
+
+def test_the_pages_files_name_nothing_elsewhere_and_put_no_text_in_as_html() -> None:
+    files = static_files()
+    assert {"index.html", "page.js", "page.css", "icon.svg"} <= set(files)
+    for name, file in files.items():
+        text = file.content.decode().replace("http://www.w3.org/2000/svg", "")
+        assert "://" not in text, f"{name} names an address elsewhere"
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style="):
+            assert word not in text, f"{name}: {word}"
+    assert b"<script>" not in files["index.html"].content
+
+
+@pytest.mark.parametrize("text", ["", "x", ":80", "host:", "host:x", "host:70000", "host:-1", "[]:80"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write PORT or HOST:PORT"):
+        parse_address(text)
+
+
+TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 0100007F:C350 01 00000000:00000000 00:00000000 00000000  1000        0 1 1 0 20 4 30 10 -1
+   1: 0100007F:C350 0100007F:1F90 01 00000000:00000000 00:00000000 00000000  1001        0 2 1 0 20 4 30 10 -1
+"""
+TABLE_6 = TABLE.replace("0100007F:", "0000000000000000FFFF00000100007F:").replace(" 1001 ", " 1002 ")
+
+
+def test_the_kernels_table_says_whose_the_other_end_is() -> None:
+    server, client = ("127.0.0.1", 8080), ("127.0.0.1", 50000)
+    assert uid_in(TABLE, client, server) == 1001
+    assert uid_in(TABLE, server, client) == 1000
+    assert uid_in(TABLE_6, client, server) == 1002, "an IPv4 connection of a socket for both kinds"
+    assert uid_in(TABLE, ("127.0.0.1", 50001), server) is None
+    assert uid_in(TABLE, ("127.0.0.2", 50000), server) is None
+    assert uid_in("", client, server) is None
+
+
+@given(st.lists(st.binary(max_size=5).filter(lambda line: b"\n" not in line)), st.integers(1, 9), st.booleans())
+def test_the_last_lines_are_the_last_lines(lines: list[bytes], count: int, ends: bool) -> None:
+    content = b"\n".join(lines) + (b"\n" if ends and lines else b"")
+    expected = b"".join(content.splitlines(keepends=True)[-count:]) if b"\r" not in content else None
+    if expected is not None and not any(byte in content for byte in b"\x0b\x0c\x1c\x1d\x1e\x85"):
+        assert last_lines(content, count) == expected

@@ -1,0 +1,376 @@
+"""A report's numbers: every nanosecond in its place, failures as one incident each, and what lacks is said."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Counted
+from torchelastic.ledger.figures import figures_of, seen
+from torchelastic.ledger.journal import Journal
+from torchelastic.ledger.together import books_together
+from torchelastic.report import NoRunError, Report, report_of
+from torchelastic.report.stretches import Stretch, cells, split
+from torchelastic.report.timeline import workers_in_group
+
+#: What the first worker of `killed_run` spent its time on, in milliseconds.
+FIRST = [
+    (0, 490, {"start_up": 490}),
+    (490, 500, {"idle": 10}),
+    (500, 510, {"restore": 10}),
+    (510, 810, {"productive": 300}),
+    (810, 830, {"save_stall": 20}),
+    (830, 1010, {"productive": 180}),
+    (1010, 1040, {"replayed": 30}),
+    (1040, 1060, {"detect": 20}),
+    (1060, 1090, {"re_form": 30}),
+    (1090, 1100, {"restore": 10}),
+    (1100, 2000, {"productive": 900}),
+    (2000, 2010, {"re_form": 10}),
+    (2010, 2020, {"restore": 10}),
+    (2020, 3020, {"productive": 1000}),
+    (3020, 3120, {"idle": 100}),
+]
+
+
+def ms(stretch: Stretch) -> tuple[float, float, dict[str, float]]:
+    """From, to and what it was, in milliseconds."""
+    parts = {account.label: ns / MS for account, ns in zip(Account, stretch.amounts, strict=True) if ns}
+    return stretch.from_ns / MS, stretch.to_ns / MS, parts
+
+
+def check(report: Report) -> None:
+    """Every life's cells follow each other without a gap from its start to its end, and sum to its accounts."""
+    assert report.why_wrong() == ""
+    for life in report.lives:
+        assert sum(life.amounts) == life.wall_ns
+        assert not life.wall_ns or (life.cells[0].from_ns, life.cells[-1].to_ns) == (life.began_ns, life.until_ns)
+        assert all(one.to_ns == other.from_ns for one, other in pairwise(life.cells))
+        assert all(sum(cell.amounts) == cell.to_ns - cell.from_ns for cell in life.cells)
+        assert all(min(cell.amounts) >= 0 for cell in life.cells)
+        assert tuple(map(sum, zip(*(cell.amounts for cell in life.cells), strict=True))) == life.amounts
+    sums = [life.amounts for life in report.lives] + [row.amounts for row in report.earlier]
+    assert tuple(map(sum, zip(*sums, strict=True))) == report.seen.amounts
+    assert report.seen.worker_ns == sum(report.seen.amounts)
+
+
+def test_every_nanosecond_of_a_killed_run_is_where_it_was_spent_although_the_clocks_of_its_hosts_differ() -> None:
+    report = report_of(journals_of(killed_run()))
+    check(report)
+    assert report.began_ns == DAY_NS
+    assert report.until_ns == 3120 * MS
+    assert [life.name for life in report.lives] == ["alpha/0.0", "alpha/1.0", "beta/0.0", "beta/1.0", "beta/1.1"]
+    assert [ms(cell) for cell in report.lives[0].cells] == FIRST
+    assert [life.began_ns // MS for life in report.lives] == [0, 0, 5, 5, 1100]
+    lost = report.lives[3]
+    assert lost.is_loss
+    assert lost.is_ended
+    assert ms(lost.cells[-1]) == (1010, 1040, {"replayed": 30})
+    assert [life.is_loss for life in report.lives] == [False, False, False, True, False]
+
+
+def test_with_counts_written_down_once_only_events_tell_where_the_time_was_spent() -> None:
+    hosts = killed_run()
+    for host in hosts:
+        last = {event.worker: event for event in host.events if isinstance(event, Counted)}
+        host.events = [event for event in host.events if not isinstance(event, Counted) or event is last[event.worker]]
+    report = report_of(journals_of(hosts))
+    check(report)
+    for life, whole in zip(report.lives, report_of(journals_of(killed_run())).lives, strict=True):
+        assert life.amounts == whole.amounts
+    assert [ms(cell) for cell in report.lives[0].cells] == FIRST
+
+
+def test_what_another_host_tells_of_a_death_is_time_to_detect_of_that_failure_and_of_no_later_one() -> None:
+    hosts = [Host("a"), Host("b", 50_000 * MS)]
+    stays, dies = (Worker(host, "0.0") for host in hosts)
+    group_of([stays, dies], 0, 1, 0)
+    steps([stays, dies], 10, 2)
+    dies.ends(300, -9)
+    for round_, at_ms in ((2, 320), (3, 700)):
+        stays.fails(at_ms)
+        group_of([stays], at_ms + 10, round_, 2, "peer")
+        stays.trains_again(at_ms + 100, 5, 5, 10)
+    report = report_of(journals_of(hosts))
+    check(report)
+    assert [ms(cell) for cell in report.lives[0].cells if cell.amounts[Account.DETECT]] == [(300, 320, {"detect": 20})]
+    assert [incident.detect_ns // MS for incident in report.incidents] == [20, 0]
+
+
+def test_the_figures_are_those_of_the_ledger() -> None:
+    journals = journals_of(killed_run())
+    report = report_of(journals)
+    books = list(books_together(journals).values())
+    run = seen(books, [book.counts.last_ns for book in books], 3120 * MS, configured_workers=4)
+    assert report.seen == run
+    assert report.figures == figures_of(run)
+    assert 0 < report.figures.goodput.value < report.figures.goodput.attainable < 1
+
+
+def test_what_three_workers_of_two_hosts_tell_of_one_kill_is_one_failure_with_its_phases_and_its_victim() -> None:
+    (incident,) = report_of(journals_of(killed_run())).incidents
+    assert incident.at_ns == 1040 * MS
+    assert incident.round == 1
+    assert incident.step == 5
+    assert [(one.name, one.how) for one in incident.lost] == [("beta/1.0", "killed by SIGKILL")]
+    assert incident.causes == ("beta-1 has ended (fact)", "connection closed")
+    assert (incident.noticed_by, incident.re_formed_by, incident.world_size) == (3, 3, 3)
+    assert (incident.detect_ns, incident.replayed_ns) == (80 * MS, 90 * MS)
+    assert incident.steps_back == 0
+    assert incident.restored_from == "peer"
+    assert {name: ns // MS for name, ns in incident.phases_ns.items()} == {
+        "detect": 20, "agree": 15, "re_form": 10, "sync": 10, "step": 105,
+    }  # fmt: skip
+    assert incident.down_ns == 160 * MS
+
+
+def test_two_failures_in_a_row_are_two_and_each_re_form_belongs_to_its_own() -> None:
+    host = Host("a")
+    workers = [Worker(host, f"{place}.0") for place in range(3)]
+    group_of(workers, 0, 1, 0)
+    steps(workers, 10, 2)
+    for round_, at_ms in ((1, 300), (2, 900)):
+        lost = workers.pop()
+        lost.ends(at_ms, -9)
+        for worker in workers:
+            worker.fails(at_ms + 10)
+        group_of(workers, at_ms + 20, round_ + 1, 2, "peer")
+        for worker in workers:
+            worker.trains_again(at_ms + 100, 5, 5, 10, f"cause of {round_}")
+    first, second = report_of(journals_of([host])).incidents
+    assert (first.round, first.causes[0], first.at_ns) == (1, "cause of 1", 300 * MS)
+    assert (second.round, second.causes[0], second.at_ns) == (2, "cause of 2", 900 * MS)
+    assert (first.re_formed_by, second.re_formed_by) == (2, 1)
+
+
+def test_a_new_job_that_counts_its_rounds_anew_has_failures_of_its_own() -> None:
+    host = Host("a")
+    for life, begin_ms in enumerate((0, 300_000)):
+        worker = Worker(host, f"0.{life}", begin_ms)
+        group_of([worker], begin_ms + 10, 1, 0)
+        worker.commits(begin_ms + 100)
+        worker.ends(begin_ms + 150, -9)
+    report = report_of(journals_of([host]))
+    assert [one.at_ns // MS for one in report.incidents] == [150, 300_150]
+    assert all(one.round == 1 and not one.phases_ns for one in report.incidents)
+
+
+def test_going_back_to_a_checkpoint_costs_the_steps_since_then_also_of_those_who_are_gone() -> None:
+    host = Host("a", configured=2)
+    workers = [Worker(host, f"{place}.0") for place in (0, 1)]
+    group_of(workers, 0, 1, 0)
+    steps(workers, 10, 2)
+    for worker in workers:
+        worker.saves(220, 10)
+    steps(workers, 220, 3)
+    workers[1].ends(530, -9)
+    workers[0].fails(540)
+    workers[0].joins(550, 2, 0, 1)
+    workers[0].level(560, 2, "checkpoint")
+    workers[0].trains_again(660, 5, 5, 10)
+    workers[0].over(660)
+    workers[0].ends(660)
+    report = report_of(journals_of([host]))
+    check(report)
+    (incident,) = report.incidents
+    assert (incident.step, incident.steps_back, incident.restored_from) == (5, 3, "checkpoint")
+    stayed, gone = report.lives
+    assert [ms(cell) for cell in gone.cells] == [
+        (0, 10, {"restore": 10}),
+        (10, 210, {"productive": 200}),
+        (210, 220, {"save_stall": 10}),
+        (220, 530, {"replayed": 310}),
+    ]
+    assert stayed.amounts[Account.REPLAYED] == 310 * MS
+    assert stayed.amounts[Account.DETECT] == 10 * MS
+    assert [mark.kind for mark in report.marks].count("back") == 1
+
+
+def test_saves_of_all_workers_are_one_row_and_outages_drains_and_stragglers_are_marked() -> None:
+    host = Host("a")
+    workers = [Worker(host, f"{place}.0") for place in (0, 1)]
+    group_of(workers, 0, 1, 0)
+    steps(workers, 10, 1)
+    workers[0].saves(130, 20, "memory")
+    workers[1].saves(150, 40, "memory")
+    host.outage(200, 260)
+    workers[0].straggles(55.0)
+    workers[1].drains(300)
+    workers[1].ends(310)
+    host.outage(320)
+    report = report_of(journals_of([host]))
+    check(report)
+    (save,) = report.saves
+    assert (save.step, save.tier, save.workers) == (1, "memory", 2)
+    assert (save.mean_ns, save.longest_ns, save.at_ns) == (30 * MS, 40 * MS, 150 * MS)
+    marks = [(mark.kind, mark.at_ns // MS, mark.place) for mark in report.marks]
+    assert marks == [
+        ("join", 0, "a/0"), ("join", 0, "a/1"), ("straggler", 130, "a/0"), ("outage", 200, ""), ("drain", 300, "a/1"),
+        ("end", 310, "a/1"), ("outage", 320, ""),
+    ]  # fmt: skip
+    assert [mark.took_ns // MS for mark in report.marks if mark.kind == "outage"] == [60, 0]
+    assert not report.is_over
+    assert report.incidents == ()
+
+
+def test_the_number_of_workers_in_a_group_is_that_of_those_that_neither_start_nor_idle() -> None:
+    counts = workers_in_group(report_of(journals_of(killed_run())), 312)  # columns of 10 ms
+    assert [round(counts[column], 6) for column in (0, 48, 50, 100, 104, 150, 202, 301, 302, 311)] == [
+        0, 0, 4, 4, 3, 3, 4, 4, 0, 0,
+    ]  # fmt: skip
+
+
+# --- what lacks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_journal_an_open_end_and_a_silent_journal_are_said() -> None:
+    journals = journals_of(killed_run())
+    alone = report_of({"a": journals["ledger-alpha-a1"], "empty": Host("gamma").journal()}, lacks=["It rained."])
+    check(alone)
+    assert alone.lacks[0] == "It rained."
+    assert any("empty" in sentence and "no worker" in sentence for sentence in alone.lacks)
+    assert any("Round 1 had 4 workers, and the journals know of 2" in sentence for sentence in alone.lacks)
+    assert report_of(journals).lacks == ()
+    host = Host("a")
+    worker = Worker(host, "0.0")
+    group_of([worker], 10, 1, 0)
+    running = report_of(journals_of([host]))
+    check(running)
+    assert not running.is_over
+    assert [sentence for sentence in running.lacks if "a/0.0 is without an end" in sentence]
+
+
+def test_an_agent_that_was_lost_with_its_workers_is_a_failure_too() -> None:
+    hosts = [Host("a"), Host("b")]
+    workers = [Worker(host, "0.0") for host in hosts]
+    group_of(workers, 0, 1, 0)
+    steps(workers, 10, 3)
+    workers[1].counted()
+    workers[0].fails(20_000)
+    workers[0].joins(20_010, 2, 0, 1)
+    workers[0].level(20_020, 3, "peer")
+    workers[0].trains_again(20_120, 5, 5, 10)
+    workers[0].over(30_000)
+    workers[0].ends(30_000)
+    report = report_of(journals_of(hosts))
+    check(report)
+    assert report.is_over
+    (incident,) = report.incidents
+    assert [(one.name, one.how) for one in incident.lost] == [("b/0.0", "its agent was lost")]
+    assert report.lives[1].until_ns == 310 * MS
+
+
+def test_no_journal_several_runs_or_none_that_has_begun_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(NoRunError, match="--log-dir"):
+        report_of({})
+    with pytest.raises(NoRunError, match="no worker has started"):
+        report_of({"a": Host("a").journal()})
+    both = {**journals_of(killed_run("one")), "other": killed_run("two")[0].journal()}
+    with pytest.raises(NoRunError, match="--run-id: one, two"):
+        report_of(both)
+    assert report_of(both, run_id="one").run_id == "one"
+    assert len(report_of(both, run_id="one").lives) == 5
+    with pytest.raises(NoRunError, match="no journal of the run three"):
+        report_of(both, run_id="three")
+
+
+def test_what_a_rotated_journal_brings_forward_is_in_the_sums() -> None:
+    whole = killed_run()[1].journal()
+    for place in range(1, len(whole.events)):
+        before = Book().after_all(whole.events[:place])
+        rotated = Journal(whole.head, before, whole.events[place:])
+        report = report_of({"b": rotated})
+        check(report)
+        assert report.seen == report_of({"b": whole}).seen
+
+
+def test_two_agents_of_a_host_and_long_gone_lives_are_told_apart() -> None:
+    host = Host("a")
+    for life in range(70):
+        worker = Worker(host, f"0.{life}", life * 100)
+        group_of([worker], life * 100 + 10, life + 1, 0)
+        worker.commits(life * 100 + 90)
+        worker.ends(life * 100 + 95, -9)
+    again = Host("a")
+    worker = Worker(again, "0.0", 8_000)
+    worker.name = "a-b2/0.0"
+    again.events.clear()
+    group_of([worker], 8_010, 71, 0)
+    report = report_of({"one": host.journal(), "two": again.journal()})
+    check(report)
+    assert {life.host for life in report.lives} == {"a-a1", "a-b2"}
+    (earlier,) = report.earlier
+    assert (earlier.lives, earlier.committed) == (6, 6)
+    assert len(report.incidents) == 70
+
+
+# --- whatever happens -------------------------------------------------------------------------------------------------
+
+_ACTS = ("commit", "save", "wait", "fail", "regroup", "back", "kill", "drain", "silence")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(_ACTS), st.integers(0, 3), st.integers(1, 40)), max_size=40))
+def test_whatever_happens_all_cells_sum_to_the_accounts(acts: list[tuple[str, int, int]]) -> None:
+    hosts = [Host("a"), Host("b", -3_000_000 * MS)]
+    workers = [Worker(host, f"{place}.0", place) for host in hosts for place in (0, 1)]
+    group_of(workers, 100, 1, 0)
+    at_ms, round_ = 110, 1
+    for act, who, took_ms in acts:
+        if not workers:
+            break
+        at_ms += 41 + took_ms
+        worker = workers[who % len(workers)]
+        if act == "commit":
+            steps(workers, at_ms - took_ms, 1, took_ms)
+        elif act == "save":
+            worker.saves(at_ms, took_ms)
+        elif act == "wait":
+            worker.waited(at_ms, took_ms)
+            worker.counted()
+        elif act == "silence":
+            worker.counted()
+        elif act in ("kill", "drain"):
+            workers.remove(worker)
+            worker.ends(at_ms, -9 if act == "kill" else 0)
+        elif act == "fail":
+            for one in workers:
+                one.fails(at_ms)
+        else:
+            round_ += 1
+            for one in workers:
+                one.gathers(at_ms)
+            step = max(0, worker.tally.step - (took_ms % 4 if act == "back" else 0))
+            group_of(workers, at_ms + 5, round_, step, "checkpoint" if act == "back" else "peer")
+            at_ms += 15
+    report = report_of(journals_of(hosts))
+    check(report)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=9, max_size=9), st.data())
+def test_a_split_stretch_sums_to_the_nanosecond(amounts: list[int], data: st.DataObject) -> None:
+    part = Stretch(7, 7 + sum(amounts), tuple(amounts))
+    at_ns = data.draw(st.integers(part.from_ns, part.to_ns))
+    if part.from_ns < part.to_ns:
+        halves = split(part, at_ns)
+        assert [sum(half.amounts) for half in halves] == [at_ns - part.from_ns, part.to_ns - at_ns]
+        assert [a + b for a, b in zip(*(half.amounts for half in halves), strict=True)] == amounts
+        assert min(*halves[0].amounts, *halves[1].amounts) >= 0
+
+
+def test_cells_are_as_many_as_there_are_edges_however_many_stretches_there_were() -> None:
+    productive, saving = (1, 0, 0, 0, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0, 0, 0, 0)
+    parts = [Stretch(at, at + 1, productive if at % 2 else saving) for at in range(1000)]
+    found = cells(parts, list(range(100, 1000, 100)))
+    assert [(cell.from_ns, cell.to_ns, cell.amounts[:2]) for cell in found] == [
+        (at, at + 100, (50, 50)) for at in range(0, 1000, 100)
+    ]
+    quiet = cells([Stretch(at, at + 1, productive) for at in range(1000)], list(range(100, 1000, 100)))
+    assert quiet == (Stretch(0, 1000, (1000, *[0] * 8)),)

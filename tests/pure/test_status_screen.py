@@ -1,0 +1,186 @@
+"""What `torchelastic top` shows of a run, on wide and narrow, tall and short terminals."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from torchelastic.ledger.accounts import NOTHING, Account
+from torchelastic.ledger.figures import Seen
+from torchelastic.rendezvous.records import Member, Round, RoundState
+from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined
+from torchelastic.status.screen import ACCOUNT_SIGNS, Screen, cells_of
+
+S = 10**9
+NOW_S = 1_700_000_000.0
+
+
+def a_worker(rank: int, host: str, **changes: Any) -> WorkerStatus:
+    known: dict[str, Any] = {
+        "worker": f"{host}-1/{rank}.0", "host": host, "pid": 4000 + rank, "rank": rank, "round": 4, "step": 1200,
+        "steps_per_s": 31.25, "account": "productive", "began_s": NOW_S - 7200, "values": {"loss": 0.125 + rank},
+    }  # fmt: skip
+    return WorkerStatus(**{**known, **changes})
+
+
+def a_host(host: str, *ranks: int, **changes: Any) -> HostStatus:
+    amounts = tuple(
+        {Account.PRODUCTIVE: 930, Account.RE_FORM: 20, Account.DATA_WAIT: 50}.get(a, 0) * S for a in Account
+    )
+    known: dict[str, Any] = {
+        "host": host, "incarnation": f"{host}1", "at_s": NOW_S - 0.5, "began_s": NOW_S - 1000, "round": 4,
+        "round_state": "running", "round_since_s": NOW_S - 180,
+        "workers": tuple(a_worker(rank, host) for rank in ranks),
+        "seen": Seen(1000 * S, 1000 * S, amounts, 0, len(ranks), 1200, 1, 1, 0, 1, 4),
+        "events": tuple(
+            EventLine(at_s=NOW_S - 60 + n, host=host, kind="save", text=f"saved step {n}", worker=f"{host}-1/0", rank=0)
+            for n in range(4)
+        ),
+    }  # fmt: skip
+    return HostStatus(**{**known, **changes})
+
+
+def a_run(*hosts: HostStatus, **changes: Any) -> RunStatus:
+    workers = [worker for host in hosts for worker in host.workers if worker.rank >= 0]
+    roster = tuple(f"m{worker.rank}" for worker in workers)
+    round_ = Round(**{"number": 4, "state": RoundState.RUNNING, "roster": roster, "because": "a newcomer", **changes})
+    members = [Member(f"m{worker.rank}", worker.host) for worker in workers]
+    return combined("job7", NOW_S, round_, members, hosts)
+
+
+def drawn(status: RunStatus, width: int = 120, *, colours: bool = False, **settings: Any) -> list[str]:
+    file = io.StringIO()
+    console = Console(
+        record=True, width=width, height=40, file=file, force_terminal=colours, legacy_windows=False,
+        color_system="truecolor" if colours else None,
+    )  # fmt: skip
+    console.print(Screen(status, local_time=time.gmtime, **settings))
+    return console.export_text(styles=False).rstrip("\n").splitlines()
+
+
+def test_a_wide_terminal_shows_everything() -> None:
+    lines = drawn(a_run(a_host("node-1", 0, 1), a_host("node-2", 2)))
+    text = "\n".join(lines)
+    said = "run job7 running for 3.0 min round 4 world size 3 step 1200 31.2 steps/s loss 0.125"
+    assert " ".join(lines[0].split()) == said
+    assert lines[1] == "a newcomer"
+    head = next(line for line in lines if line.startswith("rank"))
+    assert head.split() == ["rank", "host", "step", "steps/s", "now", "loss", "restarts", "pid", "since"]
+    row = next(line for line in lines if line.split()[:1] == ["2"])
+    assert row.split() == ["2", "node-2", "1200", "31.2", "productive", "2.125", "0", "4002", "2.0", "h"]
+    assert "productive 93.0 %" in text
+    assert "data_wait 5.0 %" in text
+    assert "was / attainable:  goodput 93.0 / 98.0 %  ettr 93.0 / 98.0 %" in text
+    assert "22:12:20  node-1-1/0 (rank 0): saved step 0" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal_and_ranks_hosts_and_steps_are_always_there(width: int) -> None:
+    lines = drawn(a_run(a_host("node-1", 0, 1), a_host("node-2", 2)), width)
+    assert max(map(len, lines)) <= width
+    rows = [line.split() for line in lines]
+    for rank, host in ((0, "node-1"), (1, "node-1"), (2, "node-2")):
+        assert any(row[:3] == [str(rank), host, "1200"] for row in rows)
+    assert ("pid" in "\n".join(lines)) == (width >= 100)
+
+
+@pytest.mark.parametrize("height", [12, 15, 20, 24, 40, 60])
+@pytest.mark.parametrize("hosts", [1, 6, 40])
+@pytest.mark.parametrize("width", [50, 120])
+def test_it_fits_into_the_height_and_says_what_is_left_out(height: int, hosts: int, width: int) -> None:
+    status = a_run(*(a_host(f"node-{number}", 2 * number, 2 * number + 1) for number in range(hosts)))
+    lines = drawn(status, width, height=height, footer="q: quit")
+    assert len(lines) <= height
+    assert lines[-1].startswith("q: quit")
+    shown = sum("productive" in line and "node-" in line for line in lines)
+    assert shown >= 1
+    left_out = 2 * hosts - shown
+    assert (f"and {left_out} more" in "\n".join(lines)) == bool(left_out)
+    if len(lines) < height:
+        assert not left_out, "there is place"
+        assert sum("saved step" in line for line in lines) == min(4 * hosts, 20)
+
+
+def test_the_bar_is_as_wide_as_the_terminal_with_letters_where_there_are_no_colours() -> None:
+    lines = drawn(a_run(a_host("node-1", 0)), 100)
+    assert "P" * 93 + "F" * 2 + "W" * 5 in lines
+    coloured = drawn(a_run(a_host("node-1", 0)), 100, colours=True)
+    assert not any("PPP" in line for line in coloured)
+    assert any("■ productive 93.0 %" in line for line in coloured)
+
+
+def test_every_account_has_a_letter_of_its_own() -> None:
+    assert set(ACCOUNT_SIGNS) == set(Account)
+    assert len({letter for letter, _ in ACCOUNT_SIGNS.values()}) == len(Account)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**15), min_size=1, max_size=9), st.integers(1, 300))
+def test_the_cells_of_a_bar_fill_it_and_no_account_with_time_is_without_one(amounts: list[int], width: int) -> None:
+    cells = cells_of(amounts, width)
+    present = sum(map(bool, amounts))
+    assert sum(cells) == (width if 0 < present <= width else 0)
+    if 0 < present <= width:
+        assert [bool(cell) for cell in cells] == [bool(amount) for amount in amounts]
+        for amount, cell in zip(amounts, cells, strict=True):
+            assert cell <= width * amount / sum(amounts) + 1.000001 or cell == 1
+
+
+def test_an_etcd_that_is_away_and_hosts_that_are_silent_are_named() -> None:
+    silent = a_host("node-2", 1, at_s=NOW_S - 90)
+    never = HostStatus(host="node-3", incarnation="x", at_s=0.0)
+    status = a_run(a_host("node-1", 0, is_etcd_away=True), silent, never)
+    text = "\n".join(drawn(status, away_s=42.0))
+    assert "etcd has not answered for 42 s" in text
+    assert "silent: node-2 for 1.5 min, node-3 (has told nothing)" in text
+    assert "etcd is out of sight for: node-1" in text
+    assert "etcd" not in "\n".join(drawn(a_run(a_host("node-1", 0))))
+
+
+def test_members_that_no_host_tells_of_are_there_too() -> None:
+    status = replace(a_run(a_host("node-1", 0)), round=Round(4, RoundState.RUNNING, ("m0", "alone", "gone")))
+    status = replace(status, members=(*status.members, Member("alone", "laptop")))
+    rows = [line.split() for line in drawn(status)]
+    assert ["1", "laptop"] in rows
+    assert not any(row[:1] == ["2"] for row in rows), "no member has this rank"
+
+
+def test_who_is_in_no_group_comes_last_and_without_a_rank() -> None:
+    spare = a_worker(-1, "node-1", account="idle", step=-1, values={})
+    lines = drawn(a_run(a_host("node-1", workers=(spare, a_worker(0, "node-1")))))
+    ranks = [line.split()[0] for line in lines if "node-1 " in line]
+    assert ranks == ["0", "-"]
+
+
+@pytest.mark.parametrize("state", list(RoundState))
+def test_every_state_of_a_round_is_shown(state: RoundState) -> None:
+    assert state.value in drawn(a_run(a_host("node-1", 0), state=state))[0]
+
+
+def test_a_run_of_which_nothing_is_told_is_shown_all_the_same() -> None:
+    lines = drawn(combined("job7", NOW_S, Round(), [], []), height=20)
+    assert lines[0].startswith("run job7")
+    assert any("no worker has told yet" in line for line in lines)
+    no_time = a_host("node-1", 0, seen=Seen(0, 0, NOTHING))
+    assert any("no worker has told yet" in line for line in drawn(a_run(no_time)))
+
+
+def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
+    event = EventLine(at_s=NOW_S, host="\x1b[2Jh", kind="loss", text="\x1b]0;evil\x07")
+    status = a_run(a_host("node\x1b[31m", 0, events=(event,)), because="\x1b[2J")
+    text = "\n".join(drawn(replace(status, run_id="job\x1b7")))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "\\x1b[2J" in text
+
+
+def test_brackets_are_no_markup() -> None:
+    event = EventLine(at_s=NOW_S, host="h", kind="loss", text="[bold]x[/bold] [1.2.3.4]")
+    assert any("[bold]x[/bold] [1.2.3.4]" in line for line in drawn(a_run(a_host("h", 0, events=(event,)))))

@@ -1,0 +1,297 @@
+"""A real SLURM of its own on this machine: controller, some nodes, own ports and keys; and what it says of its jobs.
+
+Nothing of a SLURM that this machine may have is touched. The nodes are daemons of one host with 8 pretended CPUs each
+(`slurmd -N`, which Debian's build can do).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+from torchelastic.processes import dies_with_parent
+
+#: A busy machine takes 20 s to import torch, and a job has two runs.
+PATIENCE_S = 150.0
+#: From SIGTERM to SIGKILL, when a job is cancelled or over its limit.
+KILL_WAIT_S = 20
+#: From the notice to the kill, when a job of the partition `batch` is preempted.
+GRACE_S = 30
+#: A requeued job waits until its former credential has expired: 121 s by default, 6 s with the least that SLURM takes.
+CREDENTIAL_S = 5
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel")
+FAILURES = ("FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+INSTALL = "apt-get install --no-install-recommends slurm-wlm munge"
+
+_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/run/munge.sock,cred_expire={credential_s}
+CredType=cred/munge
+SlurmctldPort={ports[0]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PropagateResourceLimits=NONE
+JobRequeue=1
+ReturnToService=2
+KillWait={kill_wait_s}
+SlurmdTimeout=60
+MessageTimeout=30
+"""
+_NODE = "NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=4000 State=UNKNOWN\n"
+_PARTITIONS = """\
+PartitionName=batch Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def why_impossible() -> str:
+    """Why there can be no SLURM here; "" if there can."""
+    if sys.platform != "linux":
+        return "SLURM runs on Linux"
+    if missing := [name for name in NEEDED if shutil.which(name, path=_path()) is None]:
+        return f"there is no {', '.join(missing)} here; {INSTALL}, then `make test-slurm`"
+    if os.geteuid():
+        return "slurmd starts jobs as root only: run `make test-slurm` as root"
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return f"SLURM has to find this host by its name, and {socket.gethostname()!r} is not in /etc/hosts"
+    return ""
+
+
+def _path() -> str:
+    """Debian has the daemons in /usr/sbin, which is not everybody's."""
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
+
+
+class Slurm:
+    """The daemons, which end with the process that made them, and commands about jobs.
+
+    Args:
+        folder: for configuration, state and logs. Its path must be short: it holds a socket.
+        nodes: how many; they are called n1, n2, ..
+    """
+
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
+        self.folder, self.nodes = folder, nodes
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
+            "PATH": _path(),
+            "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
+        }
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, script: str, *options: str, words: Sequence[str | Path] = (), **variables: str) -> str:
+        """Submit a batch script and return the id of the job; its output is appended to one file.
+
+        Args:
+            script: what the first of its nodes runs with bash.
+            options: of sbatch.
+            words: what to submit instead: a file, and its arguments.
+            variables: environment variables of the job, besides those of this process.
+        """
+        is_array = any(option.startswith("--array") for option in options)
+        output = f"--output={self.folder}/out/{'%A_%a' if is_array else '%j'}.txt"
+        command = ["sbatch", "--parsable", "--open-mode=append", output, *options, *map(str, words)]
+        return self._run(*command, input=f"#!/bin/bash\n{script}\n", variables=variables).strip()
+
+    def facts(self, job_id: str) -> dict[str, str]:
+        """What `scontrol show job` says. Of an array, name one task: 7_1."""
+        words = self._run("scontrol", "--oneliner", "show", "job", job_id).split()
+        return {name: value for name, is_one, value in (word.partition("=") for word in words) if is_one}
+
+    def state(self, job_id: str) -> str:
+        """RUNNING, PENDING, COMPLETED, .."""
+        return self.facts(job_id)["JobState"]
+
+    def restarts(self, job_id: str) -> int:
+        """How often it was requeued."""
+        return int(self.facts(job_id)["Restarts"])
+
+    def wait_until(self, job_id: str, *states: str, restarts: int = 0, within_s: float = PATIENCE_S) -> str:
+        """Wait until a job that was requeued so often, or more often, is in one of these states; returns which."""
+        wanted = f"job {job_id} is {' or '.join(states)}, requeued {restarts} times"
+        for _ in until(wanted, within_s, lambda: f"{self.facts(job_id)}\n{self.output(job_id)}"):
+            facts = self.facts(job_id)
+            state = facts["JobState"]
+            if state in states and int(facts["Restarts"]) >= restarts:
+                return state
+            assert state in states or state not in FAILURES, f"{state}, not {wanted}:\n{self.output(job_id)}"
+        raise AssertionError("unreachable")
+
+    def is_gone(self, job_id: str) -> bool:
+        """Whether nothing of it runs any more: while something does, squeue lists it (COMPLETING)."""
+        return not self._run("squeue", "--noheader", "--states=RUNNING,COMPLETING", f"--jobs={job_id}")
+
+    def cancel(self, job_id: str, *options: str) -> None:
+        """End a job, or send it a signal (`--signal=USR1`)."""
+        self._run("scancel", *options, job_id)
+
+    def update(self, job_id: str, **changes: str) -> None:
+        """Change a job, as `scontrol update` does: EndTime="now+20" has it end in 20 s."""
+        self._run("scontrol", "update", f"JobId={job_id}", *(f"{name}={value}" for name, value in changes.items()))
+
+    def output(self, job_id: str) -> str:
+        """What all runs of a job have printed, on stdout and stderr; of an array task, 7_1."""
+        path = self.folder / "out" / f"{job_id}.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _run(self, *command: str, input: str = "", variables: Mapping[str, str] | None = None) -> str:  # noqa: A002
+        environment = {**self.environment, **(variables or {})}
+        done = subprocess.run(
+            command, input=input, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stderr}"
+        return done.stdout
+
+    # --- daemons ------------------------------------------------------------------------------------------------------
+
+    def _configure(self) -> None:
+        for name in ("etc", "state", "spool", "log", "run", "out"):
+            (self.folder / name).mkdir(mode=0o755)
+        key = self.folder / "etc" / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        host = socket.gethostname().partition(".")[0]
+        with _free_ports(1 + self.nodes) as ports:
+            text = _CONFIGURATION.format(
+                host=host, folder=self.folder, ports=ports, credential_s=CREDENTIAL_S, kill_wait_s=KILL_WAIT_S
+            )
+            text += "".join(_NODE.format(n=n + 1, host=host, port=port) for n, port in enumerate(ports[1:]))
+        (self.folder / "etc" / "slurm.conf").write_text(text + _PARTITIONS.format(grace_s=GRACE_S))
+        (self.folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+    def start(self) -> None:
+        """Write the configuration, start the daemons, and return when all nodes are idle."""
+        self._configure()
+        run = self.folder / "run"
+        self._daemon(
+            "munged", "--foreground", "--force", "--num-threads=2",
+            f"--key-file={self.folder}/etc/munge.key", f"--socket={run}/munge.sock", f"--pid-file={run}/munged.pid",
+            f"--log-file={self.folder}/log/munged.log", f"--seed-file={run}/munged.seed",
+        )  # fmt: skip
+        for _ in until("munged listens", PATIENCE_S, self.logs):
+            if (run / "munge.sock").exists():
+                break
+        self._daemon("slurmctld", "-D", "-i")
+        for n in range(1, self.nodes + 1):
+            (self.folder / "spool" / f"n{n}").mkdir()
+            self._daemon("slurmd", "-D", "-N", f"n{n}")
+        for _ in until(f"{self.nodes} nodes are idle", PATIENCE_S, self.logs):
+            if self._idle() == self.nodes:
+                return
+
+    def _daemon(self, *command: str) -> None:
+        name = command[-1] if command[0] == "slurmd" else command[0]
+        with (self.folder / "log" / f"{name}.err").open("wb") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    dies_with_parent(command), env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            )
+
+    def _idle(self) -> int:
+        command = ["sinfo", "--noheader", "--Node", "--partition=batch", "--states=idle", "--format=%N"]
+        said = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        return len(said.stdout.split())  # nothing, while the controller does not answer yet
+
+    def logs(self) -> str:
+        """The ends of all logs."""
+        files = sorted((self.folder / "log").iterdir())
+        return "\n".join(f"{file.name}:\n{file.read_text(errors='replace')[-1500:]}" for file in files)
+
+    def end(self) -> None:
+        """Kill all jobs, then end the daemons and whatever else there is of this SLURM."""
+        subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=self.environment, timeout=PATIENCE_S)
+        ours = self._processes()
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        left = {*ours, *self._processes()}
+        for process in left:
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
+
+    def _processes(self) -> list[psutil.Process]:
+        """Steps and their tasks, of whatever session; not this process."""
+        return [process for process in psutil.process_iter() if process.pid != os.getpid() and self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                return True
+            # a slurmstepd has put its title where its environment was
+            files = process.open_files() if process.name() == "slurmstepd" else []
+        except psutil.Error:
+            return False
+        return any(Path(file.path).is_relative_to(self.folder) for file in files)
+
+
+def until(what: str, within_s: float, otherwise: Callable[[], str] = str) -> Iterator[None]:
+    """Yields again and again, a little later each time, and fails when it has taken too long.
+
+    Args:
+        what: is waited for.
+        within_s: how long.
+        otherwise: returns what to print if it does not come.
+    """
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        yield
+        time.sleep(0.1)
+    raise AssertionError(f"not within {within_s:g} s: {what}\n{otherwise()}")
+
+
+@contextmanager
+def running_slurm(folder: Path, nodes: int = 2) -> Iterator[Slurm]:
+    """A SLURM with idle nodes; it is ended at the end of the block, with all its jobs."""
+    slurm = Slurm(folder, nodes)
+    try:
+        slurm.start()
+        yield slurm
+    finally:
+        slurm.end()
+
+
+@contextmanager
+def _free_ports(count: int) -> Iterator[list[int]]:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        yield [listener.getsockname()[1] for listener in listeners]

@@ -1,0 +1,67 @@
+"""The agent's metrics: what its workers publish, what it knows itself, its ledger; scraped from it, or pushed by it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from torchelastic.metrics.exposition import MetricsRegistry
+from torchelastic.metrics.pushing import Pushing
+from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
+
+log = logging.getLogger(__name__)
+
+
+class Exposing:
+    """Use it on the agent's event loop. What it serves, it serves from threads of its own.
+
+    Args:
+        run_id: of the run.
+        host: this host's name.
+    """
+
+    def __init__(self, run_id: str, host: str) -> None:
+        self._run_id, self._host = run_id, host
+        self._registry = MetricsRegistry()
+        self._stop_endpoint: Callable[[], None] | None = None
+        self._pushing: Pushing | None = None
+
+    def record(self, group: str, name: str, value: float, local_rank: int | None = None) -> None:
+        """One value; what is wrong with it is logged."""
+        try:
+            self._registry.record(local_rank, group, name, value)
+        except ValueError as error:
+            log.warning("a metric was refused: %s", error)
+
+    def add_ledger(self, read: Callable[[], HostSnapshot]) -> None:
+        """Serve the ledger too. Call it once, before anything is recorded: its names are its own.
+
+        Args:
+            read: gives what is known at the moment; called from other threads.
+        """
+        self._registry.add(LedgerCollector(read, run_id=self._run_id, host=self._host))
+
+    def start(self, address: tuple[str, int] | None, gateway: str | None) -> None:
+        """Be there for Prometheus.
+
+        Args:
+            address: (host, port) to be scraped at; port 0 takes any free one; None: nowhere.
+            gateway: URL of the push gateway to push to; None: none.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        if address is not None:
+            port, self._stop_endpoint = self._registry.start_endpoint(*address)
+            log.info("metrics at http://%s:%d/metrics", address[0], port)
+        if gateway is not None:
+            self._pushing = Pushing(gateway, self._registry.collector_registry, run_id=self._run_id, host=self._host)
+            self._pushing.start()
+
+    async def stop(self) -> None:
+        """The agent ends: push a last time, within a bound, and serve nothing any more."""
+        if self._pushing is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._pushing.close)
+        if self._stop_endpoint is not None:
+            self._stop_endpoint()

@@ -1,0 +1,83 @@
+"""The agent tells what its host looks like: to etcd, and to whoever asks it itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from torchelastic.agent.bookkeeping import Bookkeeping
+from torchelastic.agent.membership import Membership
+from torchelastic.ledger.book import Book
+from torchelastic.rendezvous.records import Keys
+from torchelastic.rendezvous.store import CoordinationStore
+from torchelastic.status.host import HostView
+from torchelastic.status.publishing import Publisher, agents_of
+from torchelastic.status.run_status import HostStatus
+
+log = logging.getLogger(__name__)
+
+
+class Telling:
+    """Use it on the agent's event loop.
+
+    Args:
+        store: of the run.
+        keys: the run's keys.
+        host: this host's name.
+        incarnation: of the agent.
+        membership: this host's part in the run.
+        books: the ledger of this host; None: none is kept, because its worker is not started here.
+    """
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        keys: Keys,
+        *,
+        host: str,
+        incarnation: str,
+        membership: Membership,
+        books: Bookkeeping | None,
+    ) -> None:
+        self.view = HostView(host, incarnation) if books is None else books.view
+        #: URL of what the agent serves; empty: nothing.
+        self.address = ""
+        self._membership, self._books = membership, books
+        self._publisher = Publisher(
+            store,
+            keys,
+            incarnation,
+            lease=lambda: membership.lease,
+            status=self.status,
+            agents=lambda: agents_of(membership.round.roster),
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Tell etcd from now on."""
+        self._task = asyncio.ensure_future(self._publisher.run())
+        self._task.add_done_callback(_report)
+
+    def stop(self) -> None:
+        """Tell nothing any more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def status(self, every_s: float = 1.0) -> HostStatus:
+        """What this host looks like now; the next one is told so many seconds after it."""
+        books = self._books
+        if books is not None:
+            books.look()  # how things are now, not at the last look
+        return self.view.status(
+            Book() if books is None else books.keeper.now(),
+            every_s,
+            pids={} if books is None else books.pids(),
+            journal="" if books is None else books.journal,
+            address=self.address,
+            is_etcd_away=not self._membership.sees_store,
+        )
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the status of this host is not told any more", exc_info=task.exception())

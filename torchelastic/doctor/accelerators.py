@@ -1,0 +1,187 @@
+"""GPUs, and what torch can do with them. torch is imported by a child, which is ended if that takes too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchelastic.doctor.findings import Finding, Level
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
+
+NAME = "accelerators"
+#: Importing torch from a cold disk takes seconds.
+PROBE_TIMEOUT_S = 11.0
+
+_PROBE = """
+import json, torch
+import torch.distributed as dist
+here = dist.is_available()
+cuda = torch.cuda.is_available()
+count = torch.cuda.device_count() if cuda else 0
+print(json.dumps({
+    "torch": torch.__version__,
+    "cuda_build": torch.version.cuda or getattr(torch.version, "hip", None),
+    "gloo": here and dist.is_gloo_available(),
+    "nccl": here and dist.is_nccl_available(),
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if cuda and here and dist.is_nccl_available() else "",
+    "devices": [
+        [torch.cuda.get_device_name(i), "%d.%d" % torch.cuda.get_device_capability(i)] for i in range(count)
+    ],
+    "compiled_for": torch.cuda.get_arch_list() if cuda and not getattr(torch.version, "hip", None) else [],
+}))
+"""
+
+
+@dataclass(frozen=True)
+class AcceleratorFacts:
+    """What there is.
+
+    Attributes:
+        nodes: the NVIDIA devices of the kernel, such as "nvidia0".
+        visible: CUDA_VISIBLE_DEVICES; None: not set.
+        failure: why the child could not tell; "" if it could.
+        is_late: it was ended because it took too long.
+        torch: its version.
+        cuda_build: the CUDA (or HIP) version that torch was built for; None: for CPUs alone.
+        gloo: whether torch has this backend.
+        nccl: the same.
+        nccl_version: of the library; "" where it is not known.
+        devices: name and compute capability of each GPU that torch can use.
+        compiled_for: what torch's kernels were compiled for, such as "sm_90"; empty where that is not known.
+    """
+
+    nodes: tuple[str, ...] = ()
+    visible: str | None = None
+    failure: str = ""
+    is_late: bool = False
+    torch: str = ""
+    cuda_build: str | None = None
+    gloo: bool = True
+    nccl: bool = False
+    nccl_version: str = ""
+    devices: tuple[tuple[str, str], ...] = ()
+    compiled_for: tuple[str, ...] = ()
+
+
+def judge_accelerators(facts: AcceleratorFacts, workers: int | None) -> list[Finding]:
+    """What keeps torch from the GPUs or the GPUs from talking to each other. Pure.
+
+    Args:
+        facts: see there.
+        workers: how many there are to be on this host; None: not known.
+    """
+    if facts.is_late:
+        remedy = "run `time python -c 'import torch'` on this host: its disk may be slow, or it is busy"
+        return [Finding(NAME, Level.WARNING, "importing torch takes long", facts.failure, remedy)]
+    if facts.failure:
+        remedy = "run `python -c 'import torch'` on this host, and install torch again if it fails"
+        return [Finding(NAME, Level.ERROR, "torch cannot be imported", facts.failure, remedy)]
+    found: list[Finding] = []
+    if not facts.gloo:
+        because = "torchelastic agrees on steps over gloo, also beside NCCL"
+        found.append(Finding(NAME, Level.ERROR, "torch has no gloo", because, "install an official build of torch"))
+    if facts.devices:
+        return [*found, *_judge_gpus(facts, workers)]
+    if facts.nodes:
+        return [*found, _why_none_is_usable(facts)]
+    return [*found, Finding(NAME, Level.NOTE, f"no GPU: torch {facts.torch} trains on the CPU, over gloo")]
+
+
+def _why_none_is_usable(facts: AcceleratorFacts) -> Finding:
+    what = f"this host has {len(facts.nodes)} NVIDIA GPU(s) and torch {facts.torch} can use none"
+    if facts.cuda_build is None:
+        remedy = "install a build of torch with CUDA, see https://pytorch.org/get-started/locally/"
+        return Finding(NAME, Level.ERROR, what, "it was built for CPUs alone", remedy)
+    if facts.visible is not None and not any(char.isalnum() for char in facts.visible.replace("-1", "")):
+        because = f"CUDA_VISIBLE_DEVICES is {facts.visible!r}, which hides all"
+        return Finding(NAME, Level.ERROR, what, because, "unset CUDA_VISIBLE_DEVICES, or name GPUs in it")
+    remedy = (
+        "see what `nvidia-smi` says; update the driver, install a torch for an older CUDA, or give the container the "
+        "GPUs (`docker run --gpus all`)"
+    )
+    return Finding(NAME, Level.ERROR, what, f"it was built for CUDA {facts.cuda_build}, and the driver refuses", remedy)
+
+
+def _judge_gpus(facts: AcceleratorFacts, workers: int | None) -> list[Finding]:
+    found = []
+    if not facts.nccl:
+        because, remedy = "GPUs of several workers need it", "install an official build of torch with CUDA"
+        found.append(Finding(NAME, Level.ERROR, f"torch {facts.torch} has no NCCL", because, remedy))
+    for name, capability in sorted(set(facts.devices)):
+        if facts.compiled_for and not is_compiled_for(capability, facts.compiled_for):
+            because = f"torch {facts.torch} was compiled for {', '.join(facts.compiled_for)}"
+            remedy = "install a torch that was compiled for it, see https://pytorch.org/get-started/locally/"
+            what = f"torch has no kernels for {name} (sm_{capability.replace('.', '')})"
+            found.append(Finding(NAME, Level.ERROR, what, because, remedy))
+    if workers is not None and workers > len(facts.devices):
+        what = f"{workers} workers are to share {len(facts.devices)} GPU(s)"
+        because = "NCCL refuses two ranks on one GPU"
+        found.append(Finding(NAME, Level.WARNING, what, because, f"--nproc-per-node {len(facts.devices)}"))
+    if found:
+        return found
+    kinds = {name: sum(other == name for other, _ in facts.devices) for name, _ in facts.devices}
+    gpus = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    nccl = f"NCCL {facts.nccl_version}".strip()
+    return [Finding(NAME, Level.OK, f"{gpus}; torch {facts.torch} for {facts.cuda_build}, {nccl}")]
+
+
+def is_compiled_for(capability: str, compiled_for: Sequence[str]) -> bool:
+    """Whether a GPU can run what was compiled: of the same major capability and no newer, or PTX of an older one.
+
+    >>> is_compiled_for("9.0", ["sm_80", "sm_90"]), is_compiled_for("6.1", ["sm_80"])
+    (True, False)
+    >>> is_compiled_for("12.0", ["compute_90"])
+    True
+    """
+    major, minor = (int(number) for number in capability.split("."))
+    for target in compiled_for:
+        kind, _, digits = target.partition("_")
+        number = "".join(char for char in digits if char.isdigit())
+        if len(number) < 2:
+            return True  # a target that nobody here knows: no reason to complain
+        other = int(number[:-1]), int(number[-1])
+        if kind == "compute" and other <= (major, minor):
+            return True
+        if kind == "sm" and other[0] == major and other[1] <= minor:
+            return True
+    return False
+
+
+def gather_accelerators(environment: Mapping[str, str], timeout_s: float = PROBE_TIMEOUT_S) -> AcceleratorFacts:
+    """Ask the kernel, and torch in a child of its own."""
+    nodes = tuple(sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    kept = {name: value for name, value in environment.items() if name != PASSWORD_VARIABLE}
+    command = [sys.executable, "-c", _PROBE]
+    try:
+        done = subprocess.run(
+            command, env=kept, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return AcceleratorFacts(nodes, visible, f"it was not done within {timeout_s:g} s", is_late=True)
+    try:
+        told = json.loads(done.stdout.strip().splitlines()[-1])
+        return AcceleratorFacts(
+            nodes,
+            visible,
+            torch=str(told["torch"]),
+            cuda_build=told["cuda_build"],
+            gloo=bool(told["gloo"]),
+            nccl=bool(told["nccl"]),
+            nccl_version=str(told["nccl_version"]),
+            devices=tuple((str(name), str(capability)) for name, capability in told["devices"]),
+            compiled_for=tuple(map(str, told["compiled_for"])),
+        )
+    except (ValueError, IndexError, KeyError, TypeError):
+        last = (done.stderr.strip().splitlines() or [f"the child ended with status {done.returncode}"])[-1]
+        return AcceleratorFacts(nodes, visible, last)
+
+
+def check(workers: int | None) -> Sequence[Finding]:
+    """Look at this host's GPUs."""
+    return judge_accelerators(gather_accelerators(os.environ), workers)

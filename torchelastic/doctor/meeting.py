@@ -1,0 +1,256 @@
+"""Hosts that run the doctor at once find each other in etcd, connect to each other, and ask for the time.
+
+Each writes a card on a lease below `<run>/doctor/hosts/`, waits for the cards of the others, connects to every port on
+them, and goes when all are done. What a host answers with is its clock, to those who show the token of its card.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from torchelastic.agent.agent import address_towards
+from torchelastic.doctor.etcd_facts import CredentialsOrReason, doctor_root, open_store
+from torchelastic.doctor.findings import Finding
+from torchelastic.doctor.meeting_rules import (
+    HostCard,
+    MeetingFacts,
+    Visit,
+    decode_card,
+    encode_card,
+    judge_meeting,
+    offset_of,
+)
+from torchelastic.doctor.network import is_loopback
+from torchelastic.doctor.running import side_by_side
+from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
+from torchelastic.rendezvous.url import RendezvousUrl
+
+#: Between two looks for the others.
+LOOK_S = 0.1
+#: For one connection, and for all that is asked over it.
+CONNECT_S = 2.0
+#: How often the time is asked for: the shortest way there and back counts.
+QUESTIONS = 5
+#: After its own visits a host stays so long at most for those who have not looked at it yet.
+STAY_S = CONNECT_S + 0.5
+#: Beyond the time that it waits for others, a meeting takes no longer than this.
+BESIDE_WAITING_S = STAY_S + CONNECT_S + 1.0
+_TOKEN_CHARS = 32
+_TIME = struct.Struct("!d")
+
+
+class _Teller(socketserver.ThreadingTCPServer):
+    """Tells the time to whoever shows the token: one answer for each token that is sent."""
+
+    daemon_threads, block_on_close, allow_reuse_address = True, False, True
+
+    def __init__(self, address: str, port: int, token: str, wall_clock: Callable[[], float]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.token, self.wall_clock = token.encode(), wall_clock
+        super().__init__((address, port), _Answer)
+
+    def handle_error(self, *_request: object) -> None:
+        """Whoever connects may go at any time: nothing to say."""
+
+
+class _Answer(socketserver.BaseRequestHandler):
+    server: _Teller
+
+    def handle(self) -> None:
+        self.request.settimeout(CONNECT_S)
+        for _ in range(QUESTIONS):
+            if not hmac.compare_digest(_read(self.request, _TOKEN_CHARS), self.server.token):
+                return
+            self.request.sendall(_TIME.pack(self.server.wall_clock()))
+
+
+class Meeting:
+    """One host's part in a meeting.
+
+    Args:
+        store: where the hosts meet; is not closed.
+        root: the key below which the cards stand.
+        address: of this host for the others.
+        ports: at which it is to listen, besides a free one; those that are taken are left out.
+        facts: what should be the same on all hosts.
+        name: of this host.
+        boot_id: of it.
+        wall_clock: Unix seconds.
+        clock: monotonic seconds.
+        sleep: waits.
+    """
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        root: str,
+        address: str,
+        *,
+        ports: Sequence[int] = (),
+        facts: Mapping[str, str] | None = None,
+        name: str = "",
+        boot_id: str = "",
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store, self._prefix = store, f"{root}/hosts/"
+        self._key = f"{self._prefix}{secrets.token_hex(8)}"
+        self._address, self._ports = address, tuple(ports)
+        self._facts, self._name, self._boot_id = dict(facts or {}), name or socket.gethostname(), boot_id or _boot_id()
+        self._wall_clock, self._clock, self._sleep = wall_clock, clock, sleep
+
+    def hold(self, wanted: int, wait_s: float) -> MeetingFacts:
+        """Meet the others.
+
+        Args:
+            wanted: how many hosts there are, this one counted in.
+            wait_s: how long to wait for them.
+
+        Raises:
+            StoreError: the store does not serve.
+            OSError: this host cannot listen at its address.
+        """
+        with ExitStack() as stack:
+            own = self._listen(stack)
+            lease = self._store.grant_lease(wait_s + BESIDE_WAITING_S)
+            stack.callback(self._go, lease.lease_id)
+            self._show(own, lease.lease_id)
+            began_s = self._clock()
+            others = self._others()
+            while len(others) + 1 < wanted and self._clock() < began_s + wait_s:
+                self._sleep(LOOK_S)
+                others = self._others()
+            waited_s = self._clock() - began_s
+            visits = self._visit_all(others)
+            self._show(own.done(), lease.lease_id)
+            stay_until_s = self._clock() + STAY_S
+            while self._clock() < stay_until_s and not all(card.is_done for card in self._others().values()):
+                self._sleep(LOOK_S)
+        return MeetingFacts(own, wanted, waited_s, visits)
+
+    def _listen(self, stack: ExitStack) -> HostCard:
+        token = secrets.token_hex(_TOKEN_CHARS // 2)
+        listening = []
+        for port in (0, *self._ports):
+            try:
+                server = _Teller(self._address, port, token, self._wall_clock)
+            except OSError:
+                if port == 0:
+                    raise
+                continue  # whether it is free is another check's matter
+            threading.Thread(target=server.serve_forever, args=(0.05,), name="doctor-teller", daemon=True).start()
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            listening.append(int(server.server_address[1]))
+        return HostCard(self._name, self._address, tuple(listening), token, self._boot_id, facts=self._facts)
+
+    def _show(self, card: HostCard, lease_id: int) -> None:
+        self._store.txn((), (Put(self._key, encode_card(card), lease_id),))
+
+    def _go(self, lease_id: int) -> None:
+        try:
+            self._store.revoke_lease(lease_id)
+        except StoreError:
+            pass  # the card goes with the lease, a little later
+
+    def _others(self) -> dict[str, HostCard]:
+        cards = {kv.key: decode_card(kv.value) for kv in self._store.list_prefix(self._prefix).items}
+        return {key: card for key, card in cards.items() if card is not None and key != self._key}
+
+    def _visit_all(self, others: Mapping[str, HostCard]) -> tuple[Visit, ...]:
+        visits = {key: self._visiting(card) for key, card in others.items()}
+        ended = side_by_side(visits, dict.fromkeys(visits, CONNECT_S + 0.5))
+        found = []
+        for key, card in others.items():
+            answer = ended.get(key)
+            if answer is None or answer.value is None:
+                found.append(Visit(card, dict.fromkeys(card.ports, "no answer")))
+            else:
+                found.append(answer.value)
+        return tuple(sorted(found, key=lambda visit: (visit.host.name, visit.host.address)))
+
+    def _visiting(self, card: HostCard) -> Callable[[], Visit]:
+        return lambda: self._visit(card)
+
+    def _visit(self, card: HostCard) -> Visit:
+        asks = {str(port): self._asking(card, port) for port in card.ports}
+        ended = side_by_side(asks, dict.fromkeys(asks, CONNECT_S))
+        failures, samples = {}, []
+        for port in card.ports:
+            answer = ended.get(str(port))
+            if answer is None or answer.value is None:
+                error = None if answer is None else answer.error
+                failures[port] = "no answer" if error is None else str(error) or type(error).__name__
+            else:
+                samples += answer.value
+        return Visit(card, failures, offset_of(samples))
+
+    def _asking(self, card: HostCard, port: int) -> Callable[[], list[tuple[float, float, float]]]:
+        return lambda: self._ask(card, port)
+
+    def _ask(self, card: HostCard, port: int) -> list[tuple[float, float, float]]:
+        samples = []
+        with socket.create_connection((card.address, port), CONNECT_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(QUESTIONS):
+                began_s, sent_s = self._clock(), self._wall_clock()
+                connection.sendall(card.token.encode())
+                (answer_s,) = _TIME.unpack(_read(connection, _TIME.size))
+                # by the monotonic clock: the other one may be set in this very moment
+                samples.append((sent_s, answer_s, sent_s + self._clock() - began_s))
+        return samples
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return data
+
+
+def _boot_id() -> str:
+    """Equal for all processes on one host, also in containers; the name where there is no Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def check(
+    url: RendezvousUrl,
+    credentials: CredentialsOrReason,
+    wanted: int,
+    wait_s: float,
+    ports: Sequence[int],
+    facts: Mapping[str, str],
+) -> Sequence[Finding]:
+    """Meet the other hosts, at an etcd. A text in place of credentials: there are none, which another check says."""
+    if isinstance(credentials, str):
+        return judge_meeting(_no_meeting(wanted, credentials))
+    store = open_store(url, credentials)
+    try:
+        address = address_towards(url.endpoints[0])
+        facts_seen = Meeting(store, doctor_root(url), address, ports=ports, facts=facts).hold(wanted, wait_s)
+        return judge_meeting(replace(facts_seen, etcd_is_here=is_loopback(address)))
+    except (StoreError, OSError) as error:
+        return judge_meeting(_no_meeting(wanted, str(error)))
+    finally:
+        store.close()
+
+
+def _no_meeting(wanted: int, why: str) -> MeetingFacts:
+    return MeetingFacts(HostCard(socket.gethostname(), "", (0,), "", ""), wanted, failure=why)

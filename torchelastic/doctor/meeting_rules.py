@@ -1,0 +1,244 @@
+"""Several hosts look at each other: who came, who reaches whom, how far the clocks are apart. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torchelastic.doctor.findings import Finding, Level, list_text
+
+HOSTS, CLOCKS, REACH, ALIKE = "hosts", "clocks of hosts", "reach of hosts", "versions of hosts"
+#: Deadlines that are told as dates, and the order of lines in logs, suffer from here on.
+SKEW_S = 1.0
+#: A third of the 30 s that most schedulers leave for a last checkpoint.
+MUCH_SKEW_S = 10.0
+
+
+@dataclass(frozen=True)
+class HostCard:
+    """What a host tells the others, in etcd.
+
+    Attributes:
+        name: its host name.
+        address: where it listens.
+        ports: at which it listens; the first also tells the time.
+        token: who connects shows it.
+        boot_id: the same for two processes on one host.
+        is_done: whether it has looked at the others, so that they need not stay for it.
+        facts: what should be the same everywhere, such as the version of torch.
+    """
+
+    name: str
+    address: str
+    ports: tuple[int, ...]
+    token: str
+    boot_id: str
+    is_done: bool = False
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def done(self) -> HostCard:
+        """The same host, when it has looked at the others."""
+        return replace(self, is_done=True)
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How far another clock is ahead of ours, and how wrong that may be: half of the way there and back.
+
+    Attributes:
+        offset_s: seconds; negative: it is behind.
+        bound_s: the truth is no farther from `offset_s` than this (Cristian's algorithm).
+    """
+
+    offset_s: float
+    bound_s: float
+
+    @property
+    def least_s(self) -> float:
+        """By so much the clocks differ at least."""
+        return max(0.0, abs(self.offset_s) - self.bound_s)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What came of looking at another host.
+
+    Attributes:
+        host: its card.
+        failures: why a port of it was not reached, by port.
+        clock: of it; None: it could not be asked.
+    """
+
+    host: HostCard
+    failures: Mapping[int, str]
+    clock: Offset | None = None
+
+
+@dataclass(frozen=True)
+class MeetingFacts:
+    """What came of a meeting.
+
+    Attributes:
+        own: the card of this host.
+        wanted: how many hosts were to come, this one counted in.
+        waited_s: how long it was waited for them.
+        visits: one for each other host.
+        etcd_is_here: etcd's address is one of this host alone.
+        failure: why there was no meeting; "" if there was.
+    """
+
+    own: HostCard
+    wanted: int
+    waited_s: float = 0.0
+    visits: tuple[Visit, ...] = ()
+    etcd_is_here: bool = False
+    failure: str = ""
+
+
+def encode_card(card: HostCard) -> bytes:
+    """A card as JSON."""
+    document = {
+        "name": card.name,
+        "address": card.address,
+        "ports": list(card.ports),
+        "token": card.token,
+        "boot_id": card.boot_id,
+        "is_done": card.is_done,
+        "facts": dict(card.facts),
+    }
+    return json.dumps(document).encode()
+
+
+def decode_card(data: bytes) -> HostCard | None:
+    """A card; None if it is none: then somebody else wrote it."""
+    try:
+        document = json.loads(data)
+        texts = [document[name] for name in ("name", "address", "token", "boot_id")]
+        ports, facts = document["ports"], document["facts"]
+        is_right = (
+            all(isinstance(text, str) and len(text) <= 300 for text in texts)
+            and isinstance(facts, dict)
+            and 1 <= len(ports) <= 100
+            and all(isinstance(port, int) and 0 < port < 65536 for port in ports)
+        )
+        if not is_right:
+            return None
+        kept = {str(name)[:100]: str(value)[:300] for name, value in list(facts.items())[:50]}
+        return HostCard(texts[0], texts[1], tuple(ports), texts[2], texts[3], document["is_done"] is True, kept)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def offset_of(samples: Sequence[tuple[float, float, float]]) -> Offset | None:
+    """How far another clock is ahead, from the sample with the shortest way; None without any.
+
+    Args:
+        samples: for each question: our clock when it was sent, the other clock's answer, our clock when that came.
+
+    >>> offset_of([(100.0, 103.0, 102.0), (200.0, 202.05, 200.1)])
+    Offset(offset_s=2.0, bound_s=0.05)
+    """
+    usable = [sample for sample in samples if sample[2] >= sample[0] and all(map(math.isfinite, sample))]
+    if not usable:
+        return None
+    sent_s, answer_s, came_s = min(usable, key=lambda sample: sample[2] - sample[0])
+    half_s = (came_s - sent_s) / 2
+    return Offset(round(answer_s - sent_s - half_s, 6), round(half_s, 6))
+
+
+def judge_meeting(facts: MeetingFacts) -> list[Finding]:
+    """All that can be said of a meeting. Pure."""
+    if facts.failure:
+        what = "the hosts cannot meet"
+        return [Finding(HOSTS, Level.ERROR, what, facts.failure, "see what is said of etcd")]
+    came = 1 + len(facts.visits)
+    names = list_text(sorted([facts.own.name, *(visit.host.name for visit in facts.visits)]))
+    found = []
+    if came < facts.wanted:
+        what = f"{came} of {facts.wanted} hosts came within {facts.waited_s:.0f} s: {names}"
+        if facts.etcd_is_here:
+            because = "etcd's address is one of this host alone: every host would look for it on itself"
+            remedy = "give an --rdzv-endpoint that all hosts reach"
+        else:
+            because = "the others did not run the doctor, or do not reach this etcd"
+            remedy = (
+                f"run it on all {facts.wanted} hosts at once, with the same --rdzv-endpoint and --rdzv-id; or --wait S"
+            )
+        found.append(Finding(HOSTS, Level.ERROR, what, because, remedy))
+    else:
+        found.append(Finding(HOSTS, Level.OK, f"{came} hosts came: {names}"))
+    found += _judge_names(facts)
+    if facts.visits:
+        found += [*_judge_reach(facts.visits), *_judge_clocks(facts.visits), *_judge_alike(facts)]
+    return found
+
+
+def _judge_names(facts: MeetingFacts) -> list[Finding]:
+    cards = [facts.own, *(visit.host for visit in facts.visits)]
+    found = []
+    if len({card.boot_id for card in cards}) < len(cards):
+        because = "each host of a run has one agent"
+        found.append(Finding(HOSTS, Level.NOTE, "some of these doctors run on the same host", because))
+    boot_ids: dict[str, set[str]] = {}
+    for card in cards:
+        boot_ids.setdefault(card.name, set()).add(card.boot_id)
+    for name, boots in boot_ids.items():
+        if len(boots) > 1:
+            because = "agents, logs and `torchelastic drain --host` tell hosts apart by their names"
+            what, remedy = f"{len(boots)} hosts are called {name}", "give each a name of its own (hostnamectl hostname)"
+            found.append(Finding(HOSTS, Level.ERROR, what, because, remedy))
+    return found
+
+
+def _judge_reach(visits: Sequence[Visit]) -> list[Finding]:
+    found = []
+    for visit in visits:
+        for port, why in visit.failures.items():
+            what = f"{visit.host.name} is not reached at {visit.host.address}:{port}"
+            remedy = (
+                "open all TCP ports between the hosts of a run: gloo, NCCL, torch's TCPStore and replicas take free "
+                f"ones (from this host: nc -vz {visit.host.address} {port})"
+            )
+            found.append(Finding(REACH, Level.ERROR, what, why, remedy))
+    return found or [Finding(REACH, Level.OK, f"this host reaches {list_text(visit.host.name for visit in visits)}")]
+
+
+def _judge_clocks(visits: Sequence[Visit]) -> list[Finding]:
+    found, known = [], []
+    for visit in visits:
+        clock = visit.clock
+        if clock is None:
+            continue
+        text = (
+            f"{visit.host.name}'s clock is {abs(clock.offset_s):.3f} s {'ahead of' if clock.offset_s > 0 else 'behind'}"
+        )
+        text += f" this one (give or take {clock.bound_s:.3f} s)"
+        known.append(clock)
+        if clock.least_s > SKEW_S:
+            level = Level.ERROR if clock.least_s > MUCH_SKEW_S else Level.WARNING
+            because = "deadlines that are told as dates come at different moments, and logs are out of order"
+            remedy = "start chrony or systemd-timesyncd on both; `chronyc makestep` sets a clock at once"
+            found.append(Finding(CLOCKS, level, text, because, remedy))
+    if found or not known:
+        return found
+    most = max(known, key=lambda clock: abs(clock.offset_s))
+    what = f"they differ by {abs(most.offset_s) * 1000:.1f} ms at most (give or take {most.bound_s * 1000:.1f} ms)"
+    return [Finding(CLOCKS, Level.OK, what)]
+
+
+def _judge_alike(facts: MeetingFacts) -> list[Finding]:
+    found = []
+    cards = [facts.own, *(visit.host for visit in facts.visits)]
+    for name in sorted({name for card in cards for name in card.facts}):
+        hosts_of: dict[str, list[str]] = {}
+        for card in cards:
+            hosts_of.setdefault(card.facts.get(name, "not known"), []).append(card.name)
+        if len(hosts_of) > 1:
+            because = "; ".join(f"{value} on {list_text(names)}" for value, names in sorted(hosts_of.items()))
+            what = f"{name} is not the same on all hosts"
+            remedy = "install the same everywhere (one image, one lock file), and mount the same"
+            found.append(Finding(ALIKE, Level.WARNING, what, because, remedy))
+    names = list_text(sorted(facts.own.facts))
+    return found or [Finding(ALIKE, Level.OK, f"the same on all hosts: {names}")]

@@ -1,0 +1,182 @@
+"""`torchelastic top`: a run, live in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator
+
+from torchelastic.launch import status as status_command
+from torchelastic.launch.options import add
+from torchelastic.launch.run_address import add_run, opened
+from torchelastic.rendezvous.store import CoordinationStore, StoreError
+from torchelastic.rendezvous.url import RendezvousUrl
+from torchelastic.status.reading import StatusReader
+from torchelastic.status.run_status import RunStatus, every_s
+
+EXAMPLES = """examples:
+  torchelastic top --rdzv-endpoint etcd-host:2379 --rdzv-id job7
+
+q or Ctrl-C ends it. Where the output is no terminal, it prints the table once and ends.
+"""
+#: Between two looks whether a key was pressed, or the terminal has another size.
+TICK_S = 0.2
+FOOTER = "q: quit"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `top` to the command line."""
+    parser = commands.add_parser(
+        "top",
+        help="watch a run, live in the terminal",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_run(parser)
+    help_text = "between two pictures (default 1 s; hosts of large runs tell less often)"
+    add(parser, "interval", type=float, default=1.0, metavar="S", help=help_text)
+    parser.set_defaults(execute=execute, json=False)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Show it until the person has seen enough. Exit code 0; 1: etcd has not answered at all."""
+    if not sys.stdout.isatty():
+        return status_command.execute(options)
+    logging.getLogger("torchelastic").addHandler(logging.NullHandler())
+    logging.getLogger("torchelastic").propagate = False  # nothing else may write to the screen
+    try:
+        with opened(options) as (store, url):
+            _watch(Watched(store, url, max(0.1, options.interval)))
+    except StoreError as error:
+        print(f"torchelastic top: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
+        return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+class Watched:
+    """Reads the status on a thread of its own, so that keys and the size of the terminal never wait for etcd.
+
+    Args:
+        store: of the run's etcd.
+        url: of the run.
+        interval_s: between two reads.
+    """
+
+    def __init__(self, store: CoordinationStore, url: RendezvousUrl, interval_s: float) -> None:
+        self.url = url
+        self.status: RunStatus | None = None
+        self.answered_s = time.monotonic()
+        self.number = 0
+        self._reader, self._interval_s = StatusReader(store, url), interval_s
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchelastic-top", daemon=True)
+
+    def start(self) -> None:
+        """Read from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more; a call of etcd that is under way ends by itself."""
+        self._enough.set()
+
+    @property
+    def away_s(self) -> float:
+        """Since when etcd has not answered; 0: it does."""
+        silent_s = time.monotonic() - self.answered_s
+        return silent_s if silent_s > 3.0 + self._interval_s else 0.0
+
+    def _run(self) -> None:
+        while not self._enough.is_set():
+            with contextlib.suppress(StoreError):  # the picture says since when
+                self.status = self._reader.read()
+                self.answered_s = time.monotonic()
+                self.number += 1
+            hosts = 0 if self.status is None else len(self.status.hosts)
+            self._enough.wait(max(self._interval_s, every_s(hosts) if hosts > 64 else 0.0))
+
+
+def _watch(watched: Watched) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from torchelastic.status.reading import is_known
+    from torchelastic.status.screen import Screen
+
+    console = Console()
+
+    def picture() -> Screen | Text:
+        status, away_s = watched.status, watched.away_s
+        if status is None or not is_known(status):
+            what = status_command.unknown(watched.url) if status is not None and not away_s else "waiting for etcd"
+            return Text(f"{what}\n{FOOTER}")
+        return Screen(status, height=console.size.height, away_s=away_s, footer=FOOTER)
+
+    ended = signal.signal(signal.SIGTERM, _end)
+    watched.start()
+    try:
+        with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+            drawn: object = None
+            while not pressed(TICK_S):
+                now = (watched.number, console.size, int(watched.away_s))
+                if now != drawn:
+                    drawn = now
+                    live.update(picture(), refresh=True)
+    finally:
+        watched.stop()
+        signal.signal(signal.SIGTERM, ended)
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Pressed]:
+    """Keys come one by one and are not shown, until the end of the block; Ctrl-C stays what it is."""
+    if not sys.stdin.isatty():
+        yield Pressed(None)
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor, termios.TCSANOW)
+        yield Pressed(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+class Pressed:
+    """Whether the person has seen enough.
+
+    Args:
+        descriptor: of the terminal; None: there are no keys.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, timeout_s: float) -> bool:
+        """Wait so long for a key; whether it was q, or the terminal is gone."""
+        if self._descriptor is None:
+            time.sleep(timeout_s)
+            return False
+        readable, _, _ = select.select([self._descriptor], [], [], timeout_s)
+        if not readable:
+            return False
+        try:
+            typed = os.read(self._descriptor, 64)
+        except OSError:
+            return True
+        return not typed or b"q" in typed.lower()
+
+
+def _end(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)  # so that the terminal is left as it was

@@ -1,0 +1,313 @@
+"""The book of one host: every second of every worker in exactly one account, whatever happens and is learned later.
+
+A value that is given events, in the order in which they become known; what they are about may be earlier. The book of a
+live agent and the one that is read from its journal are the same, because both are made by `Book.after`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchelastic.ledger.accounts import NOTHING, Account, Amounts, added
+from torchelastic.ledger.events import (
+    Counted,
+    Drain,
+    End,
+    Event,
+    Failure,
+    Join,
+    Loss,
+    ReForm,
+    Restore,
+    Save,
+    Start,
+    StoreOutage,
+    Straggler,
+)
+from torchelastic.ledger.life import Life
+
+#: Of so many lives that have ended each is kept by itself; older ones are added up.
+MOST_ENDED = 64
+#: So many failures and deaths are kept to be matched with each other.
+_RECENT = 128
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Lives that ended long ago, added up."""
+
+    lives: int = 0
+    wall_ns: int = 0
+    amounts: Amounts = NOTHING
+    committed: int = 0
+    undone: int = 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often what has happened on this host.
+
+    Attributes:
+        started: lives begun.
+        lost: lives that ended as losses.
+        failures: groups that broke, each counted once however many workers of the host noticed it.
+        last_failed_round: the newest of them.
+        restores_from_peer, restores_from_checkpoint: in the same way.
+        last_restored_round: the newest that somebody was brought level in.
+        saves: as seen by each worker.
+        save_stall_ns: the sum of what training stood still for them.
+        drains, stragglers, outages: events.
+        away_ns: sum of the outages that are over.
+        first_ns, last_ns: the first and the last that is known of the host.
+    """
+
+    started: int = 0
+    lost: int = 0
+    failures: int = 0
+    last_failed_round: int = -1
+    restores_from_peer: int = 0
+    restores_from_checkpoint: int = 0
+    last_restored_round: int = -1
+    saves: int = 0
+    save_stall_ns: int = 0
+    drains: int = 0
+    stragglers: int = 0
+    outages: int = 0
+    away_ns: int = 0
+    first_ns: int | None = None
+    last_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """A failure that a worker has noticed, kept until the death that was its cause is known.
+
+    Attributes:
+        detect_ns: what of its replayed time is put down as time to detect.
+    """
+
+    failure: Failure
+    level_ns: int
+    detect_ns: int = 0
+
+    def detects(self, deaths: Iterable[tuple[int, str]]) -> int:
+        """How long the first death of somebody else in this round was not noticed."""
+        others = [
+            at_ns
+            for at_ns, worker in deaths
+            if worker != self.failure.worker and self.level_ns < at_ns <= self.failure.at_ns
+        ]
+        if not others:
+            return 0
+        return min(self.failure.at_ns - max(min(others), self.failure.began_ns), self.failure.replayed_ns)
+
+
+@dataclass(frozen=True)
+class Book:
+    """See the module's docstring.
+
+    Attributes:
+        lives: by worker, in the order in which they began.
+        earlier: what is not in `lives` any more.
+        counts: see there.
+        deaths: the newest: (when, who).
+        noticed: the newest failures.
+    """
+
+    lives: dict[str, Life] = field(default_factory=dict)
+    earlier: Earlier = Earlier()
+    counts: Counts = Counts()
+    deaths: tuple[tuple[int, str], ...] = ()
+    noticed: tuple[Noticed, ...] = ()
+
+    def after(self, event: Event) -> Book:
+        """The book once this is known. Events of unknown workers begin a life at their time."""
+        book = self._seen(event)
+        act = _ACTS.get(type(event))
+        return book if act is None else act(book, event)
+
+    def after_all(self, events: Iterable[Event]) -> Book:
+        """The book once all of these are known."""
+        book = self
+        for event in events:
+            book = book.after(event)
+        return book
+
+    def went_back_to(self, step: int, at_ns: int) -> Book:
+        """The group was brought level at a step, at this time: what those who had ended by then did beyond it is lost.
+
+        A negative step is not known: nothing is.
+        """
+        book = self
+        for life in self.lives.values():
+            if life.ended_ns is not None and life.ended_ns <= at_ns and 0 <= step < life.marks.last_step:
+                book = book._with(life.goes_back_to(step))
+        return book
+
+    def amounts(self, now_ns: int) -> Amounts:
+        """All workers' time by account up to now; sums to `worker_ns` exactly."""
+        total = self.earlier.amounts
+        for life in self.lives.values():
+            total = added(total, life.amounts(now_ns))
+        return total
+
+    def worker_ns(self, now_ns: int) -> int:
+        """How long all workers have lived together."""
+        return self.earlier.wall_ns + sum(life.wall_ns(now_ns) for life in self.lives.values())
+
+    def committed(self) -> int:
+        """Steps committed, each counted for every worker that took part in it."""
+        return self.earlier.committed + sum(life.tally.committed for life in self.lives.values())
+
+    def undone(self) -> int:
+        """Attempts that were undone or lost, counted in the same way."""
+        return self.earlier.undone + sum(life.tally.undone for life in self.lives.values())
+
+    def why_wrong(self, now_ns: int) -> str:
+        """The invariant, checked: the name of a worker whose accounts do not sum up; empty: all do."""
+        for life in self.lives.values():
+            amounts = life.amounts(now_ns)
+            if min(amounts) < 0 or sum(amounts) != life.wall_ns(now_ns):
+                return f"{life.worker}: {sum(amounts)} ns in accounts, {life.wall_ns(now_ns)} ns on the wall"
+        return "" if sum(self.earlier.amounts) == self.earlier.wall_ns else "the workers that ended earlier"
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _seen(self, event: Event) -> Book:
+        first_ns = event.at_ns if self.counts.first_ns is None else min(self.counts.first_ns, event.at_ns)
+        counts = replace(self.counts, first_ns=first_ns, last_ns=max(self.counts.last_ns, event.at_ns))
+        book = replace(self, counts=counts)
+        needs_life = event.worker and isinstance(event, (Start, Counted, End, Restore, Failure))
+        if not needs_life or event.worker in self.lives:
+            return book
+        began_ns = event.tally.started_ns if isinstance(event, Counted) else event.at_ns
+        counts = replace(counts, started=counts.started + 1, first_ns=min(first_ns, began_ns))
+        return replace(book, lives={**self.lives, event.worker: Life.begun(event.worker, began_ns)}, counts=counts)
+
+    def _with(self, life: Life) -> Book:
+        return replace(self, lives={**self.lives, life.worker: life})
+
+    def _plus(self, **numbers: int) -> Book:
+        return replace(
+            self, counts=replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in numbers.items()})
+        )
+
+    def _died(self, at_ns: int, worker: str) -> Book:
+        book = replace(self, deaths=(*self.deaths, (at_ns, worker))[-_RECENT:])
+        return book._matched()
+
+    def _matched(self, newest: int = _RECENT) -> Book:
+        """Once more for the newest failures: deaths become known before or after they are noticed."""
+        book, noticed = self, list(self.noticed[:-newest])
+        for one in self.noticed[-newest:]:
+            detect_ns = max(one.detect_ns, one.detects(self.deaths))
+            life = book.lives.get(one.failure.worker)
+            if life is not None and detect_ns != one.detect_ns:
+                book = book._with(replace(life, detected_ns=life.detected_ns + detect_ns - one.detect_ns))
+            noticed.append(replace(one, detect_ns=detect_ns))
+        return replace(book, noticed=tuple(noticed))
+
+    def _thinned(self) -> Book:
+        ended = [life for life in self.lives.values() if life.ended_ns is not None]
+        book = self
+        for life in ended[: max(0, len(ended) - MOST_ENDED)]:
+            earlier, at_ns = book.earlier, life.ended_ns or 0
+            earlier = Earlier(
+                earlier.lives + 1,
+                earlier.wall_ns + life.wall_ns(at_ns),
+                added(earlier.amounts, life.amounts(at_ns)),
+                earlier.committed + life.tally.committed,
+                earlier.undone + life.tally.undone,
+            )
+            book = replace(
+                book, earlier=earlier, lives={name: one for name, one in book.lives.items() if name != life.worker}
+            )
+        return book
+
+
+def _start(book: Book, event: Start) -> Book:
+    return book._with(book.lives[event.worker].began(event.at_ns))
+
+
+def _counted(book: Book, event: Counted) -> Book:
+    return book._with(book.lives[event.worker].counted(event))
+
+
+def _end(book: Book, event: End) -> Book:
+    life = book.lives[event.worker]
+    if life.ended_ns is not None:
+        return book
+    ended = life.ends(event)
+    book = book._with(ended)
+    if event.is_loss:
+        book = book._plus(lost=1)._died(ended.ended_ns or event.at_ns, event.worker)
+    return book._thinned()
+
+
+def _loss(book: Book, event: Loss) -> Book:
+    return book._died(event.at_ns, event.member)
+
+
+def _failure(book: Book, event: Failure) -> Book:
+    if event.round > book.counts.last_failed_round:
+        counts = replace(book.counts, failures=book.counts.failures + 1, last_failed_round=event.round)
+        book = replace(book, counts=counts)
+    noticed = Noticed(event, book.lives[event.worker].level_ns)
+    return replace(book, noticed=(*book.noticed, noticed)[-_RECENT:])._matched(newest=1)
+
+
+def _restore(book: Book, event: Restore) -> Book:
+    book = book._with(book.lives[event.worker].restored(event))
+    # those who were gone by then cannot tell: what they had done beyond this step was done in vain
+    book = book.went_back_to(event.step, event.at_ns)
+    if event.round > book.counts.last_restored_round and event.source:
+        book = replace(book, counts=replace(book.counts, last_restored_round=event.round))
+        name = "restores_from_checkpoint" if event.source == "checkpoint" else "restores_from_peer"
+        book = book._plus(**{name: 1})
+    return book
+
+
+def _save(book: Book, event: Save) -> Book:
+    if event.worker in book.lives:
+        book = book._with(book.lives[event.worker].saved(event))
+    return book._plus(saves=1, save_stall_ns=event.stall_ns)
+
+
+def _outage(book: Book, event: StoreOutage) -> Book:
+    return book._plus(away_ns=event.away_ns) if event.is_over else book._plus(outages=1)
+
+
+def _only_in_the_journal(book: Book, _event: Join | ReForm) -> Book:
+    return book
+
+
+def _drain(book: Book, _event: Drain) -> Book:
+    return book._plus(drains=1)
+
+
+def _straggler(book: Book, _event: Straggler) -> Book:
+    return book._plus(stragglers=1)
+
+
+_ACTS: dict[type[Event], Callable[[Book, Any], Book]] = {
+    Start: _start,
+    Counted: _counted,
+    End: _end,
+    Join: _only_in_the_journal,
+    Loss: _loss,
+    Failure: _failure,
+    Restore: _restore,
+    ReForm: _only_in_the_journal,
+    Save: _save,
+    Drain: _drain,
+    Straggler: _straggler,
+    StoreOutage: _outage,
+}
+
+
+def share(amounts: Amounts, account: Account) -> float:
+    """The part of an account in the sum; 0 where nothing has been counted."""
+    total = sum(amounts)
+    return amounts[account] / total if total else 0.0

@@ -1,0 +1,300 @@
+"""What happens in a run, as values: what the journal holds line by line, and what the book is kept from.
+
+Times are nanoseconds of the host's monotonic clock; a journal's head ties that clock to the time of the day.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torchelastic.ledger.accounts import Account, by_label, from_labels
+from torchelastic.ledger.tally import Tally
+
+#: Of a cause so many characters are kept.
+MAX_CAUSE = 160
+
+
+class LedgerFormatError(ValueError):
+    """Something that should be a ledger's is not, or is that of a version which this one cannot read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that has happened to one worker, or on its host.
+
+    Attributes:
+        at_ns: when.
+        worker: which life of which worker, unique in the run (`host/0.1`: the second process in place 0); empty: the
+            host itself.
+        rank: its rank at that time; -1: it had none.
+        round: number of its round; -1: none.
+        step: the number of steps that its state had seen; -1: not known.
+        cause: why, for people.
+    """
+
+    kind: ClassVar[str] = ""
+
+    at_ns: int
+    worker: str = ""
+    rank: int = -1
+    round: int = -1
+    step: int = -1
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Event):
+    """A worker's process began."""
+
+    kind: ClassVar[str] = "start"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Event):
+    """What a worker has counted of itself so far."""
+
+    kind: ClassVar[str] = "counted"
+
+    tally: Tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Event):
+    """A worker's process has ended.
+
+    Attributes:
+        exit_code: as subprocess has it (negative: a signal); None: not known.
+        is_loss: whether the others lost it: it neither finished nor left in order.
+    """
+
+    kind: ClassVar[str] = "end"
+
+    exit_code: int | None = None
+    is_loss: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(Event):
+    """A worker is in a group.
+
+    Attributes:
+        world_size: of the group.
+        is_first: whether it was in none before.
+    """
+
+    kind: ClassVar[str] = "join"
+
+    world_size: int = 0
+    is_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Event):
+    """A member of another host was lost; `at_ns` is when that happened, as far as it is known.
+
+    Attributes:
+        member: who.
+        certainty: "fact" or "guess", see `torchelastic.rendezvous.loss`.
+    """
+
+    kind: ClassVar[str] = "loss"
+
+    member: str = ""
+    certainty: str = "fact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Event):
+    """A step was undone; `at_ns` is when this worker noticed.
+
+    Attributes:
+        began_ns: when the step before it had been committed.
+        replayed_ns: what of the time since then was put down as replayed.
+    """
+
+    kind: ClassVar[str] = "failure"
+
+    began_ns: int = 0
+    replayed_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore(Event):
+    """A worker's state is level with its group's, at `step`.
+
+    Attributes:
+        took_ns: since the group stood.
+        from_step: what its state had seen before; -1: nothing, or it is not known.
+        productive_ns: the productive time that it had counted by then.
+        source: "peer", "checkpoint", or empty: not known.
+    """
+
+    kind: ClassVar[str] = "restore"
+
+    took_ns: int = 0
+    from_step: int = -1
+    productive_ns: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReForm(Event):
+    """A worker has committed its first step after a group had to be formed anew.
+
+    Attributes:
+        phases_ns: nanoseconds by phase, in order; see `torchelastic.p2p.recovery_time.PHASES`.
+        world_size: of the new group.
+    """
+
+    kind: ClassVar[str] = "re_form"
+
+    phases_ns: Mapping[str, int] = field(default_factory=dict)
+    world_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(Event):
+    """A checkpoint was taken after `step`.
+
+    Attributes:
+        stall_ns: how long training stood still for it.
+        productive_ns: the productive time that the worker had counted by then; -1: not known.
+        tier: where to; empty: the manager's choice.
+    """
+
+    kind: ClassVar[str] = "save"
+
+    stall_ns: int = 0
+    productive_ns: int = -1
+    tier: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain(Event):
+    """A worker has left the run in order, as it was asked to."""
+
+    kind: ClassVar[str] = "drain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Event):
+    """A worker was found to be slower than the others.
+
+    Attributes:
+        relative_percent: its progress rate, the best worker's being 100.
+    """
+
+    kind: ClassVar[str] = "straggler"
+
+    relative_percent: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOutage(Event):
+    """The host lost sight of etcd, or has found it again. No account: training goes on.
+
+    Attributes:
+        is_over: whether it is back.
+        away_ns: how long it was away, once it is back.
+    """
+
+    kind: ClassVar[str] = "store_outage"
+
+    is_over: bool = False
+    away_ns: int = 0
+
+
+KINDS: dict[str, type[Event]] = {
+    kind.kind: kind
+    for kind in (
+        Start, Counted, End, Join, Loss, Failure, Restore, ReForm, Save, Drain, Straggler, StoreOutage,
+    )
+}  # fmt: skip
+
+
+def to_dict(event: Event) -> dict[str, Any]:
+    """For JSON: the kind, the time, and whatever is not as usual."""
+    fields: dict[str, Any] = {"kind": event.kind, "at_ns": event.at_ns}
+    for one in dataclasses.fields(event):
+        value = getattr(event, one.name)
+        if isinstance(value, Tally):
+            fields[one.name] = tally_to_dict(value)
+        elif one.name != "at_ns" and value != one.default:
+            fields[one.name] = dict(value) if isinstance(value, Mapping) else value
+    return fields
+
+
+def from_dict(fields: Mapping[str, Any]) -> Event | None:
+    """What `to_dict` made; None: an event of a kind that this version does not know. Unknown fields are left out.
+
+    Raises:
+        LedgerFormatError: it is no event, or a field has another type than it should.
+    """
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("kind"), str):
+        raise LedgerFormatError(f"no event: {fields!r}"[:200])
+    kind = KINDS.get(fields["kind"])
+    if kind is None:
+        return None
+    known: dict[str, Any] = {}
+    for one in dataclasses.fields(kind):
+        if one.name in fields:
+            known[one.name] = _checked(one.name, fields[one.name])
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise LedgerFormatError(f"an event that lacks something: {error}") from error
+
+
+def tally_to_dict(tally: Tally) -> dict[str, Any]:
+    """For JSON."""
+    return {**dataclasses.asdict(tally), "account": tally.account.label, "totals": by_label(tally.totals)}
+
+
+def tally_from_dict(fields: Any) -> Tally:
+    """What `tally_to_dict` made. Raises LedgerFormatError: something else, or counts that do not sum up."""
+    try:
+        account = Account[str(fields["account"]).upper()]
+        numbers = {one.name: fields[one.name] for one in dataclasses.fields(Tally) if one.name in fields}
+        tally = Tally(**{**numbers, "account": account, "totals": from_labels(fields["totals"])})
+        wrong = tally.why_wrong() if all(type(n) is int for n in (tally.since_ns, tally.started_ns)) else "no times"
+    except (KeyError, TypeError, ValueError) as error:
+        raise LedgerFormatError(f"no counts of a worker: {error!r}"[:200]) from error
+    if wrong:
+        raise LedgerFormatError(f"no counts of a worker: {wrong}")
+    return tally
+
+
+_TEXTS = ("worker", "cause", "member", "certainty", "source", "tier")
+_FLAGS = ("is_loss", "is_over", "is_first")
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "tally":
+        return tally_from_dict(value)
+    if name == "phases_ns":
+        if not isinstance(value, Mapping) or any(type(ns) is not int for ns in value.values()):
+            raise LedgerFormatError(f"{name} is {value!r}"[:200])
+        return dict(value)
+    if name in _TEXTS:
+        fits = isinstance(value, str)
+    elif name in _FLAGS:
+        fits = isinstance(value, bool)
+    elif name == "relative_percent":
+        fits = type(value) in (int, float)
+    else:
+        fits = type(value) is int or (value is None and name == "exit_code")
+    if not fits:
+        raise LedgerFormatError(f"{name} is {value!r}"[:200])
+    return value
+
+
+def short(text: str) -> str:
+    r"""A cause as it is kept: one printable line of at most `MAX_CAUSE` characters.
+
+    >>> short("a\nb")
+    'a b'
+    """
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_CAUSE]

@@ -1,0 +1,302 @@
+"""The ledger on disk: JSON lines, one per event, in files of bounded size and number.
+
+Each file begins with a head that says what the journal is of, how its clock stands to the time of the day, and what the
+files before it came to, so that nothing but single events is lost when the oldest file goes. A process that dies leaves
+at most its last line torn; the next one writes a journal of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.book_format import book_from_dict, book_to_dict
+from torchelastic.ledger.events import Event, LedgerFormatError, from_dict, to_dict
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+#: When a file is made durable against the end of the host; against that of the agent every line is, once written.
+Sync = Literal["always", "rotation", "never"]
+_QUEUED_LINES = 10_000
+_NAME = re.compile(r"(?P<name>.+)\.(?P<number>\d{6,})\.jsonl")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a journal is of.
+
+    Attributes:
+        run_id: of the run.
+        host: whose events these are.
+        monotonic_ns, wall_ns: the same moment by the clock of the events and in nanoseconds since 1970.
+        configured_workers: how many workers the run wants; 0: not known.
+    """
+
+    run_id: str
+    host: str
+    monotonic_ns: int
+    wall_ns: int
+    configured_workers: int = 0
+
+    def wall_ns_of(self, at_ns: int) -> int:
+        """The time of the day of an event."""
+        return at_ns - self.monotonic_ns + self.wall_ns
+
+
+class WritesEvents(Protocol):
+    """Where events go."""
+
+    def write(self, event: Event, book: Book) -> None:
+        """Append an event; the book is that before it."""
+        ...
+
+    def close(self) -> None:
+        """Write out and close."""
+        ...
+
+
+class JournalWriter:
+    """Appends events, and begins a new file when one is full. One thread at a time.
+
+    A disk that is full or gone costs events, never the caller: `failed` counts them.
+
+    Args:
+        folder: made if missing.
+        name: of the journal, unique for this process; files are called `name.000001.jsonl` and so on.
+        head: of each file.
+        max_bytes: of a file.
+        keep: so many files are kept; the older ones go.
+        sync: when the file is synchronised with the disk.
+
+    Raises:
+        ValueError: an argument cannot be used.
+        OSError: the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        head: Head,
+        *,
+        max_bytes: int = 16 * 2**20,
+        keep: int = 8,
+        sync: Sync = "rotation",
+    ) -> None:
+        if max_bytes < 4096 or keep < 2:
+            raise ValueError(f"max_bytes={max_bytes}, keep={keep}: give at least 4096 bytes and 2 files")
+        if sync not in ("always", "rotation", "never"):
+            raise ValueError(f"sync is {sync!r}: give 'always', 'rotation' or 'never'")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"{name!r} cannot be part of a file's name: use letters, digits, '.', '-' and '_'")
+        self._folder, self._name, self._head = folder, name, head
+        self._max_bytes, self._keep, self._sync = max_bytes, keep, sync
+        self._descriptor = -1
+        self._bytes = 0
+        self._number = 0
+        self.failed = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._number = max((number for number, _ in _files(folder, name)), default=0)
+        self._begin(Book())
+
+    @property
+    def path(self) -> Path:
+        """The file that is written to."""
+        return self._folder / f"{self._name}.{self._number:06d}.jsonl"
+
+    def write(self, event: Event, book: Book) -> None:
+        """Append one event.
+
+        Args:
+            event: what has happened.
+            book: the book before it, for the head of a new file.
+        """
+        line = _line(to_dict(event))
+        try:
+            if self._descriptor < 0 or self._bytes + len(line) > self._max_bytes:
+                self._begin(book)
+            self._append(line)
+        except OSError as error:
+            self.failed += 1
+            if self.failed == 1:
+                log.warning("the ledger at %s cannot be written: %s; events are lost from here", self.path, error)
+
+    def close(self) -> None:
+        """Write out and close. Idempotent."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            try:
+                if self._sync != "never":
+                    os.fdatasync(descriptor)
+            except OSError as error:
+                log.warning("the ledger at %s may not be durable: %s", self.path, error)
+            finally:
+                os.close(descriptor)
+
+    def _begin(self, book: Book) -> None:
+        self.close()
+        self._number += 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor, self._bytes = os.open(self.path, flags, 0o644), 0
+        head = {"kind": "head", "version": VERSION, **asdict(self._head), "brought_forward": book_to_dict(book)}
+        self._append(_line(head))
+        for number, path in _files(self._folder, self._name):
+            if number <= self._number - self._keep:
+                path.unlink(missing_ok=True)
+
+    def _append(self, line: bytes) -> None:
+        self._bytes += len(line)
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+        if self._sync == "always":
+            os.fdatasync(self._descriptor)
+
+
+class BackgroundJournal:
+    """A journal that is written on a thread of its own, for an event loop that must never wait for a disk.
+
+    Args:
+        writer: owned by this from now on.
+    """
+
+    def __init__(self, writer: WritesEvents) -> None:
+        self._writer = writer
+        self._queue: queue.Queue[tuple[Event, Book] | None] = queue.Queue(_QUEUED_LINES)
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="torchelastic-ledger", daemon=True)
+        self._thread.start()
+
+    def write(self, event: Event, book: Book) -> None:
+        """Have an event written; never waits. When the disk is far behind, events are dropped and counted."""
+        try:
+            self._queue.put_nowait((event, book))
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is left, waiting at most so long. Idempotent."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._writer.write(*item)
+        self._writer.close()
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A journal as it was found.
+
+    Attributes:
+        head: of its oldest file.
+        before: the book at the beginning of that file.
+        events: all since then.
+        damaged: lines that are no events; a torn last line of a file is none of them.
+        unknown: events of kinds that this version does not know.
+    """
+
+    head: Head
+    before: Book
+    events: tuple[Event, ...]
+    damaged: int = 0
+    unknown: int = 0
+
+    def book(self) -> Book:
+        """The book at its end."""
+        return self.before.after_all(self.events)
+
+
+def read_journals(folder: Path) -> dict[str, Journal]:
+    """All journals of a folder, by name. Files that another process still writes may be read at any time.
+
+    Raises:
+        LedgerFormatError: a file is of a later version, or its first line is no head; it is named.
+        OSError: the folder cannot be read.
+    """
+    return {name: read_journal(paths) for name, paths in journal_files(folder).items()}
+
+
+def journal_files(folder: Path) -> dict[str, tuple[Path, ...]]:
+    """The files of all journals of a folder, oldest first, by name. Raises OSError: the folder cannot be read."""
+    names = {match["name"] for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return {name: tuple(path for _, path in _files(folder, name)) for name in sorted(names)}
+
+
+def read_journal(paths: Iterable[Path]) -> Journal:
+    """One journal from its files, oldest first. Raises LedgerFormatError and OSError as `read_journals`."""
+    journal: Journal | None = None
+    events: list[Event] = []
+    damaged = unknown = 0
+    for path in paths:
+        lines = _lines(path)
+        first = next(lines, None)
+        if first is None:
+            continue  # its process died before the head was written
+        head, before = _head(path, first)
+        journal = journal or Journal(head, before, ())
+        for line in lines:
+            try:
+                event = from_dict(line) if line is not None else None
+            except LedgerFormatError:
+                line = event = None
+            damaged += line is None
+            unknown += line is not None and event is None
+            if event is not None:
+                events.append(event)
+    if journal is None:
+        raise LedgerFormatError("no file of this journal has a head")
+    return Journal(journal.head, journal.before, tuple(events), damaged, unknown)
+
+
+def _head(path: Path, fields: Mapping[str, Any] | None) -> tuple[Head, Book]:
+    if fields is None or fields.get("kind") != "head":
+        raise LedgerFormatError(f"{path} does not begin with the head of a ledger: it is none, or was damaged")
+    if fields.get("version") != VERSION:
+        raise LedgerFormatError(
+            f"{path} is a ledger of version {fields.get('version')}, this is for {VERSION}: use a newer torchelastic"
+        )
+    try:
+        head = Head(
+            str(fields["run_id"]), str(fields["host"]), int(fields["monotonic_ns"]), int(fields["wall_ns"]),
+            int(fields["configured_workers"]),
+        )  # fmt: skip
+        return head, book_from_dict(fields["brought_forward"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise LedgerFormatError(f"{path} has a damaged head: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a file as objects, None for one that is none; a last line without its end is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError):
+                fields = None
+            yield fields if isinstance(fields, dict) else None
+
+
+def _files(folder: Path, name: str) -> list[tuple[int, Path]]:
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match["number"]), path) for match, path in found if match["name"] == name)
+
+
+def _line(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

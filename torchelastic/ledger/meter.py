@@ -1,0 +1,249 @@
+"""What the training thread of a worker calls to have its time counted: some microseconds per step, no system call.
+
+It does what `Tally` says, in place. Without an agent it counts all the same and publishes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.events import Drain, Event, Failure, Join, ReForm, Restore, Save, Straggler, short, to_dict
+from torchelastic.ledger.page import PageWriter, page_paths
+from torchelastic.ledger.process_start import process_started_ns
+from torchelastic.ledger.tally import Tally
+
+log = logging.getLogger(__name__)
+
+#: In the environment of a worker whose agent keeps a ledger: the agent's process and the path of its socket.
+LEDGER_VARIABLE = "TORCHELASTIC_LEDGER"
+
+_PRODUCTIVE, _RE_FORM = int(Account.PRODUCTIVE), int(Account.RE_FORM)
+
+
+class Meter:
+    """The counts of this process. Every method is for the training thread.
+
+    Args:
+        started_ns: when the process began; see `torchelastic.ledger.process_start.process_started_ns`.
+        clock_ns: monotonic nanoseconds.
+    """
+
+    __slots__ = (
+        "_account", "_clock_ns", "_committed", "_has_entered", "_page", "_pending_ns", "_rank", "_round",
+        "_since_ns", "_started_ns", "_step", "_totals", "_undone", "_world_size",
+    )  # fmt: skip
+
+    def __init__(self, started_ns: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._started_ns = self._since_ns = min(started_ns, clock_ns())
+        self._account = int(Account.START_UP)
+        self._pending_ns = 0
+        self._totals = [0] * len(Account)
+        self._step = self._round = self._rank = -1
+        self._committed = self._undone = self._world_size = 0
+        self._has_entered = False
+        self._page: PageWriter | None = None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether an agent can see the counts."""
+        return self._page is not None
+
+    def publish_to_parent(self) -> None:
+        """From now on the agent that has started this process sees the counts, if one has that keeps a ledger."""
+        agent_pid, _, socket_path = os.environ.get(LEDGER_VARIABLE, "").partition(":")
+        if agent_pid == str(os.getppid()):  # else it is that of a worker which has started this process
+            self.publish(socket_path)
+
+    def publish(self, socket_path: str) -> None:
+        """From now on the agent that listens there sees the counts. Does nothing the second time, or where it cannot.
+
+        Args:
+            socket_path: of the agent; empty: there is none.
+        """
+        if self._page is not None or not socket_path:
+            return
+        pid = os.getpid()
+        for path in page_paths(socket_path, pid):
+            try:
+                self._page = PageWriter(path, pid)
+                break
+            except (OSError, AttributeError) as error:  # no posix_fallocate (macOS)
+                log.info("the agent cannot see how this worker's time is spent at %s: %s", path, error)
+        if self._page is None:
+            return
+        os.register_at_fork(after_in_child=self._forget)  # the page is the parent's
+        self._write()
+
+    def tally(self) -> Tally:
+        """The counts, as a value."""
+        return Tally(
+            self._started_ns, self._since_ns, Account(self._account), self._pending_ns, tuple(self._totals),
+            self._step, self._committed, self._undone, self._round, self._rank, self._world_size,
+        )  # fmt: skip
+
+    # --- what happens to the worker -----------------------------------------------------------------------------------
+
+    def gathers(self) -> None:
+        """It asks for a group: waits to be let in, or, where it was in one before, forms it anew."""
+        self._leave(Account.RE_FORM if self._has_entered else Account.IDLE)
+
+    def entered(self, round_: int, rank: int, world_size: int) -> None:
+        """The group stands."""
+        now_ns = self._close()
+        self._account = int(Account.RESTORE)
+        self._round, self._rank, self._world_size = round_, rank, world_size
+        self._write()
+        is_first, self._has_entered = not self._has_entered, True
+        self._note(Join(at_ns=now_ns, world_size=world_size, is_first=is_first))
+
+    def level(self, step: int, source: str = "") -> None:
+        """The state is that of the group: `step` steps, or -1 where that is not known; steps begin.
+
+        Args:
+            step: see above.
+            source: "peer" or "checkpoint", where this is known.
+        """
+        before_ns, before_step = self._since_ns, self._step
+        was_restoring = self._account == Account.RESTORE
+        now_ns = self._close()
+        self._account, self._step = _PRODUCTIVE, step
+        self._write()
+        self._note(
+            Restore(
+                at_ns=now_ns,
+                took_ns=now_ns - before_ns if was_restoring else 0,
+                from_step=before_step,
+                productive_ns=self._totals[_PRODUCTIVE],
+                source=source,
+            )
+        )
+
+    def committed(self) -> None:
+        """A step counts, and the next one begins. The one method that is called for every step."""
+        now_ns = self._clock_ns()
+        totals, passed_ns = self._totals, now_ns - self._since_ns
+        if self._account == _PRODUCTIVE:
+            totals[_PRODUCTIVE] += self._pending_ns + passed_ns
+        else:
+            totals[self._account] += passed_ns
+            totals[_PRODUCTIVE] += self._pending_ns
+            self._account = _PRODUCTIVE
+        self._pending_ns, self._since_ns = 0, now_ns
+        self._committed += 1
+        if self._step >= 0:
+            self._step += 1
+        if self._page is not None:
+            self._write()
+
+    def undone(self, cause: str = "") -> None:
+        """The step that was under way does not count; a new group is wanted. Where none was, only the latter."""
+        now_ns = self._close()
+        was_in_step = self._account == _PRODUCTIVE or self._pending_ns > 0
+        pending_ns, self._pending_ns = self._pending_ns, 0
+        self._totals[Account.REPLAYED] += pending_ns
+        self._undone += was_in_step
+        self._account = _RE_FORM
+        self._write()
+        if was_in_step:
+            self._note(Failure(at_ns=now_ns, began_ns=now_ns - pending_ns, replayed_ns=pending_ns, cause=short(cause)))
+
+    def over(self) -> None:
+        """There will be no further step."""
+        self._leave(Account.IDLE)
+
+    @contextlib.contextmanager
+    def spent_on(self, account: Account) -> Iterator[None]:
+        """What goes on inside belongs to another account; a step that is under way stays under way."""
+        before = self._switch(int(account))
+        try:
+            yield
+        finally:
+            if self._account == account:  # else something has happened that decides what goes on from here
+                self._switch(before)
+
+    @contextlib.contextmanager
+    def saving(self, tier: str = "") -> Iterator[None]:
+        """Training stands still for a save."""
+        began_ns = self._clock_ns()
+        with self.spent_on(Account.SAVE_STALL):
+            yield
+        stall_ns, productive_ns = self._since_ns - began_ns, self._totals[_PRODUCTIVE]
+        self._note(Save(at_ns=self._since_ns, stall_ns=stall_ns, productive_ns=productive_ns, tier=tier))
+
+    def waited_for_data(self, waited_ns: int) -> None:
+        """So much of the time since the last call of anything was a wait for a batch that has just come."""
+        self._close()
+        waited_ns = max(0, min(waited_ns, self._pending_ns))
+        self._pending_ns -= waited_ns
+        self._totals[Account.DATA_WAIT] += waited_ns
+
+    # --- what is only noted -------------------------------------------------------------------------------------------
+
+    def re_formed(self, phases_ns: dict[str, int], cause: str = "") -> None:
+        """The first step after a failure has committed."""
+        self._note(ReForm(at_ns=self._since_ns, phases_ns=phases_ns, world_size=self._world_size, cause=short(cause)))
+
+    def drained(self, cause: str = "") -> None:
+        """This worker has left the run as it was asked to."""
+        self._leave(Account.IDLE)
+        self._note(Drain(at_ns=self._since_ns, cause=short(cause)))
+
+    def straggles(self, relative_percent: float) -> None:
+        """This worker is slower than the others."""
+        self._note(Straggler(at_ns=self._clock_ns(), relative_percent=relative_percent))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> int:
+        now_ns = self._clock_ns()
+        passed_ns = now_ns - self._since_ns
+        if self._account == _PRODUCTIVE:
+            self._pending_ns += passed_ns
+        else:
+            self._totals[self._account] += passed_ns
+        self._since_ns = now_ns
+        return now_ns
+
+    def _switch(self, account: int) -> int:
+        self._close()
+        before, self._account = self._account, account
+        self._write()
+        return before
+
+    def _leave(self, account: Account) -> None:
+        self._close()
+        self._totals[_PRODUCTIVE] += self._pending_ns
+        self._pending_ns, self._account = 0, int(account)
+        self._write()
+
+    def _write(self) -> None:
+        if self._page is not None:
+            self._page.write_counts(
+                self._started_ns, self._since_ns, self._account, self._pending_ns, self._step, self._committed,
+                self._undone, self._round, self._rank, self._world_size, *self._totals,
+            )  # fmt: skip
+
+    def _note(self, event: Event) -> None:
+        if self._page is not None:
+            fields = to_dict(event) | {"rank": self._rank, "round": self._round, "step": self._step}
+            self._page.write_event(fields)
+
+    def _forget(self) -> None:
+        self._page = None
+
+
+_this_worker: Meter | None = None
+
+
+def this_worker() -> Meter:
+    """The meter of this process, made at the first call; what has passed since the process began is start-up."""
+    global _this_worker
+    if _this_worker is None:
+        _this_worker = Meter(process_started_ns(os.getpid()))
+    return _this_worker

@@ -1,0 +1,336 @@
+"""What the train loop does about deadlines: looks at them, tells the other ranks, leaves in time, or saves and stops.
+
+While every deadline is far, a step costs one look at the clock. A rank that finds its own near says so in the agreement
+that the ranks have anyway. From then on all say what they know, now and then at first, in the last steps after each,
+and come to the same answer (`leaving.who_goes`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from torchelastic.checkpoint.tiered.peers import Alone, Peers
+from torchelastic.coordinator import Coordinator, NonRetryableException
+from torchelastic.lifetime.bounds import Bound, guess
+from torchelastic.lifetime.deadline import nearest
+from torchelastic.lifetime.decision import Tier, part_of_risk
+from torchelastic.lifetime.iteration_times import IterationTimes
+from torchelastic.lifetime.leaving import Going, near_below_s, on_hosts, who_goes, who_requeues
+from torchelastic.lifetime.outlook import NEAR_ITERATIONS, Outlook, interval_iterations
+from torchelastic.lifetime.progress_file import ProgressFile, Steps
+from torchelastic.lifetime.requeue import requeue_job
+from torchelastic.lifetime.sources.detection import close_all, detect
+from torchelastic.lifetime.sources.slurm import JOB_VARIABLE
+from torchelastic.lifetime.stopping import Lifetime, StoppedEarly
+from torchelastic.metrics import publish_metric
+from torchelastic.rendezvous.wire import SOCKET_VARIABLE
+
+if TYPE_CHECKING:
+    from torchelastic.state import State
+
+log = logging.getLogger(__name__)
+
+#: The deadline is looked at so often,
+LOOK_S = 0.1
+#: and how long steps take is worked out anew so often, or when one was longer than all before.
+_WORK_OUT_S = 1.0
+#: If no save was measured by then, one is made to measure it.
+TRIAL_BELOW_S = 3600.0
+#: So often a save before a deadline is tried, if it fails and there is time.
+MAX_TRIES = 3
+#: What stands for the tiers where there is no checkpoint manager.
+_NO_TIER = "nothing: there is no checkpoint manager"
+
+
+class Saves(Protocol):
+    """What this needs of the loop's checkpoints (`torchelastic.checkpoint.in_loop.LoopCheckpoints`)."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102 - see there
+
+    @property
+    def saved_step(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def save_times_s(self) -> Mapping[str, tuple[float, ...]]: ...  # noqa: D102
+
+    def save_last(self, state: State, patience_s: float) -> tuple[str, ...]: ...  # noqa: D102
+
+    def gives_up(self) -> None: ...  # noqa: D102
+
+
+class LoopLifetime:
+    """The deadlines of one run, on one rank; all methods are called on the training thread.
+
+    Args:
+        coordinator: of the run.
+        saves: its checkpoints.
+        settings: see `Lifetime`.
+        clock: monotonic seconds; that of the deadline.
+        environment: variables; default: those of this process.
+        host: what ends at a deadline as a whole; default: this machine's name, and the launcher's socket if there is
+            one, since two launchers on a machine may be two containers.
+
+    Raises:
+        ValueError: a variable that should hold a deadline holds something else; names it.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        saves: Saves,
+        settings: Lifetime,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        environment: Mapping[str, str] | None = None,
+        host: str | None = None,
+    ) -> None:
+        self._coordinator, self._saves, self._settings, self._clock = coordinator, saves, settings, clock
+        variables = os.environ if environment is None else environment
+        self._host = f"{socket.gethostname()} {variables.get(SOCKET_VARIABLE, '')}" if host is None else host
+        self._sources = detect(variables, clock=clock) if settings.deadline is None else []
+        self._deadline = nearest([*self._sources, settings.deadline])
+        self._part = part_of_risk(settings.confidence)
+        self._job = variables.get(JOB_VARIABLE, "").strip()
+        self._file = ProgressFile.from_environment(variables)
+        self._resumed_step: int | None = None
+        self._times = IterationTimes()
+        self._rank, self._world_size = 0, 1
+        self._began_s = self._next_look_s = clock()
+        self._remaining_s = math.inf
+        self._is_near = False
+        self._skip = 0
+        self._worked_out_s = -math.inf
+        self._known: tuple[float, Bound | None, float] = (0.0, None, 0.0)
+        self._has_tried = self._has_measured = False
+        self._leaves: str | None = None
+        self._requeues = False
+
+    # --- in the loop --------------------------------------------------------------------------------------------------
+
+    def enter_group(self, rank: int, world_size: int) -> None:
+        """A group stands, and all are level."""
+        if self._resumed_step is None:
+            self._resumed_step = self._saves.step
+            if rank == 0 and not self._saves.save_times_s:
+                log.warning(
+                    "lifetime= without a checkpoint manager: when a deadline comes, the run stops in time, and nothing "
+                    "is saved. Give train() a checkpoint="
+                )
+        if world_size != self._world_size:
+            self._times.reset()
+        self._rank, self._world_size = rank, world_size
+        self._is_near, self._skip = False, 0
+        self._next_look_s = self._worked_out_s = -math.inf
+        self.resumes()
+
+    def after_step(self, state: State) -> None:
+        """A step has been committed: see whether this worker, or the group, has to go.
+
+        Raises:
+            StoppedEarly: the step is saved, and the run stops here for all of the group.
+            NonRetryableException: the same, but it could not be saved.
+            RuntimeError: a peer is lost.
+        """
+        now_s = self._clock()
+        self._times.observe(max(0.0, now_s - self._began_s))
+        if now_s >= self._next_look_s:
+            self._look(now_s)
+        if not self._coordinator.deadline_is_near(self._is_near):
+            self._skip = 0
+        elif self._skip > 0:
+            self._skip -= 1
+        else:
+            self._decide(state)
+
+    def wants_trial(self) -> bool:
+        """Whether to save now only to know how long it takes; asked once after each step."""
+        if self._has_tried or self._remaining_s > TRIAL_BELOW_S:
+            return False
+        self._has_tried = True
+        return not all(self._saves.save_times_s.values())
+
+    def resumes(self) -> None:
+        """The next step begins; what has happened since `after_step` is no part of a step."""
+        self._began_s = self._clock()
+
+    def has_left(self) -> None:
+        """The loop has ended because this worker was asked to leave, and has left.
+
+        Raises:
+            StoppedEarly: it was this that had asked for it.
+        """
+        if self._leaves is not None:
+            if self._requeues:
+                self._requeue()
+            raise StoppedEarly(self._leaves, step=self._saves.step, others_go_on=True)
+
+    def close(self) -> None:
+        """No more news of deadlines; signals mean what they meant before. Idempotent."""
+        self._tell_progress(self._clock())
+        close_all(self._sources)
+
+    # --- what this rank knows -----------------------------------------------------------------------------------------
+
+    def _look(self, now_s: float) -> None:
+        self._next_look_s = now_s + LOOK_S
+        if self._file.is_due(now_s):
+            self._tell_progress(now_s)
+        remaining_s = self._deadline.remaining_s(now_s)
+        self._remaining_s = math.inf if remaining_s is None else remaining_s
+        if self._remaining_s == math.inf:
+            self._is_near = False
+            return
+        if now_s >= self._worked_out_s + _WORK_OUT_S or self._times.newest_s > self._known[2]:
+            self._worked_out_s = now_s
+            self._known = self._work_out()
+        self._is_near = self._remaining_s <= near_below_s(self._outlook(), self._settings.reserve_s) + LOOK_S
+
+    def _work_out(self) -> tuple[float, Bound | None, float]:
+        """The usual step, the slowest of the next one, and of those until the others have heard of it."""
+        view = self._times.view()
+        if view is None:
+            return 0.0, None, 0.0
+        step = view.bound(1, self._part)
+        far = view.bound(2 * interval_iterations(view.usual_s) + NEAR_ITERATIONS, self._part)
+        return view.usual_s, step, 0.0 if far is None else far.seconds
+
+    def _outlook(self) -> Outlook:
+        usual_s, step, far_s = self._known
+        return Outlook(
+            remaining_s=self._remaining_s,
+            usual_s=usual_s,
+            step=step,
+            far_s=far_s,
+            interval=1,
+            tiers=tuple(self._tier(name, times) for name, times in self._saves.save_times_s.items())
+            or (Tier(_NO_TIER, guess(0.0, "nothing is saved")),),
+            count=self._saves.step,
+            lived=self._times.count,
+        )
+
+    def _tier(self, name: str, times_s: Sequence[float]) -> Tier:
+        if not times_s and self._rank != 0:
+            # rank 0 knows, or guesses: where it saves alone, no other rank ever measures anything
+            return Tier(name, Bound(0.0, self._part, True, 0, "rank 0 knows"))
+        return Tier.of(name, times_s, confidence=self._part, if_unknown_s=self._settings.unknown_save_s)
+
+    # --- what all know ------------------------------------------------------------------------------------------------
+
+    def _decide(self, state: State) -> None:
+        """On every rank after the same step."""
+        now_s = self._clock()
+        remaining_s = self._deadline.remaining_s(now_s)
+        self._remaining_s = math.inf if remaining_s is None else remaining_s
+        self._known = self._work_out()
+        own = self._outlook()
+        peers = self._coordinator.peers() or Alone()
+        is_measured = self._has_measured or all(self._saves.save_times_s.values())
+        said = [json.loads(one) for one in peers.gather(self._words(own, is_measured))]
+        numbers = [rank_numbers for rank_numbers, *_ in said]
+        try:
+            common = own.agreed([max(column) for column in zip(*numbers, strict=True)])
+        except ValueError:
+            raise NonRetryableException(
+                "the ranks save to different tiers: give train() the same checkpoint="
+            ) from None
+        going = who_goes(
+            on_hosts([-rank_numbers[0] for rank_numbers in numbers], [host for *_, host in said]),
+            common,
+            min_workers=self._coordinator.min_workers,
+            reserve_s=self._settings.reserve_s,
+        )
+        jobs = [job for _, job, *_ in said]
+        self._skip = going.look_again_in
+        if going.stops and not said[0][2]:
+            self._measure(state, going, now_s + going.end_s)
+        elif going.stops:
+            self._stop(
+                state, going, now_s + going.end_s, peers, is_mine=peers.rank in who_requeues(jobs, range(len(jobs)))
+            )
+        elif peers.rank in going.leaving and self._leaves is None:
+            self._leave(is_mine=peers.rank in who_requeues(jobs, going.leaving))
+
+    def _words(self, own: Outlook, is_measured: bool) -> bytes:
+        return json.dumps([own.numbers(), self._job, is_measured, self._host]).encode()
+
+    def _measure(self, state: State, going: Going, end_s: float) -> None:
+        """It would be time to stop, but how long a save takes is only a guess: save, and decide again knowing it."""
+        self._has_measured = True
+        log.info("step %d is saved, to know how long that takes, before this: %s", self._saves.step, going.decision)
+        self._saves.save_last(state, self._patience_s(end_s))
+        self._decide(state)
+
+    def _leave(self, *, is_mine: bool) -> None:
+        self._leaves = (
+            f"the deadline of this worker is near ({self._remaining_s:.1f} s are left; {self._which()}): it leaves at "
+            "the end of a step, and the others go on"
+        )
+        self._requeues = is_mine
+        log.warning("step %d: %s", self._saves.step, self._leaves)
+        self._coordinator.leave()
+
+    def _stop(self, state: State, going: Going, end_s: float, peers: Peers, *, is_mine: bool) -> NoReturn:
+        step = self._saves.step
+        log.warning("step %d: %s (deadline: %s)", step, going.decision, self._which())
+        publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * going.decision.given_up_s)
+        has_manager = bool(self._saves.save_times_s)
+        tiers = self._save(state, going, end_s, peers) if has_manager else ()
+        left_s = end_s - self._clock()
+        self._saves.gives_up()
+        self._coordinator.stop_early()
+        self.close()
+        publish_metric("torchelastic", "lifetime.given_up.ms", 1000.0 * left_s)
+        in_time = f"{left_s:.1f} s before the deadline" if left_s >= 0.0 else f"{-left_s:.1f} s after the deadline"
+        if has_manager and not tiers:
+            raise NonRetryableException(
+                f"stopped after step {step}, {in_time}, and it could not be saved: see the errors above. The next "
+                "start goes on from the checkpoint before"
+            )
+        saved = f"saved in {', '.join(tiers)}" if tiers else "nothing is saved"
+        because = f"stopped after step {step}, {in_time}; {saved}"
+        log.warning("%s", because)
+        if is_mine:
+            self._requeue()
+        raise StoppedEarly(because, step=step, saved_in=tiers)
+
+    def _save(self, state: State, going: Going, end_s: float, peers: Peers) -> tuple[str, ...]:
+        """The tiers in which the step is durable, as rank 0 says; tried again while there is time. RuntimeError."""
+        needed_s = min(seconds for name, seconds in going.decision.numbers.items() if name.startswith("save_"))
+        for _ in range(MAX_TRIES):
+            tiers = self._saves.save_last(state, self._patience_s(end_s))
+            words = json.dumps([tiers, end_s - self._clock()]).encode()
+            try:
+                said = [json.loads(one) for one in peers.gather(words)]
+            except RuntimeError:
+                if not tiers:
+                    raise
+                return tiers  # somebody is lost; what is saved is saved
+            if said[0][0] or min(left_s for _, left_s in said) < needed_s:
+                return tuple(said[0][0])
+            log.error("step %d could not be saved; there is time to try it again", self._saves.step)
+        return ()
+
+    def _patience_s(self, end_s: float) -> float:
+        """How long to wait for a save: half of the reserve is for what comes after it."""
+        return max(end_s - self._clock(), self._settings.reserve_s) - self._settings.reserve_s / 2.0
+
+    def _requeue(self) -> None:
+        asked = requeue_job(max_restarts=self._settings.max_restarts)
+        log.warning("requeue: %s", asked.because)
+
+    def _which(self) -> str:
+        which = self._deadline.which(self._clock())
+        return "of another worker" if which is None else f"{which.name}: {which.reason}"
+
+    def _tell_progress(self, now_s: float) -> None:
+        if self._rank == 0 and self._resumed_step is not None:
+            steps = Steps(self._resumed_step, self._saves.step, self._saves.saved_step)
+            self._file.tell(steps, now_s)

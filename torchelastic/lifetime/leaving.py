@@ -1,0 +1,158 @@
+"""Who leaves a run before a deadline, and when all of them save and stop: from what every rank has said. Pure.
+
+Deadlines are those of machines: a run may go on without some of its members. When fewer than `min_workers` are left it
+cannot go on any more; that moment is the deadline of all, and is met by a save (`decision`). Whoever has to go clearly
+earlier than that leaves at the end of a step, and the others train on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torchelastic.lifetime.decision import StopDecision, decide
+from torchelastic.lifetime.outlook import MAX_DELAY_S, NEAR_ITERATIONS, Outlook
+
+#: Deadlines nearer to each other than this are one: to train so long with fewer members is not worth a new group.
+TOGETHER_S = 30.0
+#: What leaving takes besides a few steps: the agent, etcd, and one more round if this member alone has the best state.
+LEAVE_S = 5.0
+#: How many of the slowest steps leaving takes at most.
+_LEAVE_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Going:
+    """What the ranks of a group do after this step; the same on all of them.
+
+    Attributes:
+        stops: whether all of them save and stop now.
+        decision: on the end of the run, with its reason and numbers.
+        leaving: the ranks that leave by themselves now, so that the others can go on.
+        end_s: seconds until fewer than `min_workers` are left, negative if that is over; infinite: never.
+        look_again_in: so many steps may be trained before there is anything to decide again.
+    """
+
+    stops: bool
+    decision: StopDecision
+    leaving: frozenset[int]
+    end_s: float
+    look_again_in: int = 0
+
+
+def end_of_run(
+    remaining_s: Sequence[float], min_workers: int, together_s: float = TOGETHER_S
+) -> tuple[float, frozenset[int]]:
+    """How long the run can go on in the present group, and which ranks have to go clearly before that.
+
+    Args:
+        remaining_s: by rank, seconds until its own deadline; infinite: it knows of none.
+        min_workers: with fewer members the run cannot go on.
+        together_s: what is nearer than this to the end of the run is part of it.
+
+    Raises:
+        ValueError: there are no ranks, or a time is NaN.
+
+    >>> end_of_run([100.0, math.inf, math.inf], min_workers=2)
+    (inf, frozenset({0}))
+    >>> end_of_run([100.0, math.inf, math.inf], min_workers=3)
+    (100.0, frozenset())
+    >>> end_of_run([100.0, 101.0, 100.5], min_workers=1)
+    (100.0, frozenset())
+    """
+    if not remaining_s or any(math.isnan(seconds) for seconds in remaining_s):
+        raise ValueError(f"remaining_s is {list(remaining_s)}: give the seconds that each rank has left")
+    ordered = sorted(remaining_s)
+    needed = min(max(1, min_workers), len(ordered))
+    last_s = ordered[len(ordered) - needed]
+    end_s = min(seconds for seconds in ordered if seconds >= last_s - together_s)
+    return end_s, frozenset(rank for rank, seconds in enumerate(remaining_s) if seconds < end_s)
+
+
+def on_hosts(remaining_s: Sequence[float], hosts: Sequence[str]) -> list[float]:
+    """By rank, the shortest time of all ranks of its host: they end together, and do not hear of it at the same moment.
+
+    Args:
+        remaining_s: by rank, seconds until the deadline that it knows of; infinite: it knows of none.
+        hosts: by rank, the name of its host.
+
+    >>> on_hosts([math.inf, 8.0, math.inf], ["a", "a", "b"])
+    [8.0, 8.0, inf]
+    """
+    shortest: dict[str, float] = {}
+    for host, seconds in zip(hosts, remaining_s, strict=True):
+        shortest[host] = min(seconds, shortest.get(host, math.inf))
+    return [shortest[host] for host in hosts]
+
+
+def leave_lead_s(step_s: float, reserve_s: float) -> float:
+    """How long before its deadline a member begins to leave, so that it is gone in time without a step undone."""
+    return reserve_s + LEAVE_S + _LEAVE_STEPS * step_s
+
+
+def who_goes(remaining_s: Sequence[float], outlook: Outlook, *, min_workers: int, reserve_s: float) -> Going:
+    """What to do after this step.
+
+    Args:
+        remaining_s: by rank, seconds until its own deadline.
+        outlook: what the ranks have agreed on: how long a step and the saves take.
+        min_workers: with fewer members the run cannot go on.
+        reserve_s: to keep besides.
+
+    Raises:
+        ValueError: see `end_of_run` and `decision.decide`.
+    """
+    end_s, early = end_of_run(remaining_s, min_workers)
+    decision = decide(end_s, outlook.step, outlook.tiers, reserve_s=reserve_s)
+    step_s = 0.0 if outlook.step is None else outlook.step.seconds
+    save_s = max(tier.bound.seconds for tier in outlook.tiers)
+    lead_s = leave_lead_s(step_s, reserve_s)
+    slack_s = end_s - step_s - save_s - reserve_s
+    if early and slack_s <= lead_s - reserve_s:
+        leaving = early  # they would be gone in the middle of the others' save
+    else:
+        leaving = frozenset(rank for rank in early if remaining_s[rank] <= lead_s)
+        if leaving:  # who would follow at once leaves at the same step
+            leaving = frozenset(rank for rank in early if remaining_s[rank] <= lead_s + LEAVE_S)
+    if decision.stops and (not leaving or slack_s < -reserve_s / 2.0):
+        return Going(True, decision, frozenset(), end_s)
+    until_s = min([slack_s, *(remaining_s[rank] - lead_s for rank in early - leaving)])
+    return Going(False, decision, leaving, end_s, _steps_within(until_s, max(step_s, outlook.usual_s)))
+
+
+def near_below_s(outlook: Outlook, reserve_s: float) -> float:
+    """With less time left than this, a rank tells the others, so that all know before there is anything to decide.
+
+    Args:
+        outlook: of this rank; `far_s` is the slowest of the steps until all have heard of it.
+        reserve_s: to keep besides.
+    """
+    step_s = 0.0 if outlook.step is None else outlook.step.seconds
+    save_s = max(tier.bound.seconds for tier in outlook.tiers)
+    # told in one agreement and read in the next, each at most MAX_DELAY_S or one step after the other
+    until_heard_s = 2.0 * MAX_DELAY_S + NEAR_ITERATIONS * outlook.far_s
+    return step_s + save_s + leave_lead_s(step_s, reserve_s) + until_heard_s
+
+
+def who_requeues(jobs: Sequence[str], going: Collection[int]) -> frozenset[int]:
+    """The ranks that ask the scheduler to start their job again: one of each job all of whose ranks go.
+
+    Args:
+        jobs: by rank, the id of the scheduler's job that it belongs to; "": none.
+        going: the ranks that go.
+
+    >>> sorted(who_requeues(["7", "7", "8", "8", ""], {0, 1, 3, 4}))
+    [0]
+    """
+    found = set()
+    for job in set(jobs) - {""}:
+        ranks = [rank for rank, name in enumerate(jobs) if name == job]
+        if all(rank in going for rank in ranks):
+            found.add(ranks[0])
+    return frozenset(found)
+
+
+def _steps_within(slack_s: float, step_s: float) -> int:
+    """How many steps surely take less than half of this, and do not keep a new notice waiting."""
+    return max(0, int(min(slack_s / 2.0, MAX_DELAY_S) / step_s)) if step_s > 0.0 else 0

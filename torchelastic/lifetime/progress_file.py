@@ -1,0 +1,73 @@
+"""Tells whoever started this job how far it is: a line of JSON in a file; for its format see docs/simulate-esi.md."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+#: The path of the file; `torchelastic simulate-esi` sets it.
+PROGRESS_VARIABLE = "TORCHELASTIC_PROGRESS_FILE"
+#: Unless there is a reason to tell at once, it is told at most so often.
+_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is told; steps are counted over all lives of the job. None: not said.
+
+    Attributes:
+        resumed_step: what this life went on from.
+        committed_step: the last step that is done.
+        saved_step: the last step that the next life can go on from.
+        total_steps: of the run. Said where it is known whether the run is over: a job that exits with 0 after fewer is
+            started again.
+    """
+
+    resumed_step: int | None = None
+    committed_step: int | None = None
+    saved_step: int | None = None
+    total_steps: int | None = None
+
+
+class ProgressFile:
+    """The file. What goes wrong with it is a warning, once, and nothing to the training.
+
+    Args:
+        path: where; None: nobody wants to know.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._next_s = -math.inf
+        self._last: Steps | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> ProgressFile:
+        """The file that `TORCHELASTIC_PROGRESS_FILE` names, if it does."""
+        path = (os.environ if environment is None else environment).get(PROGRESS_VARIABLE, "").strip()
+        return cls(Path(path) if path else None)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether anybody wants to know, and has not been told for a while; monotonic seconds."""
+        return self._path is not None and now_s >= self._next_s
+
+    def tell(self, steps: Steps, now_s: float) -> None:
+        """Replaces the file in one step. It is not synced: it is for a reader on this host, in this life of it."""
+        if self._path is None or steps == self._last:
+            return
+        self._last, self._next_s = steps, now_s + _EVERY_S
+        document = {name: step for name, step in asdict(steps).items() if step is not None}
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(document) + "\n")
+            partial.replace(self._path)
+        except OSError as error:
+            log.warning("the progress of this job is not told: %s=%s: %s", PROGRESS_VARIABLE, self._path, error)
+            self._path = None

@@ -1,0 +1,189 @@
+"""Asks the scheduler to start the job again, once it has saved and stopped before its deadline.
+
+From SLURM's manual pages: scontrol(1) (`requeue`: a running batch job is ended, and put back into the queue under its
+id; `ARRAYID_TASKID` for one element of an array), sbatch(1) (`SLURM_RESTART_COUNT`: how often it was started again).
+The texts of final refusals are those of `src/common/slurm_errno.c`.
+
+`scontrol requeue` also undoes `scancel`, as long as processes of the job are left (seen with 22.05). So squeue is asked
+before: a job that is being ended is COMPLETING, with the reason TimeLimit if it was over its limit, and with None if it
+was cancelled or requeued; the second has raised its number of restarts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+
+from torchelastic.checkpoint.policy.arguments import whole_number
+from torchelastic.lifetime.sources.slurm import JOB_VARIABLE, CommandError, NoCommandError, Runner, run_command
+
+log = logging.getLogger(__name__)
+
+#: The exit code of a job that has saved, has stopped before its deadline, and wants to be started again: EX_TEMPFAIL of
+#: sysexits.h(3), "the user is invited to retry".
+STOPPED_EARLY = 75
+RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
+ARRAY_VARIABLES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+#: A controller that does not answer is asked so often, so long each time, with pauses between.
+ATTEMPTS, ATTEMPT_S, PAUSE_S = 3, 10.0, 1.0
+#: How long the question before may take.
+LOOK_S = 5.0
+#: What SLURM says where asking again changes nothing.
+_FINAL = (
+    "only batch jobs",
+    "operation is presently disabled",
+    "invalid job id",
+    "permission denied",
+    "already completing or completed",
+)
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """Whether the scheduler was asked to start the job again.
+
+    Attributes:
+        asked: it was, and has agreed.
+        because: a few words for the log.
+    """
+
+    asked: bool
+    because: str
+
+
+@dataclass(frozen=True)
+class RequeuePlan:
+    """What to ask, if anything.
+
+    Attributes:
+        job_id: as scontrol takes it; "": nobody is asked.
+        because: a few words for the log.
+    """
+
+    job_id: str
+    because: str
+
+
+def plan_requeue(environment: Mapping[str, str], max_restarts: int) -> RequeuePlan:
+    """Whether to ask for the job that these variables are of.
+
+    Args:
+        environment: variables.
+        max_restarts: how often the job may be started again in all, whoever has asked for it.
+
+    >>> plan_requeue({"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "3"}, 100)
+    RequeuePlan(job_id='42', because='restart 4 of at most 100')
+    """
+    job_id = environment.get(JOB_VARIABLE, "").strip()
+    if not job_id:
+        return RequeuePlan("", f"this is no SLURM job ({JOB_VARIABLE} is not set)")
+    array_id, task_id = (environment.get(name, "").strip() for name in ARRAY_VARIABLES)
+    if array_id and task_id:
+        job_id = f"{array_id}_{task_id}"
+    if not all(part.isdecimal() for part in job_id.split("_")):
+        return RequeuePlan("", f"{job_id!r} is no SLURM job: see {JOB_VARIABLE}, {' and '.join(ARRAY_VARIABLES)}")
+    text = environment.get(RESTARTS_VARIABLE, "").strip()
+    if text and not text.isdecimal():
+        return RequeuePlan("", f"{RESTARTS_VARIABLE} is {text!r}, which is no number: it might go on for ever")
+    restarts = int(text or 0)
+    if restarts >= max_restarts:
+        return RequeuePlan("", f"job {job_id} was started again {restarts} times, and max_restarts is {max_restarts}")
+    return RequeuePlan(job_id, f"restart {restarts + 1} of at most {max_restarts}")
+
+
+def state_command(job_id: str) -> list[str]:
+    """The command that prints state, reason and number of restarts of a job."""
+    return ["squeue", "--noheader", "--jobs", job_id, "--Format", "State,Reason,RestartCnt"]
+
+
+def who_ends_it(output: str, restarts: int) -> str:
+    """Why a job needs no requeue, or must have none; "" if it is to have one, or nothing is known.
+
+    Args:
+        output: what `state_command` prints.
+        restarts: how often the job had been started again when the present run of it began.
+
+    >>> who_ends_it("COMPLETING None 0", 0), who_ends_it("COMPLETING None 1", 0)
+    ('somebody has cancelled it', 'somebody has requeued it already')
+    >>> who_ends_it("RUNNING None 0", 0), who_ends_it("COMPLETING TimeLimit 0", 0)
+    ('', '')
+    """
+    words = output.split()
+    if len(words) != 3 or not words[2].isdecimal():
+        return ""
+    state, reason, count = words[0], words[1], int(words[2])
+    if count > restarts:
+        return "somebody has requeued it already"
+    is_cancelled = state == "CANCELLED" or (state == "COMPLETING" and reason == "None")
+    return "somebody has cancelled it" if is_cancelled else ""
+
+
+def requeue_job(
+    *,
+    max_restarts: int = 100,
+    environment: Mapping[str, str] | None = None,
+    runner: Runner = run_command,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Requeue:
+    """In a SLURM batch job: put it back into the queue (`scontrol requeue`). Elsewhere nothing is done.
+
+    Called by one rank, once the save is durable: SLURM ends the present run of the job at once (SIGTERM, and SIGKILL
+    after KillWait). A job that somebody has cancelled stays cancelled. Takes at most 40 s. If the scheduler refuses, or
+    does not answer, that is no error: the answer says so, and the log.
+
+    Args:
+        max_restarts: how often the job may be started again in all (`SLURM_RESTART_COUNT`); 0: not at all.
+        environment: variables; default: those of this process.
+        runner: runs `squeue` and `scontrol`.
+        sleep: waits for so many seconds.
+
+    Raises:
+        TypeError: `max_restarts` is no whole number.
+        ValueError: `max_restarts` is negative.
+    """
+    whole_number("max_restarts", max_restarts, at_least=0, remedy="give how often the job may be started again")
+    variables = os.environ if environment is None else environment
+    plan = plan_requeue(variables, max_restarts)
+    if plan.job_id and (because := _look(plan.job_id, variables, runner)):
+        plan = RequeuePlan("", f"job {plan.job_id}: {because}")
+    if not plan.job_id:
+        log.info("not requeued: %s", plan.because)
+        return Requeue(False, plan.because)
+    command = ["scontrol", "requeue", plan.job_id]
+    attempts = Retrying(
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=wait_exponential(PAUSE_S),
+        retry=retry_if_exception(_may_pass),
+        sleep=sleep,
+        reraise=True,
+    )
+    try:
+        attempts(runner, command, {}, ATTEMPT_S)
+    except CommandError as error:
+        log.warning("job %s was not requeued: %s", plan.job_id, error)
+        return Requeue(False, str(error))
+    log.warning("job %s was requeued: %s", plan.job_id, plan.because)
+    return Requeue(True, plan.because)
+
+
+def _look(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
+    """See `who_ends_it`; "" if squeue does not say."""
+    try:
+        output = runner(state_command(job_id), {}, LOOK_S)
+    except CommandError as error:
+        log.warning("whether somebody has cancelled job %s is not known: %s", job_id, error)
+        return ""
+    return who_ends_it(output, int(variables.get(RESTARTS_VARIABLE, "").strip() or 0))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether asking again may help."""
+    if not isinstance(error, CommandError) or isinstance(error, NoCommandError):
+        return False
+    text = str(error).lower()
+    return not any(final in text for final in _FINAL)

@@ -1,0 +1,73 @@
+"""Answers as bytes. Pure, but for reading the page's own files once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.resources import files
+
+from torchelastic.page.requests import Refused
+
+#: With every answer. Nothing is loaded from elsewhere, nothing runs but the page's own script, nobody may frame it.
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One of the page's own files."""
+
+    content_type: str
+    content: bytes
+
+
+def static_files() -> Mapping[str, File]:
+    """The page's own files, by name. They are all that is ever served of them: no request names a path."""
+    found = {}
+    for file in (files("torchelastic.page") / "static").iterdir():
+        content_type = _TYPES.get("." + file.name.rpartition(".")[2])
+        if content_type is not None:
+            found[file.name] = File(content_type, file.read_bytes())
+    return found
+
+
+def head(status: int, content_type: str, length: int | None, headers: Mapping[str, str] | None = None) -> bytes:
+    """The head of an answer; the connection ends with it.
+
+    Args:
+        status: of HTTP.
+        content_type: of the body.
+        length: of the body in bytes; None: it goes on until the connection ends.
+        headers: besides the usual ones.
+    """
+    told = {"Content-Type": content_type, **SECURITY_HEADERS, **(headers or {}), "Connection": "close"}
+    if length is not None:
+        told["Content-Length"] = str(length)
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {value}" for name, value in told.items())]
+    return "\r\n".join([*lines, "", ""]).encode("ascii")
+
+
+def whole(content: bytes, content_type: str, headers: Mapping[str, str] | None = None) -> bytes:
+    """An answer with a body."""
+    return head(200, content_type, len(content), headers) + content
+
+
+def refusal(refused: Refused) -> bytes:
+    """What somebody gets who is not answered."""
+    body = f"{refused.why}\n".encode()
+    return head(refused.status, "text/plain; charset=utf-8", len(body), refused.headers) + body

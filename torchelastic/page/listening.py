@@ -1,0 +1,134 @@
+"""Where the page listens and what opens it: from the words of the command line to a bound socket and a token."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchelastic.page.access import Access, checked_token, is_loopback, new_token
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """A page that can be served.
+
+    Attributes:
+        socket: it listens, so whoever comes before the server begins waits for it; the server's from its start on.
+        name: as the user has named this host, or its address.
+        token: see `Access`; None: on loopback, for this user only.
+        is_token_new: whether it was made just now, so that nobody knows it yet.
+    """
+
+    socket: socket.socket
+    name: str = LOOPBACK
+    token: str | None = field(default=None, repr=False)
+    is_token_new: bool = False
+
+    @property
+    def url(self) -> str:
+        """Where it is, without the token."""
+        name = socket.gethostname() if self.name in ("0.0.0.0", "::") else self.name  # noqa: S104 - it is only read
+        host = f"[{name}]" if ":" in name else name
+        return f"http://{host}:{self.socket.getsockname()[1]}/"
+
+    @property
+    def url_to_open(self) -> str:
+        """What a person opens: with the token if nobody knows it yet. It belongs on a screen and into no log."""
+        return f"{self.url}#token={self.token}" if self.is_token_new else self.url
+
+    @property
+    def access(self) -> Access:
+        """Who may see it."""
+        return Access(self.token, frozenset({self.name.lower(), socket.gethostname().lower()}), os.getuid())
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """The address that `[HOST:]PORT` is. Raises ValueError.
+
+    >>> parse_address("8080"), parse_address("node-1:0"), parse_address("[::1]:80")
+    (('127.0.0.1', 8080), ('node-1', 0), ('::1', 80))
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if colon else LOOPBACK
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{text!r} is no address: write PORT or HOST:PORT, with 0 for any free port")
+    return host, int(port)
+
+
+def listening(text: str, token_file: Path | None, *, is_seen: bool) -> PageOptions:
+    """Take the address, and find the token.
+
+    Args:
+        text: `[HOST:]PORT`.
+        token_file: holds the token; it is made, for its owner only, if there is none.
+        is_seen: whether a person sees what this program prints, so that a new token can be told.
+
+    Raises:
+        ValueError: the words make no sense; the message says what to change.
+        OSError: the address cannot be listened on, or the file not be read or written; the message names it.
+    """
+    host, port = parse_address(text)
+    bound = _bound(host, port)
+    try:
+        if token_file is not None:
+            return PageOptions(bound, host, token_in(token_file))
+        if is_loopback(str(bound.getsockname()[0])):
+            return PageOptions(bound, host)
+        if not is_seen:
+            raise ValueError(
+                f"--page {text} can be reached from other hosts, so it wants a token, and nobody would see one that is "
+                "printed here: give --page-token-file FILE (it is made if there is none)"
+            )
+        return PageOptions(bound, host, new_token(), is_token_new=True)
+    except BaseException:
+        bound.close()
+        raise
+
+
+def token_in(path: Path) -> str:
+    """The token in that file, or a new one that is put there. Raises ValueError or OSError; see `listening`."""
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        pass
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # another agent was quicker
+        return _read(path)
+    with os.fdopen(descriptor, "w") as file:
+        token = new_token()
+        file.write(token + "\n")
+    return token
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o007:
+            raise ValueError(f"every user of this host may use {path}, which holds a token: chmod 600 {path}")
+        content = file.read(4096)
+    try:
+        return checked_token(content.decode("ascii"))
+    except ValueError as error:  # a UnicodeDecodeError is one, too, and shows what was there
+        told = "it is not ASCII" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ValueError(f"{path} holds no token: {told}") from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise OSError(error.errno, f"--page: there is no address {host!r} ({error})") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(64)
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"--page cannot listen on {host}:{port} ({error.strerror}): name another") from error
+    return bound

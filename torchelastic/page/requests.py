@@ -1,0 +1,136 @@
+"""An HTTP request's head as a value, and what it asks for. Pure; nothing in it is trusted.
+
+HTTP/1.1 as far as a page needs it (RFC 9112): GET only, no body, one request per connection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import parse_qs, unquote
+
+#: The longest head that is read.
+MOST_HEAD_BYTES = 16_384
+#: Lines of a log: at most, and where nothing is said.
+MOST_LINES = 2000
+USUAL_LINES = 200
+
+_REQUEST_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,20}) (/[\x21-\x7e]*) HTTP/1\.[01]")
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff\t]*?)[ \t]*")
+#: Those of which a second one would let two readers understand two things.
+_ONCE = ("host", "authorization", "sec-fetch-site", "content-length")
+
+
+class Refused(Exception):  # noqa: N818 - it is no error of this program
+    """The request is not answered as it wants to be.
+
+    Args:
+        status: of HTTP.
+        why: one line for people, without anything that the client has sent.
+        headers: to send besides the usual ones.
+    """
+
+    def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(f"{status}: {why}")
+        self.status, self.why, self.headers = status, why, dict(headers or {})
+
+
+@dataclass(frozen=True)
+class Request:
+    """A GET.
+
+    Attributes:
+        path: decoded, begins with a slash.
+        query: the last value of each name.
+        headers: by name in lower case.
+    """
+
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def parsed(head: bytes) -> Request:
+    """The request that these bytes are, without the empty line at their end. Raises Refused."""
+    line, *rest = head.decode("latin-1").split("\r\n")
+    words = _REQUEST_LINE.fullmatch(line)
+    if words is None:
+        raise Refused(400, "this is no HTTP/1.1 request")
+    method, target = words.groups()
+    if method != "GET":
+        raise Refused(405, "only GET is answered: nothing can be changed here", {"Allow": "GET"})
+    headers: dict[str, str] = {}
+    for text in rest:
+        header = _HEADER.fullmatch(text)
+        if header is None:
+            raise Refused(400, "a header that is none")
+        name, value = header[1].lower(), header[2]
+        if name in headers and name in _ONCE:
+            raise Refused(400, f"{name} is there twice")
+        headers[name] = value
+    if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
+        raise Refused(400, "a GET has no body here")
+    path, _, query = target.partition("#")[0].partition("?")
+    try:
+        decoded = unquote(path, errors="strict")
+        values = parse_qs(query, keep_blank_values=True, max_num_fields=20)
+    except ValueError:
+        raise Refused(400, "the address is not UTF-8, or too long") from None
+    return Request(decoded, {name: told[-1] for name, told in values.items()}, headers)
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request asks for.
+
+    Attributes:
+        kind: `file`, `status`, `events` or `log`.
+        name: of the file, or of the log.
+        lines: of the log.
+    """
+
+    kind: str
+    name: str = ""
+    lines: int = USUAL_LINES
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether it tells something of the run; the page's own files are the same for everybody."""
+        return self.kind != "file"
+
+
+#: A place on this host, and how many lives it had before: what a log is named by. Nothing else gets near a path.
+LOG_NAME = re.compile(r"[0-9]{1,4}\.[0-9]{1,9}")
+
+
+def wanted(request: Request, files: Mapping[str, object]) -> Wanted:
+    """What is asked for.
+
+    Args:
+        request: a GET.
+        files: the page's files, by name.
+
+    Raises:
+        Refused: nothing of that name is here.
+    """
+    name = request.path[1:] or "index.html"
+    if name in files:
+        return Wanted("file", name)
+    if name == "status.json":
+        return Wanted("status")
+    if name == "events":
+        return Wanted("events")
+    folder, _, log = name.partition("/")
+    if folder == "log" and LOG_NAME.fullmatch(log):
+        return Wanted("log", log, _lines(request.query.get("tail", str(USUAL_LINES))))
+    raise Refused(404, "there is nothing here: see /, /status.json, /events and /log/PLACE.RESTARTS?tail=LINES")
+
+
+def _lines(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise Refused(400, f"tail is a number of lines, at most {MOST_LINES}")
+    return max(1, min(int(text), MOST_LINES))

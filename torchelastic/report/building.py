@@ -1,0 +1,220 @@
+"""Makes a report of journals: all hosts on one clock, and every nanosecond in its place. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Counted, End, Failure, Save
+from torchelastic.ledger.figures import Seen, figures_of, seen
+from torchelastic.ledger.journal import Journal
+from torchelastic.ledger.life import Life
+from torchelastic.report.incidents import Told, incidents_of
+from torchelastic.report.lacks import lacks_of
+from torchelastic.report.losses import LossCurve
+from torchelastic.report.marks import marks_of
+from torchelastic.report.model import EarlierRow, HostPart, LifeRow, Report, SaveRow
+from torchelastic.report.part import Part, name_parts, parts_of
+from torchelastic.report.stories import stories_of
+from torchelastic.report.stretches import Story, Stretch, cells, stretches
+from torchelastic.status.event_lines import lines_of
+from torchelastic.status.run_status import EventLine
+
+#: The time line is cut into so many cells, or into fewer where there are more lives than that.
+CELLS, FEW_CELLS, MANY_LIVES = 360, 200, 24
+#: So many of the newest lines about what has happened are kept.
+MOST_LINES = 2000
+
+
+class NoRunError(ValueError):
+    """There is no run to report of; the message says why, and what to do."""
+
+
+def report_of(
+    journals: Mapping[str, Journal],
+    *,
+    run_id: str | None = None,
+    lacks: Sequence[str] = (),
+    losses: LossCurve | None = None,
+) -> Report:
+    """The report of a run.
+
+    Args:
+        journals: of all its agents, by name.
+        run_id: of which run, where there are journals of several; None: there is only one.
+        lacks: what is known to be missing, as sentences.
+        losses: the loss curve.
+
+    Raises:
+        NoRunError: there is no journal of it, or of several runs, or none tells of a worker.
+    """
+    chosen = _of_one_run(journals, run_id)
+    telling = {name: one for name, one in chosen.items() if one.events or one.before.counts.first_ns is not None}
+    parts, began_ns = parts_of(telling)
+    if not parts:
+        raise NoRunError("no worker has started yet, as far as the journals tell")
+    until_ns = max(part.until_ns for part in parts)
+    count = CELLS if sum(len(part.book.lives) for part in parts) <= MANY_LIVES else FEW_CELLS
+    edges = [until_ns * number // count for number in range(1, count)]
+    workers = tuple(row for part in parts for row in _rows(part, edges))
+    told = sorted(_told(parts), key=lambda one: one.at_ns)
+    run = _seen(parts, until_ns)
+    silent = [f"The journal {name} tells of no worker." for name in chosen if name not in {one.name for one in parts}]
+    return Report(
+        run_id=parts[0].journal.head.run_id,
+        began_ns=began_ns,
+        until_ns=until_ns,
+        is_over=all(row.is_ended for row in workers),
+        hosts=tuple(_host(part) for part in parts),
+        seen=run,
+        figures=figures_of(run),
+        lives=tuple(sorted(workers, key=_order)),
+        earlier=tuple(_earlier(part) for part in parts if part.book.earlier.lives),
+        incidents=incidents_of(told),
+        saves=_saves(told),
+        marks=marks_of(told, parts),
+        events=_lines(parts)[-MOST_LINES:],
+        event_counts=_counts(told),
+        losses=losses,
+        lacks=(*lacks, *silent, *lacks_of(parts, workers, told, until_ns, began_ns)),
+    )
+
+
+def _of_one_run(journals: Mapping[str, Journal], run_id: str | None) -> dict[str, Journal]:
+    runs = sorted({journal.head.run_id for journal in journals.values()})
+    if not runs:
+        raise NoRunError("there is no journal that can be read: give the --log-dir of `torchelastic run`")
+    if run_id is None and len(runs) > 1:
+        raise NoRunError(f"there are journals of several runs: say which with --run-id: {', '.join(runs)}")
+    chosen = {name: one for name, one in journals.items() if one.head.run_id == (run_id or runs[0])}
+    if not chosen:
+        raise NoRunError(f"there is no journal of the run {run_id}, but of {', '.join(runs)}")
+    return chosen
+
+
+def _seen(parts: Sequence[Part], until_ns: int) -> Seen:
+    configured = max(part.journal.head.configured_workers for part in parts)
+    return seen([part.book for part in parts], [part.now_ns for part in parts], until_ns, configured)
+
+
+def _host(part: Part) -> HostPart:
+    return HostPart(
+        host=part.host,
+        journal=part.name,
+        began_ns=part.since_began(part.first_ns),
+        until_ns=part.until_ns,
+        is_open=any(life.ended_ns is None for life in part.book.lives.values()),
+    )
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(part: Part, edges: Sequence[int]) -> Iterator[LifeRow]:
+    stories = stories_of(part.journal, part.book)
+    ends = {event.worker: event for event in part.journal.events if isinstance(event, End)}
+    for life in part.book.lives.values():
+        course = stretches(life, stories.get(life.worker, Story()), part.now_ns)
+        shifted = [Stretch(part.since_began(one.from_ns), part.since_began(one.to_ns), one.amounts) for one in course]
+        yield _row(part, life, ends.get(life.worker), cells(shifted, edges))
+
+
+def _row(part: Part, life: Life, end: End | None, course: tuple[Stretch, ...]) -> LifeRow:
+    is_ended = life.ended_ns is not None
+    how = life.cause or ("" if life.exit_code is None else f"exit code {life.exit_code}")
+    return LifeRow(
+        worker=life.worker,
+        name=part.name_of(life.worker),
+        host=part.host,
+        place=part.place_of(life.worker),
+        began_ns=part.since_began(life.started_ns),
+        until_ns=part.since_began(life.until_ns(part.now_ns)),
+        is_ended=is_ended,
+        end=how if is_ended else "",
+        is_loss=is_ended and (life.exit_code != 0 if end is None else end.is_loss),
+        step=life.tally.step,
+        committed=life.tally.committed,
+        undone=life.tally.undone,
+        amounts=life.amounts(part.now_ns),
+        cells=course,
+    )
+
+
+def _earlier(part: Part) -> EarlierRow:
+    sums = part.book.earlier
+    return EarlierRow(
+        host=part.host,
+        lives=sums.lives,
+        wall_ns=sums.wall_ns,
+        amounts=sums.amounts,
+        committed=sums.committed,
+        undone=sums.undone,
+    )
+
+
+def _order(row: LifeRow) -> tuple[str, tuple[int, int | str], int, str]:
+    host, place, _life = name_parts(row.name)
+    return host, (0, int(place)) if place.isascii() and place.isdigit() else (1, place), row.began_ns, row.worker
+
+
+# --- what has happened ------------------------------------------------------------------------------------------------
+
+
+def _told(parts: Iterable[Part]) -> Iterator[Told]:
+    for part in parts:
+        detected = _detected(part.book)
+        for event in part.journal.events:
+            if not isinstance(event, Counted):
+                detect_ns = detected.get((event.worker, event.at_ns), 0) if isinstance(event, Failure) else 0
+                yield Told(part.since_began(event.at_ns), event, part.name_of(event.worker), detect_ns)
+        written = {event.worker for event in part.journal.events if isinstance(event, End)}
+        for life in part.book.lives.values():
+            is_known = life.worker in written or life.worker in part.journal.before.lives
+            if life.ended_ns is not None and not is_known:  # other hosts tell that it was lost with its agent
+                tally = life.tally
+                end = End(
+                    at_ns=life.ended_ns, worker=life.worker, rank=tally.rank, round=tally.round, step=tally.step,
+                    cause=life.cause,
+                )  # fmt: skip
+                yield Told(part.since_began(end.at_ns), end, part.name_of(life.worker))
+
+
+def _detected(book: Book) -> dict[tuple[str, int], int]:
+    return {(one.failure.worker, one.failure.at_ns): one.detect_ns for one in book.noticed}
+
+
+def _saves(told: Iterable[Told]) -> tuple[SaveRow, ...]:
+    """What several workers did for one checkpoint is one row."""
+    together: dict[tuple[int, int, str], list[tuple[int, Save]]] = {}
+    for one in told:
+        if isinstance(one.event, Save):
+            save = one.event
+            together.setdefault((save.round, save.step, save.tier), []).append((one.at_ns, save))
+    rows = [
+        SaveRow(
+            at_ns=max(at_ns for at_ns, _ in saves),
+            step=step,
+            tier=tier,
+            workers=len(saves),
+            mean_ns=sum(save.stall_ns for _, save in saves) // len(saves),
+            longest_ns=max(save.stall_ns for _, save in saves),
+        )
+        for (_round, step, tier), saves in together.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: row.at_ns))
+
+
+def _counts(told: Iterable[Told]) -> dict[str, int]:
+    return dict(sorted(Counter(one.event.kind for one in told).items()))
+
+
+def _lines(parts: Iterable[Part]) -> tuple[EventLine, ...]:
+    lines = [
+        line
+        for part in parts
+        for line in lines_of(
+            part.host, ((part.journal.head.wall_ns_of(event.at_ns) / 1e9, event) for event in part.journal.events)
+        )
+    ]
+    return tuple(sorted(lines, key=lambda line: (line.at_s, line.host)))

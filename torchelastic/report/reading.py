@@ -1,0 +1,103 @@
+"""Finds the journals of a run on disk. What cannot be read is said; it never hides what can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import LedgerFormatError
+from torchelastic.ledger.journal import Journal, journal_files, read_journal
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found on disk.
+
+    Attributes:
+        journals: those that could be read, by name.
+        lacks: what is missing of them, or could not be read, as sentences.
+    """
+
+    journals: Mapping[str, Journal] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+
+
+def find_journals(paths: Sequence[Path]) -> Found:
+    """All journals of these folders, or those that these files belong to. Files may be written to meanwhile.
+
+    Args:
+        paths: a `--log-dir` of `torchelastic run`, or files of journals; a file stands for its whole journal.
+
+    Raises:
+        OSError: a path is not there, or a folder cannot be read.
+    """
+    journals: dict[str, Journal] = {}
+    lacks: list[str] = []
+    read: set[tuple[Path, ...]] = set()
+    for path in paths:
+        for name, files in _files_at(path).items():
+            if files in read:
+                continue
+            read.add(files)
+            try:
+                journal = read_journal(files)
+            except (LedgerFormatError, OSError) as error:
+                lacks.append(f"The journal {name} is left out: {error}.")
+                continue
+            known = journals.get(name)
+            if known is not None and known.head == journal.head:
+                lacks.append(f"{name} was given twice, as copies: the longer one is used.")
+                if len(journal.events) <= len(known.events):
+                    continue
+            elif known is not None:
+                name = str(files[0].parent / name)
+            journals[name] = journal
+            lacks += _lacks(name, files, journal)
+    return Found(journals, tuple(lacks))
+
+
+def _files_at(path: Path) -> dict[str, tuple[Path, ...]]:
+    path = path.absolute()
+    if path.is_dir():
+        return journal_files(path)
+    path.stat()  # an error that names it, if it is not there
+    named = {name: files for name, files in journal_files(path.parent).items() if path in files}
+    return named or {path.name: (path,)}
+
+
+def _lacks(name: str, files: Sequence[Path], journal: Journal) -> list[str]:
+    found = []
+    if journal.before != Book():
+        found.append(
+            f"The oldest events of {name} are gone, since only so many of its files are kept: what was before is in "
+            f"the sums, and not among the failures and events."
+        )
+    numbers = [int(path.name.split(".")[-2]) for path in files if path.name.endswith(".jsonl") and "." in path.stem]
+    gaps = [number for number, following in pairwise(numbers) if following != number + 1]
+    if gaps:
+        found.append(f"A file of {name} is missing after number {gaps[0]}: its events are lost.")
+    if journal.damaged:
+        found.append(f"Left out of {name}: {journal.damaged} damaged {_lines(journal.damaged)}.")
+    if journal.unknown:
+        lines = f"{journal.unknown} {_lines(journal.unknown)}"
+        found.append(f"Left out of {name}: {lines} of a kind that a later torchelastic has added.")
+    torn = sum(_is_torn(path) for path in files)
+    if torn:
+        found.append(f"The last line of {name} is torn: its agent was ended while it wrote, or writes at this moment.")
+    return found
+
+
+def _lines(count: int) -> str:
+    return "line" if count == 1 else "lines"
+
+
+def _is_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        size_bytes = file.seek(0, 2)
+        if not size_bytes:
+            return False
+        file.seek(size_bytes - 1)
+        return file.read(1) != b"\n"

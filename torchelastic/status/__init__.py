@@ -1,0 +1,45 @@
+"""What a run looks like from outside: the status that agents write into etcd, and what is made of it.
+
+Names are loaded on first use (PEP 562); importing this package imports no torch. See docs/observing.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
+
+if TYPE_CHECKING:
+    from torchelastic.status.host import HostView, host_status
+    from torchelastic.status.publishing import Publisher
+    from torchelastic.status.reading import StatusReader, is_known, read_status
+    from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined
+    from torchelastic.status.screen import Screen
+    from torchelastic.status.status_format import run_to_plain
+
+__all__ = [
+    "EventLine",
+    "HostStatus",
+    "HostView",
+    "Publisher",
+    "RunStatus",
+    "Screen",
+    "StatusReader",
+    "WorkerStatus",
+    "combined",
+    "host_status",
+    "is_known",
+    "read_status",
+    "run_to_plain",
+]
+
+_MODULES = {
+    "host": ("HostView", "host_status"),
+    "publishing": ("Publisher",),
+    "reading": ("StatusReader", "is_known", "read_status"),
+    "run_status": ("EventLine", "HostStatus", "RunStatus", "WorkerStatus", "combined"),
+    "screen": ("Screen",),
+    "status_format": ("run_to_plain",),
+}
+
+__getattr__, __dir__ = lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

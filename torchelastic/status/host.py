@@ -1,0 +1,259 @@
+"""What one host looks like: its ledger's book and what else its agent knows, as a `HostStatus`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Event
+from torchelastic.ledger.figures import Seen, seen
+from torchelastic.ledger.journal import WritesEvents
+from torchelastic.ledger.life import Life
+from torchelastic.rendezvous.records import NO_ROUND, Round
+from torchelastic.status.event_lines import Told, with_event
+from torchelastic.status.pace import Pace
+from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, WorkerStatus
+from torchelastic.version import __version__
+
+#: Values by name, of one place of the host.
+Values = Mapping[str, float]
+#: So many of the newest events are kept for those who ask the agent itself.
+KEPT_EVENTS = 300
+#: Of a published name so many characters are told.
+_MOST_NAME = 64
+_OWN_GROUP = "torchelastic"
+_LIFE = re.compile(r"(?P<place>.+)\.(?P<restarts>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What an agent knows besides its book.
+
+    Attributes:
+        host: its name.
+        incarnation: of the agent.
+        at_s: now, in Unix seconds.
+        now_ns: now, by the clock of the book.
+        every_s: the next status follows so long after this one.
+        round: the newest.
+        round_since_s: when the agent heard of its state.
+        pids: of its workers' processes, by worker.
+        paces: how fast they step, by worker.
+        values: what was published, by place.
+        events: the newest, oldest first.
+        journal, address, is_etcd_away: as in `HostStatus`.
+    """
+
+    host: str
+    incarnation: str
+    at_s: float
+    now_ns: int
+    every_s: float = 1.0
+    round: Round = NO_ROUND
+    round_since_s: float = 0.0
+    pids: Mapping[str, int] = field(default_factory=dict)
+    paces: Mapping[str, Pace] = field(default_factory=dict)
+    values: Mapping[str, Values] = field(default_factory=dict)
+    events: Sequence[EventLine] = ()
+    journal: str = ""
+    address: str = ""
+    is_etcd_away: bool = False
+
+
+def host_status(book: Book, facts: Facts) -> HostStatus:
+    """The status of a host. Pure."""
+    first_ns = book.counts.first_ns
+    return HostStatus(
+        host=facts.host,
+        incarnation=facts.incarnation,
+        at_s=_to_ms(facts.at_s),
+        began_s=0.0 if first_ns is None else _since(facts, first_ns),
+        every_s=facts.every_s,
+        round=facts.round.number if facts.round_since_s else -1,
+        round_state=facts.round.state.value if facts.round_since_s else "",
+        round_since_s=_to_ms(facts.round_since_s),
+        version=__version__,
+        workers=tuple(_worker(life, facts) for life in book.lives.values() if life.ended_ns is None),
+        seen=seen_of(book, facts.now_ns),
+        events=tuple(facts.events[-MOST_EVENTS:]),
+        journal=facts.journal,
+        address=facts.address,
+        is_etcd_away=facts.is_etcd_away,
+    )
+
+
+def seen_of(book: Book, now_ns: int) -> Seen:
+    """What one host has shown up to now, from the first start of a worker on."""
+    first_ns = now_ns if book.counts.first_ns is None else book.counts.first_ns
+    return seen([book], [now_ns], wall_ns=max(0, now_ns - first_ns))
+
+
+def parts_of(worker: str) -> tuple[str, int]:
+    """The place of a worker on its host, and how many lives it had there before.
+
+    >>> parts_of("node-7.example/0.2"), parts_of("node-7/p")
+    (('0', 2), ('p', 0))
+    """
+    name = worker.rpartition("/")[2]
+    match = _LIFE.fullmatch(name)
+    return (match["place"], int(match["restarts"])) if match else (name, 0)
+
+
+def told_values(items: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Of what a worker has published, (group, name, value), what a person wants to see: not the library's own figures.
+
+    >>> told_values([("torchelastic", "train_step.duration.ms", 3.0), ("mine", "loss", 0.5)])
+    {'loss': 0.5}
+    """
+    told = {}
+    for group, name, value, *_ in items:
+        if not isinstance(name, str) or type(value) not in (int, float) or not abs(value) < float("inf"):
+            continue
+        is_own = group == _OWN_GROUP and "." in name
+        if not is_own and not name.endswith((".ms", ".success", ".failure")) and name.isprintable():
+            told[name[:_MOST_NAME]] = float(value)
+    return told
+
+
+def _worker(life: Life, facts: Facts) -> WorkerStatus:
+    tally = life.tally
+    place, restarts = parts_of(life.worker)
+    is_in = tally.round == facts.round.number or not facts.round_since_s
+    return WorkerStatus(
+        worker=life.worker,
+        host=facts.host,
+        pid=facts.pids.get(life.worker, 0),
+        rank=tally.rank if is_in else -1,
+        round=tally.round,
+        step=tally.step,
+        steps_per_s=round(facts.paces.get(life.worker, Pace()).steps_per_s(facts.now_ns), 4),
+        account=tally.account.label,
+        amounts=life.amounts(facts.now_ns),
+        restarts=restarts,
+        began_s=_since(facts, life.started_ns),
+        values=facts.values.get(place, {}),
+    )
+
+
+def _since(facts: Facts, at_ns: int) -> float:
+    return _to_ms(max(0.0, facts.at_s - (facts.now_ns - at_ns) / 1e9))
+
+
+def _to_ms(at_s: float) -> float:
+    return round(at_s, 3)
+
+
+class HostView:
+    """Gathers what a status needs while it happens. Use it on one thread: the agent's event loop.
+
+    It is a journal for the ledger's `Keeper`, and hands on what it is given to the real one.
+
+    Args:
+        host: its name.
+        incarnation: of the agent.
+        journal: the real journal; None: there is none.
+        clock_ns: the clock of the book.
+        wall_s: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        incarnation: str,
+        journal: WritesEvents | None = None,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._host, self._incarnation, self._journal = host, incarnation, journal
+        self._clock_ns, self._wall_s = clock_ns, wall_s
+        self._told: tuple[Told, ...] = ()
+        self._paces: dict[str, Pace] = {}
+        self._values: dict[str, dict[str, float]] = {}
+        self._round, self._round_since_s = NO_ROUND, 0.0
+
+    # --- as a journal -------------------------------------------------------------------------------------------------
+
+    def write(self, event: Event, book: Book) -> None:
+        """Remember what has happened, and hand it on."""
+        at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
+        self._told = with_event(self._told, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)
+        if self._journal is not None:
+            self._journal.write(event, book)
+
+    def close(self) -> None:
+        """Close the real journal."""
+        if self._journal is not None:
+            self._journal.close()
+
+    # --- what else happens --------------------------------------------------------------------------------------------
+
+    def heard_of(self, round_: Round) -> None:
+        """The round, whenever it has changed."""
+        if not self._round_since_s or (round_.number, round_.state) != (self._round.number, self._round.state):
+            self._round_since_s = self._wall_s()
+        self._round = round_
+
+    def published(self, local_rank: int | None, items: Sequence[Sequence[Any]]) -> None:
+        """A worker has published (group, name, value), ..; None: without the launcher, there is one place."""
+        values = self._values.setdefault("p" if local_rank is None else str(local_rank), {})
+        for name, value in told_values(items).items():
+            if name in values or len(values) < MOST_VALUES:
+                values[name] = value
+
+    def ended(self, local_rank: int | None) -> None:
+        """The process in that place is gone, and what it has published with it."""
+        self._values.pop("p" if local_rank is None else str(local_rank), None)
+
+    # --- what it looks like -------------------------------------------------------------------------------------------
+
+    def lines(self, most: int = KEPT_EVENTS) -> tuple[EventLine, ...]:
+        """The newest events, oldest first: more of them than etcd is told."""
+        return tuple(told.line(self._host) for told in self._told[-most:])
+
+    def status(
+        self,
+        book: Book,
+        every_s: float = 1.0,
+        *,
+        pids: Mapping[str, int] | None = None,
+        journal: str = "",
+        address: str = "",
+        is_etcd_away: bool = False,
+    ) -> HostStatus:
+        """The status now. Call it every second or so, wanted or not: the pace is measured between calls.
+
+        Args:
+            book: with what the workers have counted by now.
+            every_s: the next one is written so long after this one.
+            pids: of the workers' processes, by worker.
+            journal: as in `HostStatus`.
+            address: as in `HostStatus`.
+            is_etcd_away: as in `HostStatus`.
+        """
+        alive = {life.worker: life for life in book.lives.values() if life.ended_ns is None}
+        self._paces = {
+            worker: self._paces.get(worker, Pace()).after(life.tally.since_ns, life.tally.step)
+            for worker, life in alive.items()
+        }
+        facts = Facts(
+            host=self._host,
+            incarnation=self._incarnation,
+            at_s=self._wall_s(),
+            now_ns=self._clock_ns(),
+            every_s=every_s,
+            round=self._round,
+            round_since_s=self._round_since_s,
+            pids=pids or {},
+            paces=self._paces,
+            values=self._values,
+            events=self.lines(MOST_EVENTS),
+            journal=journal,
+            address=address,
+            is_etcd_away=is_etcd_away,
+        )
+        return host_status(book, facts)

@@ -1,0 +1,151 @@
+"""The agent tells etcd what its host looks like, under its lease, as often as somebody looks.
+
+etcd keeps every version of a key until its history is compacted, and not every etcd is set up to do that: some
+kilobytes a second from each host would fill it in days. So whoever looks at a run writes the key `look` now and then.
+Agents read its revision once in a period, which leaves no trace, and only while it changes do they write every period.
+Else every ten minutes, for those who may only read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torchelastic.rendezvous.records import Keys
+from torchelastic.rendezvous.store import CoordinationStore, StoreError
+from torchelastic.status.run_status import HostStatus, every_s
+from torchelastic.status.status_format import encode_host, most_bytes
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Who looks writes the key `look` so often.
+LOOK_EVERY_S = 5.0
+#: So long after it was last seen to change nobody looks any more.
+ATTEND_S = 3 * LOOK_EVERY_S
+#: Between two statuses while nobody looks.
+IDLE_EVERY_S = 600.0
+#: An agent's incarnation has so many characters, and begins the last part of its members' ids.
+_INCARNATION_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Whether somebody looks, and when a status is due. A value.
+
+    Attributes:
+        revision: of the key `look`, as last seen; -1: never seen.
+        until_s: somebody looks until then.
+        told_s: when the last status was written; -inf: never.
+        was_watched: whether somebody looked when it was.
+        lease: which it went with; 0: none.
+    """
+
+    revision: int = -1
+    until_s: float = -math.inf
+    told_s: float = -math.inf
+    was_watched: bool = False
+    lease: int = 0
+
+    def seen(self, revision: int, now_s: float) -> Attention:
+        """Once the key has been read: 0, where it does not exist."""
+        if revision == self.revision:
+            return self
+        until_s = now_s + ATTEND_S if revision else -math.inf
+        return replace(self, revision=revision, until_s=until_s)
+
+    def told(self, now_s: float, lease: int) -> Attention:
+        """Once a status has been written."""
+        return replace(self, told_s=now_s, was_watched=self.is_watched(now_s), lease=lease)
+
+    def is_watched(self, now_s: float) -> bool:
+        """Whether somebody looks."""
+        return now_s < self.until_s
+
+    def is_due(self, now_s: float, lease: int) -> bool:
+        """Whether a status is to be written now: while somebody looks, every time.
+
+        Once nobody does any more there is one further status, which says when the next one follows. What was written
+        goes with its lease, so a new lease wants a new one.
+        """
+        is_old = now_s - self.told_s >= IDLE_EVERY_S or lease != self.lease
+        return self.is_watched(now_s) or self.was_watched or is_old
+
+
+def agents_of(members: Collection[str]) -> int:
+    """How many agents a roster's members are of, by their ids; at least one.
+
+    >>> agents_of(["a-0-3f0a77c11", "a-1-3f0a77c12", "b-0-99aa88bb1"])
+    2
+    """
+    return max(1, len({member.rpartition("-")[2][:_INCARNATION_LENGTH] for member in members}))
+
+
+class Publisher:
+    """Writes the status of one host. Construct and use it on one event loop; it never holds up anything else.
+
+    One call of the store is under way at most, on a thread of its own: when etcd does not answer, nothing piles up.
+
+    Args:
+        store: any thread may call it.
+        keys: the run's keys.
+        incarnation: of the agent.
+        lease: gives the lease that the status is to go with; 0: there is none, because etcd is out of reach, and it is
+            not asked for anything.
+        status: makes the status, given the seconds until the next one; called every period.
+        agents: gives the number of agents in the run.
+        clock: monotonic seconds.
+        sleep: as `asyncio.sleep`.
+    """
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        keys: Keys,
+        incarnation: str,
+        *,
+        lease: Callable[[], int],
+        status: Callable[[float], HostStatus],
+        agents: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._store, self._look_at, self._key = store, keys.look, keys.status + incarnation
+        self._lease, self._status, self._agents = lease, status, agents
+        self._clock, self._sleep = clock, sleep
+        self._attention = Attention()
+        self._thread = ThreadPoolExecutor(1, "status")
+
+    async def run(self) -> None:
+        """Write statuses for ever; cancel it to end it."""
+        try:
+            while True:
+                await self.once()
+                await self._sleep(every_s(self._agents()))
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def once(self) -> None:
+        """One period: see whether somebody looks, and write what is due. Raises nothing that the store says."""
+        try:
+            if self._lease():
+                kv = await self._ask(lambda store: store.get(self._look_at))
+                self._attention = self._attention.seen(0 if kv is None else kv.mod_revision, self._clock())
+            hosts, now_s, lease_id = self._agents(), self._clock(), self._lease()
+            status = self._status(every_s(hosts) if self._attention.is_watched(now_s) else IDLE_EVERY_S)
+            if lease_id and self._attention.is_due(now_s, lease_id):
+                value = encode_host(status, most_bytes(hosts))
+                await self._ask(lambda store: store.put(self._key, value, lease_id))
+                self._attention = self._attention.told(now_s, lease_id)
+        except StoreError as error:
+            log.debug("the status of this host was not written: %s", error)  # the membership says it, once
+
+    async def _ask(self, call: Callable[[CoordinationStore], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, self._store)

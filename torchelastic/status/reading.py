@@ -1,0 +1,149 @@
+"""Reads a run's status out of etcd, from any machine, and says that somebody looks; see `publishing`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torchelastic.rendezvous.office import read_members
+from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
+from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError
+from torchelastic.rendezvous.url import RendezvousUrl
+from torchelastic.status.publishing import LOOK_EVERY_S
+from torchelastic.status.run_status import HostStatus, RunStatus, combined
+from torchelastic.status.status_format import decode_host
+
+log = logging.getLogger(__name__)
+
+#: Between two looks for an answer.
+POLL_S = 0.1
+
+
+def read_status(store: CoordinationStore, url: RendezvousUrl) -> RunStatus:
+    """The status of a run as etcd has it; from the second call on, a second later, that of now. See `StatusReader`.
+
+    Raises:
+        StoreError: etcd is out of reach, or refuses.
+    """
+    return StatusReader(store, url).read()
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A status as it was read: with its time by the clock of this process as far as that is known."""
+
+    revision: int
+    status: HostStatus
+
+
+class StatusReader:
+    """Reads a run's status again and again. Not thread-safe.
+
+    Clocks of hosts differ: what is known to have been written between two reads is taken as written between them.
+
+    Args:
+        store: of the run's etcd.
+        url: of the run.
+        clock: Unix seconds.
+        sleep: as `time.sleep`.
+    """
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        url: RendezvousUrl,
+        *,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store, self._keys, self._run_id = store, Keys(url.root), url.run_id
+        self._clock, self._sleep = clock, sleep
+        self._reads: dict[str, _Read] = {}
+        self._refused: set[str] = set()
+        self._may_look = True
+        self._look_s = self._first_look_s = self._read_s = float("-inf")
+        self._look_revision = 0
+
+    def read(self) -> RunStatus:
+        """The status as etcd has it now; agents are told that somebody looks.
+
+        Raises:
+            StoreError: etcd is out of reach, or refuses.
+        """
+        self.look()
+        store, keys = self._store, self._keys
+        round_ = self._round(store.get(keys.round))
+        members = read_members(store.list_prefix(keys.members).items)
+        agents = [kv.key for kv in store.list_prefix(keys.agents).items]
+        now_s = self._clock()
+        self._reads = dict(filter(None, (self._take(kv, now_s) for kv in store.list_prefix(keys.status).items)))
+        self._read_s = now_s
+        hosts = [read.status for read in self._reads.values()]
+        told = {host.incarnation for host in hosts}
+        hosts += [host for host in map(self._silent, agents) if host.incarnation not in told]
+        return combined(self._run_id, now_s, round_, members, hosts)
+
+    def read_fresh(self, patience_s: float) -> RunStatus:
+        """The status once every agent has told how things are now, or what there is after `patience_s`.
+
+        Raises:
+            StoreError: etcd is out of reach, or refuses.
+        """
+        until_s = self._clock() + patience_s
+        while True:
+            status = self.read()
+            if not self._may_look or self._is_fresh(status) or self._clock() >= until_s:
+                return status
+            self._sleep(POLL_S)
+
+    def look(self) -> None:
+        """Tell the agents that somebody looks; `read` does that, too. Raises StoreError."""
+        if not self._may_look or self._clock() - self._look_s < LOOK_EVERY_S:
+            return
+        try:
+            revision = self._store.put(self._keys.look, b"")
+        except StoreAccessError as error:
+            log.info("agents cannot be told that somebody looks: %s", error)
+            self._may_look = False
+            return
+        self._look_s = self._clock()
+        if not self._look_revision:
+            self._look_revision, self._first_look_s = revision, self._look_s
+
+    def _is_fresh(self, status: RunStatus) -> bool:
+        return not status.silent and all(read.revision > self._look_revision for read in self._reads.values())
+
+    def _round(self, kv: KeyValue | None) -> Round:
+        if kv is None:
+            return NO_ROUND
+        try:
+            return decode_round(kv.key, kv.value)
+        except RecordError as error:
+            return Round(because=f"what stands at the round's key is none: {error}")
+
+    def _take(self, kv: KeyValue, now_s: float) -> tuple[str, _Read] | None:
+        before = self._reads.get(kv.key)
+        if before is not None and before.revision == kv.mod_revision:
+            return kv.key, before
+        try:
+            status = decode_host(kv.key, kv.value)
+        except RecordError as error:
+            if kv.key not in self._refused:
+                self._refused.add(kv.key)
+                log.error("ignored: %s", error)
+            return None
+        answers = kv.mod_revision > self._look_revision > 0
+        earliest_s = max(self._read_s, self._first_look_s if answers else self._read_s)
+        return kv.key, _Read(kv.mod_revision, replace(status, at_s=min(max(status.at_s, earliest_s), now_s)))
+
+    def _silent(self, key: str) -> HostStatus:
+        """Of an agent that is there and tells nothing: yet, or because it is that of an earlier version."""
+        host, _, agent_id = key.removeprefix(self._keys.agents).partition("/")
+        return HostStatus(host=host, incarnation=agent_id.rpartition("-")[2], at_s=0.0)
+
+
+def is_known(status: RunStatus) -> bool:
+    """Whether there is, or was, such a run."""
+    return bool(status.round != NO_ROUND or status.members or status.hosts or status.silent)

@@ -1,0 +1,237 @@
+"""What a run looks like from outside, as values: the one source of `status`, `top`, the page and what they show.
+
+Every agent writes a `HostStatus` into etcd; `combined` makes a `RunStatus` of all of them, the round and the members.
+Pure: no clock, no store. Times are Unix seconds unless a name says otherwise; amounts are whole nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchelastic.ledger.accounts import NOTHING, Amounts, added
+from torchelastic.ledger.figures import Figures, Seen, figures_of
+from torchelastic.rendezvous.records import Member, Round, RoundState
+
+#: So many of the newest events a host tells.
+MOST_EVENTS = 20
+#: So many published values (such as the loss) of a worker are told.
+MOST_VALUES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """One worker that lives.
+
+    Attributes:
+        worker: which life of which place, as the ledger has it (`host/0.1`).
+        host: where.
+        pid: of its process.
+        rank: in its round; -1: it has none.
+        round: its round; -1: none.
+        step: the number of steps that its state has seen; -1: not known.
+        steps_per_s: of the last seconds, see `torchelastic.status.pace`; 0: it stood still, or that is not known yet.
+        account: what it does now, by label.
+        amounts: where its time went, by `Account`.
+        restarts: lives of this place before it.
+        began_s: when its process began.
+        values: the newest of what it has published, such as the loss, by name.
+    """
+
+    worker: str
+    host: str
+    pid: int = 0
+    rank: int = -1
+    round: int = -1
+    step: int = -1
+    steps_per_s: float = 0.0
+    account: str = "start_up"
+    amounts: Amounts = NOTHING
+    restarts: int = 0
+    began_s: float = 0.0
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventLine:
+    """Something that happened, for people; see `torchelastic.ledger.events`.
+
+    Attributes:
+        at_s: when.
+        host: on which host it was written down.
+        kind: of the event.
+        worker: who; empty: the host.
+        rank, round, step: as in the ledger.
+        text: one line for people, with cause and durations.
+    """
+
+    at_s: float
+    host: str
+    kind: str
+    text: str
+    worker: str = ""
+    rank: int = -1
+    round: int = -1
+    step: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostStatus:
+    """What one agent knows of its host.
+
+    Attributes:
+        host: its name.
+        incarnation: of the agent.
+        at_s: when this was written.
+        began_s: when the agent's first worker began.
+        every_s: the next one follows so long after this one.
+        round, round_state: the round that its agent knows, by number and state; -1 and empty: none.
+        round_since_s: when the agent heard of that state; 0: not known.
+        version: of torchelastic.
+        workers: those that live.
+        seen: sums over all lives of this host, see `ledger.figures.Seen`; its `wall_ns` is this host's.
+        events: the newest, oldest first.
+        journal: path of the journal on that host; empty: none is written.
+        address: URL of the page and the metrics of the agent; empty: none is served.
+        is_etcd_away: whether the host had lost sight of etcd.
+    """
+
+    host: str
+    incarnation: str
+    at_s: float
+    began_s: float = 0.0
+    every_s: float = 1.0
+    round: int = -1
+    round_state: str = ""
+    round_since_s: float = 0.0
+    version: str = ""
+    workers: tuple[WorkerStatus, ...] = ()
+    seen: Seen = field(default_factory=lambda: Seen(0, 0))
+    events: tuple[EventLine, ...] = ()
+    journal: str = ""
+    address: str = ""
+    is_etcd_away: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """A whole run.
+
+    Attributes:
+        run_id: its name.
+        at_s: when this was put together.
+        round: the round as etcd has it.
+        members: of etcd, those that live.
+        hosts: by name; those that have not written for too long are in `silent` instead.
+        silent: hosts that have not written for too long.
+        events: of all hosts, oldest first.
+        seen: of all hosts.
+        figures: goodput and its kin.
+    """
+
+    run_id: str
+    at_s: float
+    round: Round
+    members: tuple[Member, ...]
+    hosts: tuple[HostStatus, ...]
+    silent: tuple[HostStatus, ...]
+    events: tuple[EventLine, ...]
+    seen: Seen
+    figures: Figures
+
+    @property
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        """All workers, by rank; those without one last."""
+        every = [worker for host in self.hosts for worker in host.workers]
+        return tuple(sorted(every, key=lambda worker: (worker.rank < 0, worker.rank, worker.worker)))
+
+    @property
+    def world_size(self) -> int:
+        """Of the present round; 0: none stands."""
+        return len(self.round.roster) if self.round.state in (RoundState.RUNNING, RoundState.GATHERING) else 0
+
+    @property
+    def round_since_s(self) -> float:
+        """Since when the round has been in its state, by the first agent that heard of it; 0: not known."""
+        here = (self.round.number, self.round.state.value)
+        heard = [host.round_since_s for host in self.hosts if (host.round, host.round_state) == here]
+        return min((since_s for since_s in heard if since_s), default=0.0)
+
+    @property
+    def step(self) -> int:
+        """The newest step that a worker tells; -1: none does."""
+        return max((worker.step for worker in self.workers), default=-1)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Of the group: that of its fastest member, since all commit together and statuses come at different times."""
+        return max((worker.steps_per_s for worker in self.workers), default=0.0)
+
+
+def is_stale(status: HostStatus, now_s: float) -> bool:
+    """Whether a host has not written for too long: three of its periods, and at least 5 s."""
+    return now_s - status.at_s > max(5.0, 3.0 * status.every_s)
+
+
+def every_s(hosts: int) -> float:
+    """Seconds between two statuses of a host: one, and for many hosts so long that etcd gets 64 of them in a second.
+
+    >>> every_s(4), every_s(640)
+    (1.0, 10.0)
+    """
+    return max(1.0, hosts / 64)
+
+
+def combined(
+    run_id: str, at_s: float, round_: Round, members: Sequence[Member], hosts: Sequence[HostStatus]
+) -> RunStatus:
+    """One status of all.
+
+    Args:
+        run_id: of the run.
+        at_s: now.
+        round_: as etcd has it.
+        members: as etcd has them.
+        hosts: as etcd has them; several of one host are kept, they are of different agents.
+    """
+    fresh = tuple(sorted((h for h in hosts if not is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
+    silent = tuple(sorted((h for h in hosts if is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
+    events = sorted((line for host in hosts for line in host.events), key=lambda line: (line.at_s, line.host))
+    seen = _together([host.seen for host in hosts], _wall_ns(hosts, at_s), configured=0)
+    alive = tuple(member for member in members if not member.departed)
+    return RunStatus(
+        run_id=run_id,
+        at_s=at_s,
+        round=round_,
+        members=alive,
+        hosts=fresh,
+        silent=silent,
+        events=tuple(events),
+        seen=seen,
+        figures=figures_of(seen),
+    )
+
+
+def _wall_ns(hosts: Sequence[HostStatus], at_s: float) -> int:
+    began_s = min((host.began_s for host in hosts if host.began_s), default=at_s)
+    return max(0, int((at_s - began_s) * 1e9))
+
+
+def _together(parts: Sequence[Seen], wall_ns: int, configured: int) -> Seen:
+    """The sum over hosts; failures and restores are of the group, so every host has noticed the same ones."""
+    amounts = NOTHING
+    for part in parts:
+        amounts = added(amounts, part.amounts)
+    return Seen(
+        wall_ns,
+        sum(part.worker_ns for part in parts),
+        amounts,
+        configured,
+        workers=sum(part.workers for part in parts),
+        committed=sum(part.committed for part in parts),
+        undone=sum(part.undone for part in parts),
+        failures=max((part.failures for part in parts), default=0),
+        restores_from_checkpoint=max((part.restores_from_checkpoint for part in parts), default=0),
+        lost=sum(part.lost for part in parts),
+        saves=sum(part.saves for part in parts),
+    )
