@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from torchelastic.launch.simulation_of_instances.progress_file import Progress
+from torchelastic.lifetime.requeue import STOPPED_EARLY
 
-#: EX_TEMPFAIL of <sysexits.h>, "the user is invited to retry": a job that stops early to be started again says so.
-REQUEUE_CODE = 75
+#: What a job that stops early to be started again says.
+REQUEUE_CODE = STOPPED_EARLY
 #: What a shell returns for a command that it cannot run or find; to start it again mends nothing.
 UNRUNNABLE_CODES = (126, 127)
 

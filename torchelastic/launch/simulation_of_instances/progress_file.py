@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-#: Where the job may write its progress: `{"committed_step": 120, "saved_step": 100}`.
-PROGRESS_VARIABLE = "TORCHELASTIC_PROGRESS_FILE"
 #: velastic's file, and that of `torchelastic.lifetime.IterManager`.
 MANAGER_FILE = "manager_state.json"
 _MAX_BYTES = 1 << 20

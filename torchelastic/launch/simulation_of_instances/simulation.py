@@ -26,8 +26,9 @@ from torchelastic.launch.simulation_of_instances.lives import (
     what_next,
 )
 from torchelastic.launch.simulation_of_instances.process_tree import end_all
-from torchelastic.launch.simulation_of_instances.progress_file import MANAGER_FILE, PROGRESS_VARIABLE, Told
+from torchelastic.launch.simulation_of_instances.progress_file import MANAGER_FILE, Told
 from torchelastic.lifetime.deadline import MLP_VARIABLE
+from torchelastic.lifetime.progress_file import PROGRESS_VARIABLE
 from torchelastic.lifetime.sources.detection import GRACE_VARIABLE, TERMINATION_FILE_VARIABLE
 
 
