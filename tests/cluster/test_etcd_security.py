@@ -426,7 +426,10 @@ def test_under_the_launcher_the_password_is_nowhere_but_in_the_environment_that_
     job.check_identity(finishers=2)
     everything = texts_of(job) + metrics
     assert "connected to etcd" in everything
-    assert [path.name for path in sorted(log_dir.iterdir())] == ["worker_0.0.log", "worker_1.0.log"]
+    journal, *logs = sorted(path.name for path in log_dir.iterdir())
+    assert logs == ["worker_0.0.log", "worker_1.0.log"]
+    assert journal.startswith("ledger-")
+    assert (log_dir / journal).read_text() in everything
     assert not any(trace in everything for trace in TRACES)
 
 
