@@ -258,13 +258,14 @@ def taken(**variables: str) -> dict[str, float]:
 def test_sigterm_is_a_notice_where_it_would_end_the_process() -> None:
     signal.signal(TERM, signal.SIG_DFL)
     assert taken() == {"SIGTERM": 30.0}
+    assert taken(TORCHELASTIC_AGENT_SOCKET="/run/agent") == {"SIGTERM": 30.0}, "that of a coordinator's own agent"
     assert taken(TORCHELASTIC_TERM_GRACE_S="120") == {"SIGTERM": 120.0}
     assert signal.getsignal(TERM) is signal.SIG_DFL
 
 
 def test_sigterm_is_left_to_draining_and_to_whoever_has_a_handler() -> None:
     signal.signal(TERM, signal.SIG_DFL)
-    assert taken(TORCHELASTIC_AGENT_SOCKET="/run/agent") == {}
+    assert taken(TORCHELASTIC_INIT_METHOD="etcd://h:1/r") == {}
     signal.signal(TERM, lambda *_: None)
     assert taken() == {}
     signal.signal(TERM, signal.SIG_IGN)
@@ -279,7 +280,7 @@ def test_in_a_slurm_job_usr1_is_one_too() -> None:
 
 def test_what_the_user_names_is_taken_in_any_case() -> None:
     signal.signal(TERM, lambda *_: None)
-    variables = {"TORCHELASTIC_AGENT_SOCKET": "/run/agent", "TORCHELASTIC_DEADLINE_SIGNALS": "SIGTERM=5,SIGINT"}
+    variables = {"TORCHELASTIC_INIT_METHOD": "etcd://h:1/r", "TORCHELASTIC_DEADLINE_SIGNALS": "SIGTERM=5,SIGINT"}
     assert taken(**variables) == {"SIGTERM": 5.0, "SIGINT": 30.0}
     assert taken(TORCHELASTIC_DEADLINE_SIGNALS="none", SLURM_JOB_ID="42") == {}
 

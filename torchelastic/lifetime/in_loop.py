@@ -30,7 +30,7 @@ from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE
 from torchelastic.lifetime.stopping import Lifetime, StoppedEarly
 from torchelastic.metrics import publish_metric
-from torchelastic.rendezvous.wire import SOCKET_VARIABLE
+from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE, SOCKET_VARIABLE
 
 if TYPE_CHECKING:
     from torchelastic.state import State
@@ -94,7 +94,8 @@ class LoopLifetime:
     ) -> None:
         self._coordinator, self._saves, self._settings, self._clock = coordinator, saves, settings, clock
         variables = os.environ if environment is None else environment
-        self._host = f"{socket.gethostname()} {variables.get(SOCKET_VARIABLE, '')}" if host is None else host
+        launcher = variables.get(SOCKET_VARIABLE, "") if INIT_METHOD_VARIABLE in variables else ""
+        self._host = f"{socket.gethostname()} {launcher}" if host is None else host
         self._sources = detect(variables, clock=clock) if settings.deadline is None else []
         self._deadline = nearest([*self._sources, settings.deadline])
         self._part = part_of_risk(settings.confidence)

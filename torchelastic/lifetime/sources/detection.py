@@ -28,7 +28,7 @@ from torchelastic.lifetime.sources.signals import (
     parse_signals,
 )
 from torchelastic.lifetime.sources.slurm import Runner, SlurmDeadline, run_command
-from torchelastic.rendezvous.wire import SOCKET_VARIABLE
+from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def _graces_s(variables: Mapping[str, str], is_in_slurm: bool) -> dict[signal.Si
         return {}
     if text:
         return graces_s
-    if SOCKET_VARIABLE not in variables:
+    if INIT_METHOD_VARIABLE not in variables:  # a private agent's socket is no launcher's
         graces_s[signal.SIGTERM] = grace_s
     if is_in_slurm:
         graces_s[signal.SIGUSR1] = USER_GRACE_S
