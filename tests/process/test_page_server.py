@@ -377,6 +377,19 @@ def test_the_end_of_the_agent_ends_the_streams_at_once_and_says_so() -> None:
     assert not [one for one in threading.enumerate() if one.name == "torchelastic-page"]
 
 
+def test_connections_that_come_while_the_agent_ends_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(40):  # often enough that some have been accepted, and their tasks have not begun
+        with served() as (server, options):
+            late = [raw(options, b"GET ") for _ in range(3)]
+            server.stop()
+            for connection in late:
+                try:
+                    assert connection.recv(10) == b""
+                except ConnectionError:
+                    continue  # it was still in the kernel's queue
+    assert not caplog.records
+
+
 def test_a_server_that_never_began_can_be_stopped() -> None:
     options = listening("0", None, is_seen=False)
     PageServer(options, Source().read, Logs()).stop()

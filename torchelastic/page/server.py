@@ -38,6 +38,8 @@ KEEP_ALIVE_S = 10.0
 MOST_BUFFERED_BYTES = 65_536
 #: How long the agent waits for the page at its end.
 STOP_TIMEOUT_S = 2.0
+#: Turns of the event loop: a connection is accepted in one, set up in the next two, and read from the fourth on.
+_TO_BEGIN = 5
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -98,17 +100,19 @@ class PageServer:
             self._connected, sock=self._options.socket, limit=MOST_HEAD_BYTES, backlog=64
         )
         await self._enough.wait()
+        # asyncio leaves open what it has accepted and not set up when the server is closed, or its task is cancelled
+        asyncio.get_running_loop().remove_reader(self._options.socket)
+        await _turns(_TO_BEGIN)
         server.close()
         for stream in self._streams:
             stream.write(event("end", b"{}"))  # what fits into the buffers goes out
         await self._feed.stop()
-        for _ in range(2):  # a connection that was being accepted has a task only now
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S / 4)
-            await asyncio.sleep(0)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S / 4)
+        await _turns(_TO_BEGIN)  # a transport that was aborted closes its socket in the next turn
 
     async def _read_in_background(self) -> Picture:
         return await asyncio.wrap_future(in_background(self._read, "torchelastic-page-read"))
@@ -215,6 +219,11 @@ class PageServer:
     async def _send(self, writer: asyncio.StreamWriter, content: bytes) -> None:
         writer.write(content)
         await asyncio.wait_for(writer.drain(), self._send_timeout_s)
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 async def _soon(work: Awaitable[T]) -> T:
