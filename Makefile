@@ -10,7 +10,7 @@ READY_NEMO := $(VENV_NEMO)/.ready
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
-	@echo "make test      lint, types and the tests that fit in ten minutes"
+	@echo "make test      lint, types and the tests of every day; half an hour on two cores"
 	@echo "make test-all  the slow ring too"
 	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
@@ -20,7 +20,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0 -e '.[standalone,examples,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0 -e '.[standalone,examples,test,docs]'
 	touch $(READY)
 
 # NeMo holds lightning, numpy, protobuf and others at versions that nothing else here wants

@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from tests.cluster import page_job
 from tests.cluster.browser import Tab, browser, chromium
 from tests.cluster.harness import Job, wait_until
-from tests.pure.test_status_screen import NOW_S, a_host, a_run
+from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
 from torchelastic.page.listening import listening
@@ -133,30 +135,38 @@ class Shown:
     def read(self) -> Picture:
         return Picture(run_to_plain(self.status), document_of(self.status, self.about))
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._server.stop()
 
 
-def test_the_page_connects_again_by_itself_and_says_how_old_its_picture_is() -> None:
+@pytest.fixture
+def show() -> Iterator[Callable[..., Shown]]:
+    """Makes pages, which end with the test whatever becomes of it."""
+    with ExitStack() as pages:
+        yield lambda *at, **options: pages.enter_context(closing(Shown(*at, **options)))
+
+
+def test_the_page_connects_again_by_itself_and_says_how_old_its_picture_is(show: Callable[..., Shown]) -> None:
     async def watch(tab: Tab) -> None:
-        shown = Shown()
+        shown = show()
         port = shown.options.socket.getsockname()[1]
         await tab.open(shown.url)
         await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 3")
-        shown.stop()
+        shown.close()
         await tab.wait_for("/this is how it was \\d+ s ago/.test(document.getElementById('link').textContent)")
         await tab.wait_for("getComputedStyle(document.getElementById('main')).filter == 'grayscale(1)'")
-        again = Shown(str(port))
+        again = show(str(port))
         again.status = a_run(a_host("node-1", 0))
         await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 1")
         assert not await tab.ask("document.getElementById('main').classList.contains('old')")
-        again.stop()
 
     in_a_browser(watch)
 
 
-def test_whatever_hosts_call_themselves_is_text_and_silent_hosts_and_an_outage_are_told() -> None:
-    shown = Shown()
+def test_whatever_hosts_call_themselves_is_text_and_silent_hosts_and_an_outage_are_told(
+    show: Callable[..., Shown],
+) -> None:
+    shown = show()
     event = EventLine(at_s=NOW_S - 5, host=HOSTILE, kind=HOSTILE, text=HOSTILE, worker=HOSTILE)
     late = a_host("__proto__", 3, at_s=NOW_S - 100)
     shown.status = a_run(
@@ -179,20 +189,22 @@ def test_whatever_hosts_call_themselves_is_text_and_silent_hosts_and_an_outage_a
         own_addresses(tab, shown.url)
 
     in_a_browser(watch)
-    shown.stop()
 
 
-def test_with_a_token_in_the_address_the_page_opens_and_without_it_asks_for_one(tmp_path: Path) -> None:
-    shown = Shown(token_file=tmp_path / "token")
+def test_with_a_token_in_the_address_the_page_opens_and_without_it_asks_for_one(
+    show: Callable[..., Shown], tmp_path: Path
+) -> None:
+    shown = show(token_file=tmp_path / "token")
     token = (tmp_path / "token").read_text().strip()
 
     async def watch(tab: Tab) -> None:
         await tab.open(shown.url)
         await tab.wait_for("!document.getElementById('ask').hidden")
         assert await tab.ask("document.getElementById('main').hidden")
-        await tab.ask("document.getElementById('token').value = 'wrong'; document.querySelector('#ask button').click()")
+        wrong = "document.getElementById('token').value = 'wrong'; document.querySelector('#ask button').click()"
+        await tab.ask(wrong)
         await tab.wait_for("document.getElementById('link').textContent == 'a token is wanted'")
-        await tab.ask(f"location.hash = 'token={token}'")
+        await tab.ask(f"{wrong}; location.hash = 'token={token}'")  # the right one comes while the wrong one is asked
         await tab.wait_for(LIVE)
         assert await tab.ask("location.hash + location.search") == "", "it does not stay in the address"
         assert await tab.ask("document.querySelectorAll('#workers-table tbody tr').length") == 3
@@ -200,11 +212,12 @@ def test_with_a_token_in_the_address_the_page_opens_and_without_it_asks_for_one(
         await tab.wait_for(LIVE)
 
     in_a_browser(watch)
-    shown.stop()
 
 
-def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_reader() -> None:
-    shown = Shown()
+def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_reader(
+    show: Callable[..., Shown],
+) -> None:
+    shown = show()
 
     async def watch(tab: Tab) -> None:
         await tab.open(shown.url)
@@ -240,4 +253,3 @@ def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_
         assert {"skip", "theme", "window", "events", "log", "log-follow"} <= set(reached), reached
 
     in_a_browser(watch)
-    shown.stop()

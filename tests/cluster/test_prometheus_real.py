@@ -13,6 +13,7 @@ from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job, wait_until
 from tests.cluster.prometheus_server import (
     DEPLOYED,
+    PATIENCE_S,
     Prometheus,
     fetched,
     promtool,
@@ -59,7 +60,8 @@ def check_what_has_happened(prometheus: Prometheus, job: Job, agent: str) -> Non
     of_workers = {(("local_rank", "0"),): 0.0, (("local_rank", "1"),): 1.0}
     assert prometheus.query(f"torchelastic_worker_restarts_total{{instance='{agent}'}}") == of_workers
     assert set(prometheus.query(f"torchelastic_worker_up{{instance='{agent}'}}").values()) == {1.0}
-    assert prometheus.one("run:torchelastic_workers_up:sum") in (2, 4), "it is scraped, and has pushed once"
+    up = "run:torchelastic_workers_up:sum"
+    wait_until(lambda: prometheus.one(up) in (2, 4), PATIENCE_S, "it is scraped, and has pushed once")
     assert sum(prometheus.query("torchelastic_train_step_duration_seconds_count").values()) > 0
 
 

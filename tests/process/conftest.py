@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from examples.imagenet import digits
+from tests.process.deadline_clocks import NOON_S, Clocks
+from tests.process.metadata_servers import Cloud, serving
 
 
 @pytest.fixture(scope="session")
@@ -39,4 +41,26 @@ def memory_folder() -> Iterator[Path]:
 @pytest.fixture
 def root(memory_folder: Path) -> Path:
     """The same, where hosts have their folders side by side."""
+    return memory_folder
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+@pytest.fixture
+def cloud() -> Iterator[Cloud]:
+    cloud = Cloud()
+    cloud.wall_s = NOON_S
+    with serving(cloud):
+        yield cloud
+
+
+@pytest.fixture
+def corpus(memory_folder: Path) -> Path:
+    """A folder on tmpfs with a small dataset for the transformer example in it."""
+    from tests.process import transformer_jobs  # pyarrow and the example, which only these tests need
+
+    transformer_jobs.dataset(memory_folder)
     return memory_folder

@@ -13,17 +13,17 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.process.forked_ranks import answer_with
+from tests.process.forked_ranks import answer_with, answers_of
 
 #: How long the others are waited for when a rank was killed or stopped.
 ENDING_S = 40.0
@@ -133,14 +133,14 @@ def _fork(function: Callable[..., Any], arguments: Any, ranks: int, group_s: flo
             answers: dict[int, tuple[Any, str | None]] = {}
             if stop is not None:
                 if stop.until is None:
-                    answers = _answers({rank: end for rank, end in enumerate(ends) if rank != stop.rank})
+                    answers = answers_of({rank: end for rank, end in enumerate(ends) if rank != stop.rank}, ENDING_S)
                 _wait_for(lambda: _is_stopped(processes[stop.rank].pid), f"rank {stop.rank} to stop")
                 _wait_for(lambda: stop.until is None or stop.until.exists(), f"{stop.until}")
                 if stop.meanwhile is not None:
                     other, others_arguments, others = stop.meanwhile
                     further = _fork(other, others_arguments, others, group_s, None)
                 os.kill(processes[stop.rank].pid, signal.SIGCONT)
-            answers |= _answers({rank: end for rank, end in enumerate(ends) if rank not in answers})
+            answers |= answers_of({rank: end for rank, end in enumerate(ends) if rank not in answers}, ENDING_S)
             for process in processes:
                 process.join(20)
             return [Ended(*answers[rank], each.exitcode) for rank, each in enumerate(processes)] + further
@@ -149,21 +149,6 @@ def _fork(function: Callable[..., Any], arguments: Any, ranks: int, group_s: flo
                 process.kill()
                 process.join(20)
                 here.close()
-
-
-def _answers(ends: Mapping[int, Connection]) -> dict[int, tuple[Any, str | None]]:
-    answers: dict[int, tuple[Any, str | None]] = {}
-    deadline_s = time.monotonic() + ENDING_S
-    waiting = dict(ends)
-    while waiting:
-        ready = wait(list(waiting.values()), timeout=max(0.0, deadline_s - time.monotonic()))
-        assert ready, f"ranks {sorted(waiting)} do not end"
-        for rank in [rank for rank, end in waiting.items() if end in ready]:
-            try:
-                answers[rank] = waiting.pop(rank).recv()
-            except (EOFError, ConnectionResetError):  # it was killed
-                answers[rank] = (None, None)
-    return answers
 
 
 def _wait_for(condition: Callable[[], bool], what: str) -> None:

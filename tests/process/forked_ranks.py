@@ -138,22 +138,33 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
 
 
 def _collect(ends: list[Connection], processes: list[Any]) -> list[Ended]:
+    def kill_all() -> None:
+        for process in processes:
+            process.kill()
+
+    answers = answers_of(dict(enumerate(ends)), ANSWER_S, on_killed=kill_all)
+    for process in processes:
+        process.join(20)
+    return [Ended(*answers[rank], process.exitcode) for rank, process in enumerate(processes)]
+
+
+def answers_of(
+    ends: Mapping[int, Connection], within_s: float, on_killed: Callable[[], None] = lambda: None
+) -> dict[int, tuple[Any, str | None]]:
+    """What the ranks answer, by rank; (None, None) for one that was killed, of which `on_killed` is told."""
     answers: dict[int, tuple[Any, str | None]] = {}
-    deadline_s = time.monotonic() + ANSWER_S
-    waiting = dict(enumerate(ends))
+    deadline_s = time.monotonic() + within_s
+    waiting = dict(ends)
     while waiting:
-        ready = wait(list(waiting.values()), timeout=deadline_s - time.monotonic())
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline_s - time.monotonic()))
         assert ready, f"ranks {sorted(waiting)} do not answer"
         for rank in [rank for rank, end in waiting.items() if end in ready]:
             try:
                 answers[rank] = waiting.pop(rank).recv()
-            except (EOFError, ConnectionResetError):  # it was killed
+            except (EOFError, ConnectionResetError):
                 answers[rank] = (None, None)
-                for process in processes:
-                    process.kill()
-    for process in processes:
-        process.join(20)
-    return [Ended(*answers[rank], process.exitcode) for rank, process in enumerate(processes)]
+                on_killed()
+    return answers
 
 
 def _be_rank(

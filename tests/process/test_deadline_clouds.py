@@ -6,31 +6,18 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks, wait_until
-from tests.process.metadata_servers import Cloud, hanging, saying, serving
+from tests.process.metadata_servers import Cloud, hanging, saying
 from torchelastic.lifetime.sources import AwsSpot, AzureScheduledEvents, GcpPreemption, Poller
 from torchelastic.lifetime.sources.metadata import MetadataSource, NoAnswerError, open_url, request
 
 Make = Callable[..., MetadataSource]
 CLOUDS: list[Make] = [AwsSpot, GcpPreemption, AzureScheduledEvents]
 each_cloud = pytest.mark.parametrize("make", CLOUDS, ids=["aws", "gcp", "azure"])
-
-
-@pytest.fixture
-def clocks() -> Clocks:
-    return Clocks()
-
-
-@pytest.fixture
-def cloud() -> Iterator[Cloud]:
-    cloud = Cloud()
-    cloud.wall_s = NOON_S
-    with serving(cloud):
-        yield cloud
 
 
 def source(make: Make, endpoint: str, clocks: Clocks, **more: object) -> MetadataSource:

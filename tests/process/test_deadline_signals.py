@@ -22,11 +22,6 @@ from torchelastic.p2p.termination import leave_on_sigterm
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
 
-@pytest.fixture
-def clocks() -> Clocks:
-    return Clocks()
-
-
 @pytest.fixture(autouse=True)
 def actions_of_before() -> Iterator[None]:
     """Each test begins as a new process does, whatever tests of other files have left."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks, wait_until
-from tests.process.metadata_servers import Cloud, serving
+from tests.process.metadata_servers import Cloud
 from torchelastic.lifetime import Deadline, nearest
 from torchelastic.lifetime.sources import (
     AwsSpot,
@@ -25,20 +25,6 @@ from torchelastic.lifetime.sources import (
     detect,
 )
 from torchelastic.lifetime.sources.slurm import CommandError, NoCommandError, run_command
-
-
-@pytest.fixture
-def clocks() -> Clocks:
-    return Clocks()
-
-
-@pytest.fixture
-def cloud() -> Iterator[Cloud]:
-    cloud = Cloud()
-    cloud.wall_s = NOON_S
-    with serving(cloud):
-        yield cloud
-
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
 

@@ -24,123 +24,114 @@ from tests.process.transformer_jobs import (
 )
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "transformer_slurm"
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def folder(memory_folder: Path) -> Path:
-    jobs.dataset(memory_folder)
-    return memory_folder
-
-
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_a_full_disk_is_named_and_the_checkpoint_before_stays(kind: tuple[str, ...], folder: Path) -> None:
-    finish(command(folder, "run", 3, *kind))
+def test_a_full_disk_is_named_and_the_checkpoint_before_stays(kind: tuple[str, ...], corpus: Path) -> None:
+    finish(command(corpus, "run", 3, *kind))
     disk = FaultyDisk(full_at("write_some"))
-    code, _, err = life(command(folder, "run", 9, *kind, *LATEST), disk)
+    code, _, err = life(command(corpus, "run", 9, *kind, *LATEST), disk)
     disk.require_struck()
     assert code == 1
     assert "the disk is full; free space" in err
-    assert len(found(folder, "run")) == 1
-    finish(command(folder, "run", 6, *kind, *LATEST))
-    assert len(losses(folder, "run")) == 6
+    assert len(found(corpus, "run")) == 1
+    finish(command(corpus, "run", 6, *kind, *LATEST))
+    assert len(losses(corpus, "run")) == 6
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "empty"])
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_a_torn_newest_checkpoint_is_named_and_the_one_before_taken(
-    kind: tuple[str, ...], how: str, folder: Path, caplog: pytest.LogCaptureFixture
+    kind: tuple[str, ...], how: str, corpus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    finish(command(folder, "run", 9, *kind))
-    whole = losses(folder, "run")
-    newest = experiment(folder, "run") / ("ckpt_9" if kind else "ckpt_9.shard")
+    finish(command(corpus, "run", 9, *kind))
+    whole = losses(corpus, "run")
+    newest = experiment(corpus, "run") / ("ckpt_9" if kind else "ckpt_9.shard")
     torn(newest, how)
     with pytest.warns(RuntimeWarning) if kind and how != "empty" else caplog.at_level("WARNING"):
-        out = finish(command(folder, "run", 9, *kind, *LATEST))
+        out = finish(command(corpus, "run", 9, *kind, *LATEST))
     assert f"{newest} is damaged, so the one before is taken" in caplog.text
     assert f"resumed from {newest.with_name(newest.name.replace('9', '6'))}: step 6" in out
-    assert losses(folder, "run") == whole
+    assert losses(corpus, "run") == whole
     assert [path.name.partition("-")[2] for path in (newest.parent / "set-aside").iterdir()] == [newest.name]
 
 
-def test_if_all_are_torn_nothing_is_lost_and_each_is_named(folder: Path) -> None:
-    finish(command(folder, "run", 6))
-    for name in found(folder, "run"):
-        torn(experiment(folder, "run") / name, "cut")
-    told = fail(command(folder, "run", 9, *LATEST))
+def test_if_all_are_torn_nothing_is_lost_and_each_is_named(corpus: Path) -> None:
+    finish(command(corpus, "run", 6))
+    for name in found(corpus, "run"):
+        torn(experiment(corpus, "run") / name, "cut")
+    told = fail(command(corpus, "run", 9, *LATEST))
     assert "ckpt_3.shard" in told
     assert "ckpt_6.shard" in told
     assert "give another --experiment_name" in told
-    assert found(folder, "run") == ["ckpt_3.shard", "ckpt_6.shard"]
+    assert found(corpus, "run") == ["ckpt_3.shard", "ckpt_6.shard"]
 
 
-def test_latest_with_none_starts_at_step_0_and_says_so(folder: Path) -> None:
-    assert "no checkpoint in" in finish(command(folder, "run", 3, *LATEST))
-    assert len(losses(folder, "run")) == 3
+def test_latest_with_none_starts_at_step_0_and_says_so(corpus: Path) -> None:
+    assert "no checkpoint in" in finish(command(corpus, "run", 3, *LATEST))
+    assert len(losses(corpus, "run")) == 3
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error_that_names_its_neighbours(folder: Path) -> None:
-    finish(command(folder, "run", 3))
-    missing = experiment(folder, "run") / "ckpt_4.shard"
-    told = fail(command(folder, "run", 6, "--resume-from-checkpoint", str(missing)))
+def test_a_checkpoint_that_is_not_there_is_an_error_that_names_its_neighbours(corpus: Path) -> None:
+    finish(command(corpus, "run", 3))
+    missing = experiment(corpus, "run") / "ckpt_4.shard"
+    told = fail(command(corpus, "run", 6, "--resume-from-checkpoint", str(missing)))
     assert "ckpt_4.shard: no such checkpoint; beside it are ckpt_3.shard" in told
-    assert "is no checkpoint" in fail(command(folder, "run", 6, "--resume-from-checkpoint", str(missing.parent)))
+    assert "is no checkpoint" in fail(command(corpus, "run", 6, "--resume-from-checkpoint", str(missing.parent)))
 
 
-def test_an_older_checkpoint_may_be_named_and_later_ones_are_set_aside(folder: Path) -> None:
-    finish(command(folder, "run", 9))
-    whole = losses(folder, "run")
-    older = experiment(folder, "run") / "ckpt_3.shard"
-    out = finish(command(folder, "run", 6, "--resume-from-checkpoint", str(older)))
+def test_an_older_checkpoint_may_be_named_and_later_ones_are_set_aside(corpus: Path) -> None:
+    finish(command(corpus, "run", 9))
+    whole = losses(corpus, "run")
+    older = experiment(corpus, "run") / "ckpt_3.shard"
+    out = finish(command(corpus, "run", 6, "--resume-from-checkpoint", str(older)))
     assert "step 3" in out
-    assert found(folder, "run") == ["ckpt_3.shard", "ckpt_6.shard"]
+    assert found(corpus, "run") == ["ckpt_3.shard", "ckpt_6.shard"]
     assert len(list((older.parent / "set-aside").iterdir())) == 2
-    assert losses(folder, "run") == {step: loss for step, loss in whole.items() if step <= 6}
+    assert losses(corpus, "run") == {step: loss for step, loss in whole.items() if step <= 6}
 
 
-def test_another_experiment_may_begin_with_a_checkpoint(folder: Path) -> None:
-    finish(command(folder, "run", 9, "--checkpoint-frequency", "5"))
-    shutil.copytree(experiment(folder, "run"), experiment(folder, "copy"), ignore=shutil.ignore_patterns("ckpt*"))
-    finish(command(folder, "copy", 9, "--resume-from-checkpoint", str(experiment(folder, "run") / "ckpt_5.shard")))
-    assert losses(folder, "copy") == losses(folder, "run")
+def test_another_experiment_may_begin_with_a_checkpoint(corpus: Path) -> None:
+    finish(command(corpus, "run", 9, "--checkpoint-frequency", "5"))
+    shutil.copytree(experiment(corpus, "run"), experiment(corpus, "copy"), ignore=shutil.ignore_patterns("ckpt*"))
+    finish(command(corpus, "copy", 9, "--resume-from-checkpoint", str(experiment(corpus, "run") / "ckpt_5.shard")))
+    assert losses(corpus, "copy") == losses(corpus, "run")
 
 
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_another_model_is_refused_by_the_names_that_differ(kind: tuple[str, ...], folder: Path) -> None:
-    finish(command(folder, "run", 3, *kind))
-    told = fail(command(folder, "run", 6, *kind, *LATEST, "--layers", "2"))
+def test_another_model_is_refused_by_the_names_that_differ(kind: tuple[str, ...], corpus: Path) -> None:
+    finish(command(corpus, "run", 3, *kind))
+    told = fail(command(corpus, "run", 6, *kind, *LATEST, "--layers", "2"))
     assert "the checkpoint does not fit: the checkpoint lacks 'blocks.1." in told
     assert "'blocks.0.gate.weight' was a float32 of shape (32, 16)" in fail(
-        command(folder, "run", 6, *kind, *LATEST, "--hidden", "64")
+        command(corpus, "run", 6, *kind, *LATEST, "--hidden", "64")
     )
-    assert len(found(folder, "run")) == 1
+    assert len(found(corpus, "run")) == 1
 
 
-def test_another_tokenizer_is_refused(folder: Path) -> None:
-    finish(command(folder, "run", 3))
-    finish(command(folder, "other", 1, "--text-column", "text", "--vocabulary", "260"))
-    tokenizer = experiment(folder, "other") / "tokenizer.json"
-    assert "does not fit" in fail(command(folder, "run", 6, *LATEST, "--tokenizer-name-or-path", str(tokenizer)))
-    text = (experiment(folder, "run") / "tokenizer.json").read_text()
+def test_another_tokenizer_is_refused(corpus: Path) -> None:
+    finish(command(corpus, "run", 3))
+    finish(command(corpus, "other", 1, "--text-column", "text", "--vocabulary", "260"))
+    tokenizer = experiment(corpus, "other") / "tokenizer.json"
+    assert "does not fit" in fail(command(corpus, "run", 6, *LATEST, "--tokenizer-name-or-path", str(tokenizer)))
+    text = (experiment(corpus, "run") / "tokenizer.json").read_text()
     tokenizer.write_text(text.replace('"<|endoftext|>"', '"</s>"'))
-    told = fail(command(folder, "run", 6, *LATEST, "--tokenizer-name-or-path", str(tokenizer)))
+    told = fail(command(corpus, "run", 6, *LATEST, "--tokenizer-name-or-path", str(tokenizer)))
     assert "was trained with another tokenizer" in told
 
 
-def test_another_data_set_is_read_from_its_beginning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    finish(command(folder, "run", 3))
-    (folder / "other").mkdir()
-    other = str(jobs.dataset(folder / "other", documents=20))
-    finish([*command(folder, "run", 6, *LATEST), "--dataset", other])
+def test_another_data_set_is_read_from_its_beginning(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    finish(command(corpus, "run", 3))
+    (corpus / "other").mkdir()
+    other = str(jobs.dataset(corpus / "other", documents=20))
+    finish([*command(corpus, "run", 6, *LATEST), "--dataset", other])
     assert "the data set or the seed is another one than in the checkpoint" in caplog.text
-    assert len(losses(folder, "run")) == 6
+    assert len(losses(corpus, "run")) == 6
 
 
-def test_a_column_that_is_not_there_is_named_beside_those_that_are(folder: Path) -> None:
-    pq.write_table(pa.table({"content": ["some text"]}), folder / "other.parquet")
-    told = fail([*command(folder, "run", 3), "--dataset", str(folder / "other.parquet")])
+def test_a_column_that_is_not_there_is_named_beside_those_that_are(corpus: Path) -> None:
+    pq.write_table(pa.table({"content": ["some text"]}), corpus / "other.parquet")
+    told = fail([*command(corpus, "run", 3), "--dataset", str(corpus / "other.parquet")])
     assert "has no column 'text'; it has 'content': say --text-column" in told
-    assert "no such file; make one" in fail([*command(folder, "run", 3), "--dataset", "nowhere.parquet"])
+    assert "no such file; make one" in fail([*command(corpus, "run", 3), "--dataset", "nowhere.parquet"])

@@ -16,10 +16,11 @@ import pytest
 
 from examples.transformer_slurm import compare_weights, make_dataset
 from examples.transformer_slurm.arguments import parse_options
-from tests.process import transformer_jobs as jobs
 from tests.process.transformer_jobs import (
+    EXAMPLE,
     LATEST,
     PARTS,
+    ROOT,
     TINY,
     command,
     experiment,
@@ -28,38 +29,29 @@ from tests.process.transformer_jobs import (
     torn,
 )
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "transformer_slurm"
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def folder(memory_folder: Path) -> Path:
-    jobs.dataset(memory_folder)
-    return memory_folder
 
 
 # ----------------------------------------------------------------------------------------------------------- tools
 
 
-def test_weights_of_either_sort_of_checkpoint_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finish(command(folder, "file", 6))
-    finish(command(folder, "parts", 6, *PARTS))
-    file, parts = experiment(folder, "file") / "ckpt_6.shard", experiment(folder, "parts") / "ckpt_6"
+def test_weights_of_either_sort_of_checkpoint_are_compared(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(command(corpus, "file", 6))
+    finish(command(corpus, "parts", 6, *PARTS))
+    file, parts = experiment(corpus, "file") / "ckpt_6.shard", experiment(corpus, "parts") / "ckpt_6"
     assert compare_weights.main([str(file), str(parts), "--distributed", "--optimizer", "--tolerance", "0"]) == 0
     capsys.readouterr()
     assert compare_weights.main([str(file), str(file.with_name("ckpt_3.shard")), "--verbose"]) == 1
     assert "blocks.0.gate.weight: " in capsys.readouterr().out
     torn(parts, "flipped")
-    for wrong in (parts, folder / "nothing", folder):
+    for wrong in (parts, corpus / "nothing", corpus):
         assert compare_weights.main([str(file), str(wrong)]) == 2
         assert capsys.readouterr().err.startswith("compare_weights.py: error:")
 
 
-def test_a_profile_of_some_steps_is_written(folder: Path) -> None:
-    finish(command(folder, "run", 4, "--profile", "--profile-step-start", "1", "--profile-step-end", "3"))
-    trace = json.loads((experiment(folder, "run") / "profile_1_3.json").read_text())
+def test_a_profile_of_some_steps_is_written(corpus: Path) -> None:
+    finish(command(corpus, "run", 4, "--profile", "--profile-step-start", "1", "--profile-step-end", "3"))
+    trace = json.loads((experiment(corpus, "run") / "profile_1_3.json").read_text())
     assert any("scaled_dot_product" in event.get("name", "") for event in trace["traceEvents"])
 
 
@@ -157,15 +149,15 @@ def launch(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_meet_and_train_together(folder: Path) -> None:
+def test_tasks_of_srun_meet_and_train_together(corpus: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    arguments = command(folder, "srun", 3, "--distributed")
+    arguments = command(corpus, "srun", 3, "--distributed")
     tasks = [
         launch(
             *(str(EXAMPLE / "train.py"), *arguments),
-            cwd=folder,
+            cwd=corpus,
             SLURM_PROCID=str(rank),
             SLURM_NTASKS="2",
             SLURM_LOCALID=str(rank),
@@ -178,21 +170,21 @@ def test_tasks_of_srun_meet_and_train_together(folder: Path) -> None:
     outputs = [ended(task) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert "2 rank(s)" in outputs[0][0]
-    assert len(losses(folder, "srun")) == 3
+    assert len(losses(corpus, "srun")) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("more", [("--distributed",), ("--compile",)], ids=["torchrun", "compile"])
-def test_it_runs_under_torchrun_or_compiled(more: tuple[str, ...], folder: Path) -> None:
+def test_it_runs_under_torchrun_or_compiled(more: tuple[str, ...], corpus: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     launcher = torchrun if "--distributed" in more else ()
     for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
-        arguments = command(folder, name, steps, *PARTS, *more, "--checkpoint-frequency", "2", *LATEST)
-        process = launch(*launcher, str(EXAMPLE / "train.py"), *arguments, cwd=folder)
+        arguments = command(corpus, name, steps, *PARTS, *more, "--checkpoint-frequency", "2", *LATEST)
+        process = launch(*launcher, str(EXAMPLE / "train.py"), *arguments, cwd=corpus)
         out, err = ended(process)
         assert process.returncode == 0, out + err
-    assert losses(folder, "halves") == losses(folder, "whole")
+    assert losses(corpus, "halves") == losses(corpus, "whole")
 
 
 # ---------------------------------------------------------------------------------------------- the page for users
@@ -206,11 +198,11 @@ def commands_of(page: str, language: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
-def test_the_commands_of_the_migration_page_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_migration_page_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = commands_of("pyrecover.md", "sh")
     assert len(commands) == 4
-    (folder / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(folder)
+    (corpus / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(corpus)
     make, *training, compare = [words[1:] for words in commands]
     assert make[:2] == ["-m", "examples.transformer_slurm.make_dataset"]
     assert make_dataset.main([*make[2:], "--max-documents", "12"]) == 0
@@ -218,7 +210,7 @@ def test_the_commands_of_the_migration_page_run(folder: Path, monkeypatch: pytes
         assert words[0] == "examples/transformer_slurm/train.py"
         finish([*words[1:], *TINY])
     assert Path("checkpoints/default-exp/ckpt_8").is_dir()
-    process = launch(*compare, cwd=folder)
+    process = launch(*compare, cwd=corpus)
     out, err = ended(process)
     assert process.returncode == 0, out + err
     assert out.startswith("equal: ")
@@ -237,16 +229,16 @@ def test_the_batch_script_takes_the_lines_of_pyrecovers_readme() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_on_instances_that_live_shortly_no_step_is_lost(folder: Path) -> None:
+def test_on_instances_that_live_shortly_no_step_is_lost(corpus: Path) -> None:
     steps = 400
-    finish(command(folder, "whole", steps, "--checkpoint-frequency", "-1"))
+    finish(command(corpus, "whole", steps, "--checkpoint-frequency", "-1"))
     # the reserve is for the interpreter to end, on a machine that has other work
     more = ["--checkpoint-frequency", "-1", "--timeaware-checkpointing", "--default-iter-time", "3", *LATEST]
-    train = shlex.join([sys.executable, str(EXAMPLE / "train.py"), *command(folder, "lives", steps, *more)])
+    train = shlex.join([sys.executable, str(EXAMPLE / "train.py"), *command(corpus, "lives", steps, *more)])
     simulator = ["-m", "torchelastic.launch", "simulate-esi", "--timeout", "20", "--json", "--cmd", train]
     process = launch(*simulator, cwd=ROOT)
     out, err = ended(process, within_s=300)
     report = json.loads(out.splitlines()[-1])
     assert report["finished"], err
     assert report["steps_lost"] == 0
-    assert losses(folder, "lives") == losses(folder, "whole")
+    assert losses(corpus, "lives") == losses(corpus, "whole")

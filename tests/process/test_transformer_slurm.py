@@ -17,11 +17,11 @@ import torch
 
 from examples.transformer_slurm import compare_weights, training
 from examples.transformer_slurm.model import next_token_loss
-from tests.process import transformer_jobs as jobs
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.transformer_jobs import (
     LATEST,
     PARTS,
+    ROOT,
     command,
     experiment,
     fail,
@@ -31,16 +31,7 @@ from tests.process.transformer_jobs import (
     losses,
 )
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "transformer_slurm"
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def folder(memory_folder: Path) -> Path:
-    jobs.dataset(memory_folder)
-    return memory_folder
 
 
 @pytest.fixture(scope="module")
@@ -54,88 +45,88 @@ def crew() -> Iterator[Crew]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(kind: tuple[str, ...], dtype: str, folder: Path) -> None:
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(kind: tuple[str, ...], dtype: str, corpus: Path) -> None:
     more = (*kind, "--model-dtype", dtype)
-    finish(command(folder, "whole", 8, *more))
-    finish(command(folder, "halves", 4, *more))
-    assert "resumed from" in finish(command(folder, "halves", 8, *more, *LATEST))
-    assert losses(folder, "halves") == losses(folder, "whole")
-    assert list(losses(folder, "whole")) == list(range(1, 9))
-    assert len(set(losses(folder, "whole").values())) == 8
+    finish(command(corpus, "whole", 8, *more))
+    finish(command(corpus, "halves", 4, *more))
+    assert "resumed from" in finish(command(corpus, "halves", 8, *more, *LATEST))
+    assert losses(corpus, "halves") == losses(corpus, "whole")
+    assert list(losses(corpus, "whole")) == list(range(1, 9))
+    assert len(set(losses(corpus, "whole").values())) == 8
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks"), [((), 2), (PARTS, 2), ((), 3), pytest.param(PARTS, 3, marks=pytest.mark.slow)]
 )
-def test_several_ranks_have_them_too(kind: tuple[str, ...], ranks: int, folder: Path, crew: Crew) -> None:
+def test_several_ranks_have_them_too(kind: tuple[str, ...], ranks: int, corpus: Path, crew: Crew) -> None:
     # wide enough for several buckets of DDP, whose order of sums three ranks can tell
     more = (*kind, "--distributed", *(("--dim", "256", "--hidden", "768", "--layers", "2") if ranks == 3 else ()))
 
     def run(name: str, steps: int, *also: str) -> list[tuple[int, str, str]]:
-        return list(succeeded(crew.run(life, command(folder, name, steps, *more, *also), ranks=ranks)))
+        return list(succeeded(crew.run(life, command(corpus, name, steps, *more, *also), ranks=ranks)))
 
     for answers in (run("whole", 6), run("halves", 3), run("halves", 6, *LATEST)):
         assert [code for code, _, _ in answers] == [0] * ranks, answers
         assert "step" not in answers[1][1], "rank 1 repeats what rank 0 says"
-    assert losses(folder, "halves") == losses(folder, "whole")
-    first, second = (experiment(folder, name) / found(folder, name)[-1] for name in ("whole", "halves"))
+    assert losses(corpus, "halves") == losses(corpus, "whole")
+    first, second = (experiment(corpus, name) / found(corpus, name)[-1] for name in ("whole", "halves"))
     assert compare_weights.main([str(first), str(second), "--optimizer", "--tolerance", "0"]) == 0
 
 
-def test_other_ranks_go_on_behind_what_was_read(folder: Path, crew: Crew) -> None:
+def test_other_ranks_go_on_behind_what_was_read(corpus: Path, crew: Crew) -> None:
     for kind in ((), PARTS):
         name = "".join(("run", *kind))
-        arguments = command(folder, name, 3, "--distributed", *kind)
+        arguments = command(corpus, name, 3, "--distributed", *kind)
         assert [code for code, _, _ in succeeded(crew.run(life, arguments, ranks=2))] == [0, 0]
-        more = command(folder, name, 6, "--distributed", *kind, *LATEST)
+        more = command(corpus, name, 6, "--distributed", *kind, *LATEST)
         answers = succeeded(crew.run(life, more, ranks=3))
         assert [code for code, _, _ in answers] == [0, 0, 0], answers
         with warnings.catch_warnings(record=True):  # that the extra state of other ranks is not used
-            finish(command(folder, name, 9, *kind, *LATEST))
-        assert len(losses(folder, name)) == 9
+            finish(command(corpus, name, 9, *kind, *LATEST))
+        assert len(losses(corpus, name)) == 9
 
 
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_random_numbers_of_a_training_that_draws_some_go_on(
-    kind: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: tuple[str, ...], corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def noisy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return next_token_loss(logits, labels) * (1 + 0.1 * torch.rand(()) + 0.1 * random.random())
 
     monkeypatch.setattr(training, "next_token_loss", noisy)
     random.seed(5)
-    finish(command(folder, "whole", 5, *kind))
+    finish(command(corpus, "whole", 5, *kind))
     random.seed(5)
-    finish(command(folder, "halves", 3, *kind))
+    finish(command(corpus, "halves", 3, *kind))
     random.seed(6)
-    finish(command(folder, "halves", 5, *kind, *LATEST))
-    assert losses(folder, "halves") == losses(folder, "whole")
+    finish(command(corpus, "halves", 5, *kind, *LATEST))
+    assert losses(corpus, "halves") == losses(corpus, "whole")
 
 
-def test_a_run_may_change_its_kind_of_checkpoint(folder: Path) -> None:
-    finish(command(folder, "whole", 9))
-    finish(command(folder, "changing", 3))
-    finish(command(folder, "changing", 6, *PARTS, *LATEST))
-    finish(command(folder, "changing", 9, *LATEST))
-    assert losses(folder, "changing") == losses(folder, "whole")
-    assert found(folder, "changing") == ["ckpt_3.shard", "ckpt_6", "ckpt_9.shard"]
+def test_a_run_may_change_its_kind_of_checkpoint(corpus: Path) -> None:
+    finish(command(corpus, "whole", 9))
+    finish(command(corpus, "changing", 3))
+    finish(command(corpus, "changing", 6, *PARTS, *LATEST))
+    finish(command(corpus, "changing", 9, *LATEST))
+    assert losses(corpus, "changing") == losses(corpus, "whole")
+    assert found(corpus, "changing") == ["ckpt_3.shard", "ckpt_6", "ckpt_9.shard"]
 
 
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_a_job_killed_in_mid_save_goes_on_from_the_checkpoint_before(kind: tuple[str, ...], folder: Path) -> None:
-    _sweep(1, 17 if kind else 67, folder, *kind)
+def test_a_job_killed_in_mid_save_goes_on_from_the_checkpoint_before(kind: tuple[str, ...], corpus: Path) -> None:
+    _sweep(1, 17 if kind else 67, corpus, *kind)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
-def test_a_job_killed_at_any_call_to_the_disk_goes_on(kind: tuple[str, ...], ranks: int, folder: Path) -> None:
-    _sweep(ranks, 3 if kind else 5, folder, *kind)
+def test_a_job_killed_at_any_call_to_the_disk_goes_on(kind: tuple[str, ...], ranks: int, corpus: Path) -> None:
+    _sweep(ranks, 3 if kind else 5, corpus, *kind)
 
 
-def _sweep(ranks: int, every: int, folder: Path, *more: str) -> None:
-    script = [sys.executable, "-m", "tests.process.transformer_jobs", str(ranks), str(every), str(folder), *more]
+def _sweep(ranks: int, every: int, corpus: Path, *more: str) -> None:
+    script = [sys.executable, "-m", "tests.process.transformer_jobs", str(ranks), str(every), str(corpus), *more]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
@@ -148,35 +139,35 @@ def _sweep(ranks: int, every: int, folder: Path, *more: str) -> None:
         assert outcome["left"] == [], outcome
 
 
-def test_a_clipped_run_is_another_one_than_an_unclipped_one(folder: Path) -> None:
-    finish(command(folder, "clipped", 4, "--grad-max-norm", "0.001", "--fused-optimizer"))
-    finish(command(folder, "free", 4, "--grad-max-norm", "0"))
-    assert losses(folder, "clipped")[1] == losses(folder, "free")[1]
-    assert losses(folder, "clipped")[4] != losses(folder, "free")[4]
+def test_a_clipped_run_is_another_one_than_an_unclipped_one(corpus: Path) -> None:
+    finish(command(corpus, "clipped", 4, "--grad-max-norm", "0.001", "--fused-optimizer"))
+    finish(command(corpus, "free", 4, "--grad-max-norm", "0"))
+    assert losses(corpus, "clipped")[1] == losses(corpus, "free")[1]
+    assert losses(corpus, "clipped")[4] != losses(corpus, "free")[4]
 
 
 # ---------------------------------------------------------------------------------------------------- what is kept
 
 
-def test_the_newest_by_number_stay_across_a_power_of_ten(folder: Path) -> None:
-    finish(command(folder, "run", 12, "--checkpoint-frequency", "1", "--verify-checkpoints"))
-    assert found(folder, "run") == ["ckpt_10.shard", "ckpt_11.shard", "ckpt_12.shard"]
-    other = experiment(folder, "run") / "tensorboard_logs"
+def test_the_newest_by_number_stay_across_a_power_of_ten(corpus: Path) -> None:
+    finish(command(corpus, "run", 12, "--checkpoint-frequency", "1", "--verify-checkpoints"))
+    assert found(corpus, "run") == ["ckpt_10.shard", "ckpt_11.shard", "ckpt_12.shard"]
+    other = experiment(corpus, "run") / "tensorboard_logs"
     other.mkdir()
-    finish(command(folder, "run", 14, "--checkpoint-frequency", "1", "--max-kept-checkpoints", "1", *PARTS, *LATEST))
-    assert found(folder, "run") == ["ckpt_14"]
+    finish(command(corpus, "run", 14, "--checkpoint-frequency", "1", "--max-kept-checkpoints", "1", *PARTS, *LATEST))
+    assert found(corpus, "run") == ["ckpt_14"]
     assert other.is_dir()
 
 
-def test_without_periodic_checkpoints_none_is_written(folder: Path) -> None:
-    finish(command(folder, "run", 4, "--checkpoint-frequency", "-1"))
-    assert found(folder, "run") == []
+def test_without_periodic_checkpoints_none_is_written(corpus: Path) -> None:
+    finish(command(corpus, "run", 4, "--checkpoint-frequency", "-1"))
+    assert found(corpus, "run") == []
 
 
-def test_a_run_that_nobody_said_to_resume_overwrites_nothing(folder: Path) -> None:
-    finish(command(folder, "run", 3))
-    assert "has checkpoints already (the newest: ckpt_3.shard): go on with --resume" in fail(command(folder, "run", 6))
-    assert "step 3" in finish(command(folder, "run", 3, *LATEST)), "a run that is over has nothing to do"
+def test_a_run_that_nobody_said_to_resume_overwrites_nothing(corpus: Path) -> None:
+    finish(command(corpus, "run", 3))
+    assert "has checkpoints already (the newest: ckpt_3.shard): go on with --resume" in fail(command(corpus, "run", 6))
+    assert "step 3" in finish(command(corpus, "run", 3, *LATEST)), "a run that is over has nothing to do"
 
 
 # ---------------------------------------------------------------------------------------------------- time is over
@@ -184,19 +175,19 @@ def test_a_run_that_nobody_said_to_resume_overwrites_nothing(folder: Path) -> No
 
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_it_saves_stops_and_goes_on_when_its_time_is_over(
-    kind: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: tuple[str, ...], corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish(command(folder, "whole", 9, *kind))
+    finish(command(corpus, "whole", 9, *kind))
     monkeypatch.setenv("TORCHELASTIC_METADATA", "none")
     monkeypatch.setenv("TORCHELASTIC_TERMINATION_TIME", str(time.time() + 300))
     timeaware = ("--timeaware-checkpointing", "--max-kept-checkpoints", "1", "--default-ckpt-time", "600")
-    code, out, _ = life(command(folder, "run", 9, *kind, *timeaware))
+    code, out, _ = life(command(corpus, "run", 9, *kind, *timeaware))
     assert code == 75
     assert "requeue: this is no SLURM job" in out
-    (final,) = found(folder, "run")
+    (final,) = found(corpus, "run")
     assert "_final" in final
-    assert f"saved {experiment(folder, 'run') / final}" in out
+    assert f"saved {experiment(corpus, 'run') / final}" in out
     monkeypatch.delenv("TORCHELASTIC_TERMINATION_TIME")
-    assert f"{final}: step" in finish(command(folder, "run", 9, *kind, *timeaware, *LATEST))
-    assert losses(folder, "run") == losses(folder, "whole")
-    assert final in found(folder, "run"), "a final checkpoint was deleted"
+    assert f"{final}: step" in finish(command(corpus, "run", 9, *kind, *timeaware, *LATEST))
+    assert losses(corpus, "run") == losses(corpus, "whole")
+    assert final in found(corpus, "run"), "a final checkpoint was deleted"

@@ -24,6 +24,8 @@ from tests.process.training_state_jobs import run
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.testing.disk_faults import FaultyDisk, kill_at
 
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "transformer_slurm"
 EXPERIMENT = "test"
 WORDS = ("save", "resume", "rank", "epoch", "tensor", "shard", "limit", "queue", "the", "of", "a", "is")
 LATEST = ("--resume-from-checkpoint", "latest")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import re
@@ -10,46 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.lifetime import STOPPED_EARLY, Alone, Deadline, IterManager, nearest, time_limit_s
+from tests.pure.managed_loops import START_S, Job
+from torchelastic.lifetime import STOPPED_EARLY, IterManager
 from torchelastic.lifetime.deadline import MLP_VARIABLE
 from torchelastic.lifetime.progress import Screen
-from torchelastic.testing.clock import FakeClock
-
-START_S = 1000.0
-
-
-class Job:
-    """A loop, as the seed has it, that stops when it is told to."""
-
-    def __init__(self, folder: Path, deadline: Deadline | float | None, **options: Any) -> None:
-        self.clock = FakeClock(START_S)
-        if isinstance(deadline, float):
-            deadline = time_limit_s(deadline, began_s=START_S)
-        self.manager = IterManager(
-            velastic_dir=folder, deadline=nearest([deadline]), clock=self.clock, **{"redundant_time": 0, **options}
-        )
-        self.saved_at: list[int] = []
-        self.saved_s: list[float] = []
-
-    def run(self, step_s: Sequence[float] | float, steps: int = 1000, save_s: float = 2.0) -> None:
-        times = iter([step_s] * steps if isinstance(step_s, float) else step_s)
-        for took_s in times:
-            self.manager.iter()
-            if self.manager.should_save_ckpt():
-                with self.manager.saving():
-                    self.clock.advance(save_s)
-                self.saved_at.append(self.manager.iter_count)
-                self.saved_s.append(self.clock() - START_S)
-            if self.manager.should_stop:
-                return
-            self.clock.advance(took_s)
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +29,6 @@ def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / ".velastic"
-
-
-def state_in(folder: Path) -> Any:
-    return json.loads((folder / "manager_state.json").read_text())
 
 
 def test_without_a_deadline_it_measures_and_says_nothing(folder: Path) -> None:
@@ -244,127 +208,6 @@ def test_the_end_of_the_run_is_no_error_but_going_on_is_told(folder: Path, caplo
     assert job.manager.remaining_time == 0.0
 
 
-# from life to life
-
-
-def test_the_next_life_counts_on_and_knows_how_long_a_save_takes(folder: Path) -> None:
-    first = Job(folder, 30.0, total_iters=500)
-    first.run(1.0, save_s=2.0)
-    assert state_in(folder)["completed_iters"] == first.saved_at[0] - 1
-    second = Job(folder, 40.0, total_iters=500, redundant_time=0)
-    second.run(1.0, save_s=2.0)
-    assert second.manager.iter_count == first.saved_at[0] - 1 + len(second.manager.iter_times) + 2
-    assert second.saved_s[0] > 36.0, "a save takes 2 s, so 3 s are left for it"
-
-
-def test_new_arguments_count_and_not_those_of_the_life_before(folder: Path) -> None:
-    Job(folder, 30.0, total_iters=500, redundant_time=7).run(1.0)
-    second = Job(folder, 60.0, total_iters=900, redundant_time=1)
-    second.run(1.0)
-    assert second.manager.total_iters == 900
-    assert 54.0 < second.saved_s[0] < 60.0
-
-
-def test_a_count_that_the_checkpoint_says_goes_before_the_file(folder: Path) -> None:
-    Job(folder, 30.0).run(1.0)
-    second = Job(folder, None)
-    second.manager.iter_count = 12
-    second.run(1.0, steps=3)
-    assert second.manager.iter_count == 15
-
-
-def test_the_file_is_for_others_too(folder: Path) -> None:
-    job = Job(folder, None, total_iters=50, save_ckpt_time=4)
-    job.run(0.5, steps=11)
-    job.manager.save_manager_state(save_bin=True)
-    assert state_in(folder) == {
-        "schema": 1,
-        "avg_iter_time": 0.5,
-        "total_iters": 50,
-        "iter_count": 11,
-        "remaining_time": 20.0,
-        "save_ckpt_time": 4.0,
-        "completed_iters": 10,
-        "iter_bound_s": 0.75,
-        "world_size": 1,
-        "save_times_s": {"checkpoint": []},
-    }
-    assert sorted(path.name for path in folder.iterdir()) == ["manager_state.json"], "and nothing is pickled"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": true}', "\x80\x04", "[" * 100_000, "NaN"],
-    ids=["empty", "torn", "list", "bare", "newer", "bool", "pickle", "deep", "nan"],
-)
-def test_a_file_that_is_something_else_is_named_and_costs_the_count_only(
-    folder: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder.mkdir()
-    (folder / "manager_state.json").write_text(text, encoding="latin-1")
-    with pytest.raises(CorruptCheckpointError, match=r"manager_state\.json holds no state"):
-        Job(folder, None).manager.load_manager_state()
-    job = Job(folder, None)
-    job.run(1.0, steps=2)
-    assert job.manager.iter_count == 2
-    assert "remove it, and the iterations are counted anew" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["completed_iters", "iter_count", "save_times_s", "iter_bound_s", "avg_iter_time"])
-@pytest.mark.parametrize("value", [None, -5, "7", float("inf"), {"checkpoint": 3}, {"checkpoint": [-1.0]}])
-def test_a_field_of_the_wrong_sort_is_no_state(folder: Path, name: str, value: object) -> None:
-    job = Job(folder, None)
-    job.manager.save_manager_state()
-    (folder / "manager_state.json").write_text(json.dumps({**state_in(folder), name: value}))
-    with pytest.raises(CorruptCheckpointError, match=name):
-        job.manager.load_manager_state()
-
-
-def test_cleanup_removes_the_file_and_never_a_checkpoint(folder: Path) -> None:
-    job = Job(folder, None)
-    job.manager.save_manager_state()
-    (folder / "checkpoint").mkdir()
-    job.manager.cleanup()
-    job.manager.cleanup()
-    assert [path.name for path in folder.iterdir()] == ["checkpoint"]
-    (folder / "checkpoint").rmdir()
-    job.manager.cleanup()
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(("total_iters", "stays"), [(500, True), (-1, True), (3, False)])
-def test_cleanup_after_a_stop_keeps_what_the_next_life_needs_unless_the_run_is_over(
-    folder: Path, total_iters: int, stays: bool
-) -> None:
-    job = Job(folder, 20.0, total_iters=total_iters)
-    job.run(1.0)
-    assert job.manager.should_stop
-    job.manager.cleanup()
-    assert (folder / "manager_state.json").exists() is stays
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_on_request_and_a_warning_at_the_deadline(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    job = Job(tmp_path / "file" / "below", 20.0)
-    job.run(1.0)
-    assert len(job.saved_at) == 1
-    assert "will count its iterations anew" in caplog.text
-    with pytest.raises(CheckpointError, match="a file is where a folder should be"):
-        job.manager.save_manager_state()
-
-
-def test_a_save_before_the_first_iteration_does_not_overwrite_what_the_life_before_left(folder: Path) -> None:
-    first = Job(folder, 30.0)
-    first.run(1.0, save_s=2.0)
-    second = Job(folder, None)
-    second.manager.save_took(3.0)
-    second.run(1.0, steps=1)
-    assert second.manager.iter_count == first.saved_at[0]
-    assert second.manager.summary().saves == (("checkpoint", 2, 3.0),)
-
-
 # the rest
 
 
@@ -424,130 +267,6 @@ def test_who_goes_on_after_close_is_told_once(folder: Path, caplog: pytest.LogCa
     job.run(1.0, steps=5)
     assert caplog.text.count("iteration 4 begins after close(): no deadline is heard of any more") == 1
     assert caplog.text.count("after close()") == 1
-
-
-# what whoever has started the job is told
-
-
-@pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "progress.json"
-    monkeypatch.setenv("TORCHELASTIC_PROGRESS_FILE", str(path))
-    return path
-
-
-def test_it_tells_what_was_done_now_and_then(folder: Path, told: Path) -> None:
-    job = Job(folder, None, total_iters=500)
-    job.manager.iter()
-    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 0}
-    job.run(0.01, steps=200)
-    document = json.loads(told.read_text())
-    assert 200 - 2 * 50 <= document["committed_step"] <= 200, "about every half second"
-    assert document == {"resumed_step": 0, "committed_step": document["committed_step"]}
-    assert [path.name for path in told.parent.iterdir()] == [told.name], "nothing half written is left"
-
-
-def test_it_tells_a_save_and_that_it_is_not_the_end(folder: Path, told: Path) -> None:
-    job = Job(folder, 20.0, total_iters=500)
-    job.run(1.0)
-    (at,) = job.saved_at
-    expected = {"resumed_step": 0, "committed_step": at - 1, "saved_step": at - 1, "total_steps": 500}
-    assert json.loads(told.read_text()) == expected
-    job.manager.close()
-    assert json.loads(told.read_text()) == expected
-    second = Job(folder, None, total_iters=500)
-    second.run(0.7, steps=3)
-    assert json.loads(told.read_text()) == {"resumed_step": at - 1, "committed_step": at + 1}
-
-
-def test_who_reads_while_it_is_told_has_the_word_before_whole(folder: Path, told: Path) -> None:
-    job = Job(folder, None)
-    job.run(1.0, steps=2)
-    with told.open() as reader:
-        job.run(1.0, steps=2)
-        assert json.loads(reader.read())["committed_step"] == 1
-    assert json.loads(told.read_text())["committed_step"] == 3
-
-
-def test_a_save_that_fails_is_not_told(folder: Path, told: Path) -> None:
-    job = Job(folder, None)
-    job.run(1.0, steps=3)
-    with pytest.raises(OSError, match="full"), job.manager.saving():
-        raise OSError("full")
-    job.run(1.0, steps=3)
-    assert "saved_step" not in json.loads(told.read_text())
-
-
-def test_a_save_in_the_background_holds_what_was_trained_when_it_was_asked_for(folder: Path, told: Path) -> None:
-    job = Job(folder, 20.0)
-    while not job.manager.should_save_ckpt():
-        job.clock.advance(1.0)
-        job.manager.iter()
-    asked = job.manager.iter_count - 1
-    assert "saved_step" not in json.loads(told.read_text()), "it is not durable yet"
-    job.manager.save_took(1.0)
-    assert json.loads(told.read_text())["saved_step"] == asked
-
-
-@pytest.mark.parametrize(("steps", "done"), [(10, 10), (9, 8)])
-def test_at_the_end_of_a_loop_it_tells_whether_that_was_all(folder: Path, told: Path, steps: int, done: int) -> None:
-    """There is no `iter()` after the last iteration; in another one the loop may have been left in the middle."""
-    job = Job(folder, None, total_iters=10)
-    job.run(1.0, steps=steps)
-    assert "total_steps" not in json.loads(told.read_text()), "an exit with 0 would be the word of the script"
-    job.manager.close()
-    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": done, "total_steps": 10}
-
-
-def test_who_says_that_the_run_is_over_is_believed(folder: Path, told: Path) -> None:
-    """It has converged, for example."""
-    job = Job(folder, None, total_iters=10)
-    job.run(1.0, steps=5)
-    job.manager.close()
-    job.manager.cleanup()
-    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 4}
-
-
-def test_who_was_told_to_stop_cannot_say_that_the_run_is_over(folder: Path, told: Path) -> None:
-    job = Job(folder, 20.0, total_iters=500)
-    job.run(1.0)
-    job.manager.cleanup()
-    assert json.loads(told.read_text())["total_steps"] == 500
-
-
-def test_a_loop_that_ends_by_its_own_count_is_complete(folder: Path, told: Path) -> None:
-    """nanoGPT begins one iteration more than there are."""
-    job = Job(folder, None, total_iters=10)
-    job.run(1.0, steps=11)
-    assert json.loads(told.read_text()) == {"resumed_step": 0, "committed_step": 10, "total_steps": 10}
-
-
-def test_without_the_variable_nothing_is_written(folder: Path, tmp_path: Path) -> None:
-    job = Job(folder, None)
-    job.run(1.0, steps=10)
-    job.manager.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_progress_file_that_cannot_be_written_is_a_warning_once(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_PROGRESS_FILE", str(tmp_path / "nowhere" / "progress"))
-    job = Job(folder, 20.0)
-    job.run(1.0)
-    assert len(job.saved_at) == 1
-    assert caplog.text.count("the progress of this job is not told: TORCHELASTIC_PROGRESS_FILE=") == 1
-
-
-def test_only_the_first_rank_tells(folder: Path, told: Path) -> None:
-    class Second(Alone):
-        is_first, world_size = False, 2
-
-    job = Job(folder, 20.0, agree=Second())
-    job.run(1.0)
-    job.manager.close()
-    assert job.saved_at
-    assert not told.exists()
 
 
 # the deadlines of the process

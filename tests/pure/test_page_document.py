@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.test_status_screen import NOW_S, a_host, a_run
+from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.ledger.events import End, Failure, Loss, Save
 from torchelastic.ledger.figures import Figure
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from torchelastic.agent.etcd_connection import connect
 from torchelastic.agent.supervisor import Supervisor, Worker
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
 from torchelastic.launch.page import add_page, opened_page
+from torchelastic.launch.time_limit import add_time_limit, limited
 from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.server import EtcdServer
@@ -64,6 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "how long a group may train without contact to etcd; 'unlimited' (default 300 s; --standalone: unlimited)"
     )
     add(parser, "orphan-timeout", metavar="S", help=orphan_help)
+    add_time_limit(parser)
     add_access(parser)
     add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
     add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
@@ -83,6 +86,7 @@ def execute(options: argparse.Namespace) -> int:
     logging.basicConfig(level=level, format="[agent] %(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     command, gateway = _worker_command(options), _gateway(options)
     environment = dict(os.environ)
+    end = limited(environment, options.time_limit, time.time())
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
         url = _url(options, stack)
@@ -105,7 +109,7 @@ def execute(options: argparse.Namespace) -> int:
             return Supervisor(
                 command,
                 options.nproc_per_node,
-                environment=worker_environment(agent_options, options.nproc_per_node),
+                environment=worker_environment(agent_options, options.nproc_per_node) | end,
                 max_restarts=options.max_restarts,
                 log_dir=options.log_dir,
                 may_restart=may_restart,

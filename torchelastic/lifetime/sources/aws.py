@@ -9,21 +9,22 @@ notice, then JSON with `action` and `time`; two minutes before, at once for "hib
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torchelastic.lifetime.sources.metadata import (
     LINK_LOCAL,
     Answer,
     MetadataSource,
     NoAnswerError,
-    Opener,
+    Options,
     iso_seconds,
     nonsense,
-    open_url,
     parse_json,
 )
 from torchelastic.lifetime.sources.notice import Event
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing.Unpack from Python 3.11 on; torch requires the package
 
 _TOKEN_PATH = "/latest/api/token"  # noqa: S105 - a path
 _TOKEN_TTL_S = 21_600
@@ -72,10 +73,7 @@ class AwsSpot(MetadataSource):
         rebalance_lead_s: stop so many seconds after a rebalance recommendation; None: only log it, since it often is
             followed by nothing.
         interval_s: between two looks; 5 s is what AWS recommends.
-        is_expected: whether this surely is EC2.
-        opener: sends requests.
-        clock: monotonic seconds; that of the deadline.
-        wall_clock: Unix seconds.
+        options: see `metadata.Options`.
     """
 
     def __init__(
@@ -84,21 +82,15 @@ class AwsSpot(MetadataSource):
         *,
         rebalance_lead_s: float | None = None,
         interval_s: float = 5.0,
-        is_expected: bool = False,
-        opener: Opener = open_url,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             "AWS spot",
             endpoint,
             interval_s=interval_s,
-            is_expected=is_expected,
             remedy="In a container, let the token pass one more hop: `aws ec2 modify-instance-metadata-options "
             "--http-put-response-hop-limit 2`",
-            opener=opener,
-            clock=clock,
-            wall_clock=wall_clock,
+            **options,
         )
         self._rebalance_lead_s = rebalance_lead_s
         self._token = ""

@@ -9,22 +9,22 @@ may be other machines of the same set. At least so long before: Preempt 30 s, Re
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchelastic.lifetime.sources.metadata import (
     LINK_LOCAL,
     Answer,
     MetadataSource,
     NoAnswerError,
-    Opener,
+    Options,
     http_seconds,
     nonsense,
-    open_url,
     parse_json,
 )
 from torchelastic.lifetime.sources.notice import Event, Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing.Unpack from Python 3.11 on; torch requires the package
 
 _HEADERS = {"Metadata": "true"}
 _EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -79,10 +79,7 @@ class AzureScheduledEvents(MetadataSource):
         endpoint: of the instance metadata service.
         machine: name of this machine; "": the service is asked for it.
         interval_s: between two looks; evictions come with 30 s.
-        is_expected: whether this surely is Azure.
-        opener: sends requests.
-        clock: monotonic seconds; that of the deadline.
-        wall_clock: Unix seconds.
+        options: see `metadata.Options`.
     """
 
     def __init__(
@@ -91,20 +88,14 @@ class AzureScheduledEvents(MetadataSource):
         *,
         machine: str = "",
         interval_s: float = 2.0,
-        is_expected: bool = False,
-        opener: Opener = open_url,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             "Azure scheduled events",
             endpoint,
             interval_s=interval_s,
-            is_expected=is_expected,
             remedy="Let this process reach 169.254.169.254",
-            opener=opener,
-            clock=clock,
-            wall_clock=wall_clock,
+            **options,
         )
         self._machine = machine
 

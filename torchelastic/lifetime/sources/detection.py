@@ -17,7 +17,7 @@ from torchelastic.lifetime.sources.azure import AzureScheduledEvents
 from torchelastic.lifetime.sources.gcp import GcpPreemption
 from torchelastic.lifetime.sources.instance import TerminationFile
 from torchelastic.lifetime.sources.kubernetes import PreStopFile
-from torchelastic.lifetime.sources.metadata import LINK_LOCAL, MetadataSource, Opener, open_url
+from torchelastic.lifetime.sources.metadata import LINK_LOCAL, MetadataSource, Opener, Options, open_url
 from torchelastic.lifetime.sources.notice import Notices
 from torchelastic.lifetime.sources.poller import Poller
 from torchelastic.lifetime.sources.signals import (
@@ -205,27 +205,21 @@ def _clouds(
     text = variables.get(METADATA_VARIABLE, "").strip()
     clouds = parse_clouds(text) if text else clouds_of(machine())
     everywhere = variables.get(ENDPOINT_VARIABLE, "").strip()
+
+    def of(cloud: str) -> Options:
+        return {"is_expected": clouds[cloud], "opener": opener, "clock": clock, "wall_clock": wall_clock}
+
     found: list[MetadataSource] = []
     # these two are what the SDKs of AWS and GCP go by
     if "aws" in clouds and variables.get("AWS_EC2_METADATA_DISABLED", "").strip().lower() != "true":
         endpoint = everywhere or variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "").strip() or LINK_LOCAL
-        found.append(AwsSpot(endpoint, is_expected=clouds["aws"], opener=opener, clock=clock, wall_clock=wall_clock))
+        found.append(AwsSpot(endpoint, **of("aws")))
     if "gcp" in clouds:
         host = variables.get("GCE_METADATA_HOST", "").strip()
         endpoint = everywhere or (f"http://{host}" if host else LINK_LOCAL)
-        found.append(
-            GcpPreemption(endpoint, is_expected=clouds["gcp"], opener=opener, clock=clock, wall_clock=wall_clock)
-        )
+        found.append(GcpPreemption(endpoint, **of("gcp")))
     if "azure" in clouds:
-        found.append(
-            AzureScheduledEvents(
-                everywhere or LINK_LOCAL,
-                is_expected=clouds["azure"],
-                opener=opener,
-                clock=clock,
-                wall_clock=wall_clock,
-            )
-        )
+        found.append(AzureScheduledEvents(everywhere or LINK_LOCAL, **of("azure")))
     return found
 
 

@@ -8,19 +8,20 @@ TERMINATE_ON_HOST_MAINTENANCE; 60 s before, an hour before with accelerators).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torchelastic.lifetime.sources.metadata import (
     LINK_LOCAL,
     Answer,
     MetadataSource,
     NoAnswerError,
-    Opener,
+    Options,
     nonsense,
-    open_url,
 )
 from torchelastic.lifetime.sources.notice import Event
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing.Unpack from Python 3.11 on; torch requires the package
 
 _FLAVOR = {"Metadata-Flavor": "Google"}
 _PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted"
@@ -64,10 +65,7 @@ class GcpPreemption(MetadataSource):
         endpoint: of the metadata server. Its address and not its name: a name server that hangs cannot be timed out.
         maintenance_lead_s: from the notice to a maintenance that stops the machine.
         interval_s: between two looks; spot machines have 30 s in all.
-        is_expected: whether this surely is GCP.
-        opener: sends requests.
-        clock: monotonic seconds; that of the deadline.
-        wall_clock: Unix seconds.
+        options: see `metadata.Options`.
     """
 
     def __init__(
@@ -76,20 +74,14 @@ class GcpPreemption(MetadataSource):
         *,
         maintenance_lead_s: float = MAINTENANCE_LEAD_S,
         interval_s: float = 2.0,
-        is_expected: bool = False,
-        opener: Opener = open_url,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             "GCP preemption",
             endpoint,
             interval_s=interval_s,
-            is_expected=is_expected,
             remedy="Let this process reach 169.254.169.254 (on GKE: the metadata server of the node)",
-            opener=opener,
-            clock=clock,
-            wall_clock=wall_clock,
+            **options,
         )
         self._maintenance_lead_s = maintenance_lead_s
 

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypedDict
 
 from tenacity import RetryCallState, Retrying, wait_exponential
 
@@ -152,6 +152,22 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:60] + "..")
 
 
+class Options(TypedDict, total=False):
+    """What every source of this sort takes besides its own arguments.
+
+    Attributes:
+        is_expected: whether the machine surely is of this cloud, so that the absence of the service is worth a warning.
+        opener: sends requests.
+        clock: monotonic seconds; that of the deadline.
+        wall_clock: Unix seconds.
+    """
+
+    is_expected: bool
+    opener: Opener
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+
+
 class MetadataSource(Notices):
     """A deadline from a metadata service. `poll` asks it; have a `Poller` call that.
 
@@ -162,12 +178,9 @@ class MetadataSource(Notices):
         name: of the source, for people.
         endpoint: URL of the service, without a path.
         interval_s: between two looks.
-        is_expected: whether its absence is worth a warning.
-        remedy: for that warning.
+        remedy: for the warning that an expected service is not there.
         timeout_s: for an answer.
-        opener: sends requests.
-        clock: monotonic seconds; that of the deadline.
-        wall_clock: Unix seconds.
+        is_expected, opener, clock, wall_clock: see `Options`.
     """
 
     def __init__(
@@ -176,9 +189,9 @@ class MetadataSource(Notices):
         endpoint: str,
         *,
         interval_s: float,
-        is_expected: bool,
         remedy: str,
         timeout_s: float = 1.0,
+        is_expected: bool = False,
         opener: Opener = open_url,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,

@@ -26,7 +26,14 @@ export class Stream {
   constructor({ token, onDocument, onState }) {
     Object.assign(this, { token, onDocument, onState });
     this.waits = 0;
-    this.wake = () => {};
+    this.isWoken = false;
+    this.endPause = () => {};
+  }
+
+  /** Connect at once: now, or when the attempt that is on its way has failed (it may have had the old token). */
+  wake() {
+    this.isWoken = true;
+    this.endPause();
   }
 
   headers() {
@@ -38,6 +45,7 @@ export class Stream {
   async run() {
     for (;;) {
       let why = "the agent has closed the connection", state = "lost";
+      this.isWoken = false;
       try {
         const answer = await this.read();
         if (answer) [state, why] = answer;
@@ -45,8 +53,9 @@ export class Stream {
         why = error.name === "AbortError" ? "nothing has come for 25 s" : "the agent does not answer";
       }
       const pauseMs = Math.min(MOST_WAIT_MS, 500 * 2 ** this.waits++);
+      if (this.isWoken) continue;
       this.onState(state, why);
-      await new Promise((done) => { this.wake = done; setTimeout(done, state === "token" ? 1e9 : pauseMs); });
+      await new Promise((done) => { this.endPause = done; setTimeout(done, state === "token" ? 1e9 : pauseMs); });
     }
   }
 

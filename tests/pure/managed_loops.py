@@ -1,0 +1,39 @@
+"""A loop with an `IterManager` on a clock that moves when it is told to; for test_lifetime_iter_manager*.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchelastic.lifetime import Deadline, IterManager, nearest, time_limit_s
+from torchelastic.testing.clock import FakeClock
+
+START_S = 1000.0
+
+
+class Job:
+    """A loop, as the seed has it, that stops when it is told to."""
+
+    def __init__(self, folder: Path, deadline: Deadline | float | None, **options: Any) -> None:
+        self.clock = FakeClock(START_S)
+        if isinstance(deadline, float):
+            deadline = time_limit_s(deadline, began_s=START_S)
+        self.manager = IterManager(
+            velastic_dir=folder, deadline=nearest([deadline]), clock=self.clock, **{"redundant_time": 0, **options}
+        )
+        self.saved_at: list[int] = []
+        self.saved_s: list[float] = []
+
+    def run(self, step_s: Sequence[float] | float, steps: int = 1000, save_s: float = 2.0) -> None:
+        times = iter([step_s] * steps if isinstance(step_s, float) else step_s)
+        for took_s in times:
+            self.manager.iter()
+            if self.manager.should_save_ckpt():
+                with self.manager.saving():
+                    self.clock.advance(save_s)
+                self.saved_at.append(self.manager.iter_count)
+                self.saved_s.append(self.clock() - START_S)
+            if self.manager.should_stop:
+                return
+            self.clock.advance(took_s)
