@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 
-.PHONY: help demo test test-all test-slurm test-nemo soak lint types bench clean
+.PHONY: help demo test test-all test-slurm test-nemo soak lint types bench docs docs-links clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
@@ -15,6 +15,8 @@ help:
 	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
 	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers, 20 deadlines"
+	@echo "make docs      the pages of docs/ and the reference as a site in docs/_build/html"
+	@echo "make docs-links ask every address that the pages link to; needs a network"
 	@echo "make bench     every benchmark, one JSON line each"
 
 $(READY): pyproject.toml constraints.txt
@@ -72,5 +74,11 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.agent_footprint
 	$(BIN)/python -m benchmarks.rendezvous --members 2,32,128 --runs 3 --peers c10d --limit-s 20
 
+docs: $(READY)
+	$(BIN)/python -m sphinx -b html -c docs -j auto -W --keep-going -q . docs/_build/html
+
+docs-links: $(READY)
+	$(BIN)/python -m sphinx -b linkcheck -c docs -j auto -q . docs/_build/links
+
 clean:
-	rm -rf $(VENV) $(VENV_NEMO) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_NEMO) build dist docs/_build *.egg-info

@@ -133,6 +133,7 @@ class TrainLoop:
         self._synced_before = False
         self.meter = this_worker()
         self.meter.publish_to_parent()
+        self.meter.set_up_log()
         waiting.listener = self.meter.waited_for_data
 
     def steps(self) -> Iterator[Step]:

@@ -145,7 +145,8 @@ def decode(file: Path) -> Image.Image:
     """
     try:
         with Image.open(file) as image:
-            return image.convert("RGB")
+            rgb: Image.Image = image.convert("RGB")
+            return rgb
     except DAMAGE as error:
         raise ValueError(f"cannot read the image {file}: {error}; restore or remove it") from error
 

@@ -93,7 +93,8 @@ def starts(seed: int, stream: str, numbers: Sequence[int], room: int) -> npt.NDA
         mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
         mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
         mixed ^= mixed >> np.uint64(31)
-    return (mixed % np.uint64(room)).astype(np.int64)
+    begins: npt.NDArray[np.int64] = (mixed % np.uint64(room)).astype(np.int64)
+    return begins
 
 
 class Corpus:

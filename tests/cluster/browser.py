@@ -42,7 +42,7 @@ class Tab:
         received_bytes: bodies that came over the network, as they came.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, patience_s: float = 30.0) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse[Any], patience_s: float = 30.0) -> None:
         self._socket, self._patience_s = socket, patience_s
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import pytest
 
 from tests.cluster.harness import Job
-from tests.cluster.network import Lab, why_impossible
 from torchelastic.testing.faults import Fault
+from torchelastic.testing.hosts import Lab, why_impossible
 
 
 class MakeJob(Protocol):
@@ -23,7 +23,7 @@ class MakeJob(Protocol):
 class MakeLab(Protocol):
     """Makes a lab that is taken down with the test."""
 
-    def __call__(self, *hosts: str, wires: Collection[str] = ()) -> Lab: ...
+    def __call__(self, *hosts: str, wires: Collection[str] = (), second: Mapping[str, str] | None = None) -> Lab: ...
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def labs() -> Iterator[MakeLab]:
     """Makes labs of hosts with networks of their own; where that is impossible the test is skipped, with the reason."""
     with ExitStack() as stack:
 
-        def make(*hosts: str, wires: Collection[str] = ()) -> Lab:
+        def make(*hosts: str, wires: Collection[str] = (), second: Mapping[str, str] | None = None) -> Lab:
             impossible = why_impossible(wires=bool(wires))
             if impossible:
                 pytest.skip(impossible)
-            return stack.enter_context(Lab(hosts, wires))
+            return stack.enter_context(Lab(hosts, wires, second))
 
         yield make

@@ -22,12 +22,12 @@ import psutil
 import torch
 
 from tests.cluster.elastic_job import make_dataset, make_model
-from tests.cluster.network import Host
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.url import DEFAULT_PREFIX
 from torchelastic.testing.faults import Fault, FaultPlan
+from torchelastic.testing.hosts import Host
 
 JOB = Path(__file__).with_name("elastic_job.py")
 ROOT = Path(__file__).parents[2]
@@ -72,9 +72,13 @@ class Job:
         self.agents.append(self._popen(command, f"agent-{number}.txt", environment))
         return self.agents[-1]
 
-    def start_alone(self, init_method: str, name: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Start one worker without the launcher."""
+    def start_alone(
+        self, init_method: str, name: str, host: Host | None = None, **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Start one worker without the launcher, on a host of a lab or here."""
         command = [sys.executable, str(self.script), *self.job_arguments(), f"--init-method={init_method}"]
+        if host is not None:
+            command = host.command(command)
         self.agents.append(self._popen(command, f"{name}.txt", environment))
         return self.agents[-1]
 

@@ -70,7 +70,8 @@ def test_a_script_that_never_gets_to_training_is_not_started_again(
     job = jobs()
     job.start_launcher("--standalone", "--nproc-per-node=2", script(tmp_path, text))
     assert job.wait(30) == [1]
-    assert last_line(job).startswith(error)
+    assert last_line(job).startswith("then worker ")
+    assert f"failed: exit code 1: {error}" in last_line(job)
     assert job.output().count(f"[worker 0] {error}") == 1, "started once"
 
 

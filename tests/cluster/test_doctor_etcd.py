@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.cluster.network import Lab
 from tests.cluster.secured_etcd import PASSWORD, Authority, guard
 from torchelastic.doctor import Finding, Level
 from torchelastic.doctor.etcd_facts import check, gather_etcd, open_store
@@ -29,6 +28,7 @@ from torchelastic.rendezvous.server import EtcdServer, ServerTls
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.testing.etcd import running_etcd
+from torchelastic.testing.hosts import Lab
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 NOBODY = Credentials()

@@ -49,6 +49,7 @@ def test_another_process_with_the_same_pid_is_not_the_one_that_wrote() -> None:
         b"\x80\x04not json",
         b"[" * 100_000,
     ],
+    ids=["another boot", "another namespace", "nothing", "list", "empty", "not json", "bottomless"],
 )
 def test_of_other_boots_and_containers_and_of_garbage_nothing_is_said(about: bytes) -> None:
     assert not has_ended(about)

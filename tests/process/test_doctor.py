@@ -33,12 +33,13 @@ from torchelastic.doctor.limits import (
     judge_files,
     judge_shared_memory,
 )
-from torchelastic.doctor.network import gather_network, interfaces, judge_gloo, why_not_free
+from torchelastic.doctor.network import gather_network, judge_gloo, why_not_free
 from torchelastic.doctor.own_clock import gather_clock
 from torchelastic.doctor.running import Check, run_checks, side_by_side
 from torchelastic.doctor.screen import show
 from torchelastic.doctor.versions import gather_versions, judge_versions
 from torchelastic.launch.main import main
+from torchelastic.network.interfaces import interfaces
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.testing.disk_faults import FaultyDisk, full_at

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
+from torchelastic.agent.causes import Failed
 from torchelastic.agent.supervisor import Supervisor
 
 PATIENCE_S = 20.0
@@ -51,13 +52,15 @@ async def until(condition: Callable[[], object]) -> None:
 def test_a_worker_that_leaves_is_not_started_again_though_it_is_killed_and_the_other_one_is() -> None:
     async def scenario(supervisor: Supervisor) -> None:
         leaves, stays = pid_of(supervisor, 0), pid_of(supervisor, 1)
+        failures: list[Failed] = []
+        supervisor.on_failure = failures.append
         supervisor.let_leave(leaves)
         os.kill(leaves, signal.SIGKILL)
         os.kill(stays, signal.SIGKILL)
         await until(lambda: supervisor.workers[1].restarts == 1 and supervisor.workers[1].process is not None)
         assert (supervisor.workers[0].restarts, supervisor.workers[0].process) == (0, None)
         assert supervisor.workers[0].is_over
-        assert supervisor.failure_report() == ""
+        assert [failed.worker for failed in failures] == [1]
 
     supervise(2, scenario)
 

@@ -10,7 +10,6 @@ import pytest
 
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.doctor.network import (
-    Interface,
     NetworkFacts,
     judge_gloo,
     judge_host_name,
@@ -18,8 +17,9 @@ from torchelastic.doctor.network import (
     judge_network,
     judge_ports,
     judge_reverse_lookup,
-    nccl_choice,
 )
+from torchelastic.network.choice import nccl_choice
+from torchelastic.network.interfaces import Interface
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 MIB, GIB = 2**20, 2**30

@@ -174,7 +174,8 @@ def test_figures_are_those_of_the_status_and_there_are_none_before_the_first_wor
     now_ns = worker.tally.since_ns + 50
     book = Book().after_all(worker.told)
     host.shows(book, now_ns)
-    figures = figures_of(seen_of(book, now_ns))
+    figures = figures_of(seen_of(book, now_ns, configured_workers=2))  # of the host's two places one is empty
+    assert figures.ettr.value == figures.goodput.value / 2
     assert 0 < figures.goodput.value < figures.goodput.attainable < 1
     for figure in (figures.goodput, figures.ettr, figures.step_efficiency, figures.participation):
         assert host.value(f"torchelastic_{figure.name}_ratio") == figure.value

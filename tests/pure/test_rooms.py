@@ -16,6 +16,8 @@ FLOORS: dict[str, int] = {
     "version": 0,
     "processes": 0,
     "lazy_names": 0,
+    "log_lines": 0,
+    "network": 0,
     "metrics": 1,
     "rendezvous": 1,
     "data": 1,
@@ -40,7 +42,7 @@ FLOORS: dict[str, int] = {
     "testing": 9,
     "__init__": 10,
 }
-NEVER_TORCH = ("agent", "launch", "processes", "metrics", "ledger", "status", "page", "report")
+NEVER_TORCH = ("agent", "launch", "network", "processes", "metrics", "ledger", "status", "page", "report")
 
 #: Names that are longer than the budget, each with its reason.
 LARGER: dict[str, str] = {}

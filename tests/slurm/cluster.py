@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -35,12 +36,12 @@ INSTALL = "apt-get install --no-install-recommends slurm-wlm munge"
 
 _CONFIGURATION = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={controller}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/run/munge.sock,cred_expire={credential_s}
 CredType=cred/munge
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/run/slurmctld.pid
@@ -63,10 +64,10 @@ PropagateResourceLimits=NONE
 JobRequeue=1
 ReturnToService=2
 KillWait={kill_wait_s}
-SlurmdTimeout=60
-MessageTimeout=30
+SlurmdTimeout={silence_s}
+MessageTimeout={message_s}
 """
-_NODE = "NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=4000 State=UNKNOWN\n"
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=8 RealMemory=4000 State=UNKNOWN\n"
 _PARTITIONS = """\
 PartitionName=batch Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
@@ -93,6 +94,14 @@ def _path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 
 
+class Place(NamedTuple):
+    """Where a daemon listens."""
+
+    host: str
+    address: str
+    port: int
+
+
 class Slurm:
     """The daemons, which end with the process that made them, and commands about jobs.
 
@@ -101,8 +110,14 @@ class Slurm:
         nodes: how many; they are called n1, n2, ..
     """
 
+    #: How long a node may be silent until SLURM says that it is down.
+    silence_s = 60
+    #: How long the controller waits for an answer.
+    message_s = 30
+
     def __init__(self, folder: Path, nodes: int = 2) -> None:
-        self.folder, self.nodes = folder, nodes
+        self.folder = folder
+        self.names = [f"n{n}" for n in range(1, nodes + 1)]
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
             "PATH": _path(),
@@ -170,8 +185,9 @@ class Slurm:
     def _run(self, *command: str, input: str = "", variables: Mapping[str, str] | None = None) -> str:  # noqa: A002
         environment = {**self.environment, **(variables or {})}
         done = subprocess.run(
-            command, input=input, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S
-        )
+            self._at(command), input=input, env=environment, cwd=self.folder, capture_output=True, text=True,
+            timeout=PATIENCE_S,
+        )  # fmt: skip
         assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stderr}"
         return done.stdout
 
@@ -183,12 +199,14 @@ class Slurm:
         key = self.folder / "etc" / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        host = socket.gethostname().partition(".")[0]
-        with _free_ports(1 + self.nodes) as ports:
-            text = _CONFIGURATION.format(
-                host=host, folder=self.folder, ports=ports, credential_s=CREDENTIAL_S, kill_wait_s=KILL_WAIT_S
-            )
-            text += "".join(_NODE.format(n=n + 1, host=host, port=port) for n, port in enumerate(ports[1:]))
+        controller, *nodes = self._places()
+        text = _CONFIGURATION.format(
+            controller=f"{controller.host}({controller.address})", port=controller.port, folder=self.folder,
+            credential_s=CREDENTIAL_S, kill_wait_s=KILL_WAIT_S, silence_s=self.silence_s,
+            message_s=self.message_s,
+        )  # fmt: skip
+        for name, place in zip(self.names, nodes, strict=True):
+            text += _NODE.format(name=name, host=place.host, address=place.address, port=place.port)
         (self.folder / "etc" / "slurm.conf").write_text(text + _PARTITIONS.format(grace_s=GRACE_S))
         (self.folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
@@ -205,26 +223,47 @@ class Slurm:
             if (run / "munge.sock").exists():
                 break
         self._daemon("slurmctld", "-D", "-i")
-        for n in range(1, self.nodes + 1):
-            (self.folder / "spool" / f"n{n}").mkdir()
-            self._daemon("slurmd", "-D", "-N", f"n{n}")
-        for _ in until(f"{self.nodes} nodes are idle", PATIENCE_S, self.logs):
-            if self._idle() == self.nodes:
+        for name in self.names:
+            (self.folder / "spool" / name).mkdir()
+            self.start_node(name)
+        self.wait_until_idle()
+
+    def start_node(self, name: str) -> None:
+        """Start the daemon of a node, which becomes idle a little later."""
+        self._daemon("slurmd", "-D", "-N", name, node=name)
+
+    def wait_until_idle(self) -> None:
+        """Wait until all nodes are."""
+        for _ in until(f"{self.names} are idle", PATIENCE_S, self.logs):
+            if len(self.in_state("idle")) == len(self.names):
                 return
 
-    def _daemon(self, *command: str) -> None:
-        name = command[-1] if command[0] == "slurmd" else command[0]
-        with (self.folder / "log" / f"{name}.err").open("wb") as log:
+    def in_state(self, state: str) -> list[str]:
+        """The nodes in it ("idle", "down", ..); none while the controller does not answer."""
+        command = ["sinfo", "--noheader", "--Node", "--partition=batch", f"--states={state}", "--format=%N"]
+        said = subprocess.run(
+            self._at(command), env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        return said.stdout.split()
+
+    def _places(self) -> list[Place]:
+        """Where the controller listens, and each node."""
+        host = socket.gethostname().partition(".")[0]
+        with _free_ports(1 + len(self.names)) as ports:
+            return [Place(host, "127.0.0.1", port) for port in ports]
+
+    def _at(self, command: Sequence[str], node: str = "") -> list[str]:
+        """What to start to run a command on a node, or where the controller is; here all of it is this host."""
+        return list(command)
+
+    def _daemon(self, *command: str, node: str = "") -> None:
+        with (self.folder / "log" / f"{node or command[0]}.err").open("ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    dies_with_parent(command), env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    dies_with_parent(self._at(command, node)),
+                    env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 )
-            )
-
-    def _idle(self) -> int:
-        command = ["sinfo", "--noheader", "--Node", "--partition=batch", "--states=idle", "--format=%N"]
-        said = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S)
-        return len(said.stdout.split())  # nothing, while the controller does not answer yet
+            )  # fmt: skip
 
     def logs(self) -> str:
         """The ends of all logs."""
@@ -233,7 +272,8 @@ class Slurm:
 
     def end(self) -> None:
         """Kill all jobs, then end the daemons and whatever else there is of this SLURM."""
-        subprocess.run(["scancel", "--full", "--signal=KILL", "--user=root"], env=self.environment, timeout=PATIENCE_S)
+        kill_all = self._at(["scancel", "--full", "--signal=KILL", "--user=root"])
+        subprocess.run(kill_all, env=self.environment, timeout=PATIENCE_S)
         ours = self._processes()
         for daemon in reversed(self._daemons):
             daemon.terminate()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import (
@@ -98,9 +98,9 @@ class MemoryTier:
         }
         try:
             if self.async_save:
-                kind = AsyncCheckpointerType.THREAD
-                response = async_save(dict(tensors), async_checkpointer_type=kind, **options)
-                self._pending = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+                response: Any = async_save(dict(tensors), **options)  # in a thread
+                # newer versions of torch return two futures in one object, where a stager is at work
+                self._pending = getattr(response, "upload_completion", response)
                 self._pending_id = checkpoint_id
             else:
                 save(dict(tensors), **options)

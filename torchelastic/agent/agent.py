@@ -9,14 +9,15 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchelastic.agent import passing_on
 from torchelastic.agent.bookkeeping import Bookkeeping
 from torchelastic.agent.connections import Connection, Connections
+from torchelastic.agent.explaining import Explaining, read_members
 from torchelastic.agent.exposing import Exposing
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.showing import Showing
@@ -24,6 +25,10 @@ from torchelastic.agent.supervisor import Supervisor, Worker, process_end
 from torchelastic.agent.telling import Telling
 from torchelastic.ledger.meter import LEDGER_VARIABLE
 from torchelastic.lifetime.requeue import STOPPED_EARLY
+from torchelastic.log_lines import FORMAT_VARIABLE, HUMAN, JSON
+from torchelastic.network.choice import InterfaceError
+from torchelastic.network.interfaces import address_towards, is_loopback
+from torchelastic.network.this_host import chosen_address
 from torchelastic.page.listening import PageOptions
 from torchelastic.processes import boot_time_s
 from torchelastic.rendezvous import wire
@@ -51,6 +56,8 @@ class AgentOptions:
         term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM to this agent.
         ledger_dir: where the ledger of this host is written, see docs/ledger.md; None: it is kept in memory only.
         page: the live page, see docs/observing.md; None: not served.
+        address: at which the others reach this host; empty: as the environment chooses, else on the way to etcd.
+        log_form: "human" or "json": of the log of this agent and of its workers.
     """
 
     url: RendezvousUrl
@@ -61,14 +68,21 @@ class AgentOptions:
     term_grace_s: float = 30.0
     ledger_dir: Path | None = None
     page: PageOptions | None = None
+    address: str = ""
+    log_form: str = HUMAN
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended: the exit code of the launcher, and what to say last."""
+    """How it ended: the exit code of the launcher, what to say last, and whether the run was over before it began.
+
+    `detail` is more keys of the last line, for JSON.
+    """
 
     exit_code: int
     message: str = ""
+    came_late: bool = False
+    detail: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Agent:
@@ -102,12 +116,16 @@ class Agent:
         self._build()
         await self.connections.start()
         try:
+            address = self._options.address or chosen_address()
             await self.membership.start(self._options.url.connect_timeout_s)
-        except StoreError as error:
+            # not before: until etcd has answered, its name may be known to nobody yet
+            self.connections.address = address or address_towards(self._options.url.endpoints)
+        except (StoreError, InterfaceError, OSError) as error:
             return await self._refuse(f"{error}; the run was not started")
+        self._look_at_address()
         self.connections.run_was_closed = self.membership.round.is_over
         if self.connections.run_was_closed and self._make_supervisor is not None:
-            return Outcome(1, _closed_already(self._options.url))
+            return Outcome(1, _closed_already(self._options.url), came_late=True)
         self.connections.open()
         self._exposing.start(self._options.metrics_address, self._options.push_gateway)
         self._telling.start()
@@ -127,7 +145,19 @@ class Agent:
             await self.membership.stop()
             if self._books is not None:
                 await self._books.stop()
+            self._explaining.close()
             await self._exposing.stop()
+
+    def _look_at_address(self) -> None:
+        """Warn of one that no other host reaches, where others are expected."""
+        address = self.connections.address
+        others = self.supervisor is not None and self._options.url.max_workers > len(self.supervisor.workers)
+        if others and is_loopback(address):
+            log.warning(
+                "this host tells the others to reach it at %s, which no other host can: name etcd by an address that "
+                "they reach too, or choose a network with --iface",
+                address,
+            )
 
     async def _refuse(self, message: str) -> Outcome:
         """Nothing can be done: say so to the owner, if that is who waits, or to the person at the terminal."""
@@ -144,10 +174,10 @@ class Agent:
         url = self._options.url
         incarnation = uuid.uuid4().hex[:8]
         host = socket.gethostname()
+        self._explaining = Explaining(incarnation, lambda: read_members(self._store, Keys(url.root)))
         self.connections = Connections(
             self._options.socket_path,
             host=host,
-            address=address_towards(url.endpoints[0]),
             incarnation=incarnation,
             clock=time.monotonic,
             declare=lambda member: self.membership.declare(member),
@@ -187,6 +217,7 @@ class Agent:
             )  # fmt: skip
 
     def _open_books(self, supervisor: Supervisor, host: str, incarnation: str) -> Bookkeeping:
+        supervisor.on_failure = self._explaining.failed
         books = Bookkeeping(
             self._options.socket_path,
             run_id=self._options.url.run_id,
@@ -196,6 +227,9 @@ class Agent:
             configured_workers=self._options.url.max_workers,
             workers=lambda: supervisor.workers,
             sees_store=lambda: self.membership.sees_store,
+            logs_each=self._options.log_form == JSON,
+            on_event=self._explaining.noticed,
+            on_look=self._explaining.look,
         )
         self._exposing.add_ledger(books.latest)
         return books
@@ -205,6 +239,8 @@ class Agent:
     def _on_round(self, round_: Round) -> None:
         self.connections.tell_round(round_)
         self._telling.view.heard_of(round_)
+        if self.supervisor is not None:
+            self._explaining.heard_of(round_)
         self._exposing.record("torchelastic", "rendezvous.round", round_.number)
         self._exposing.record("torchelastic", "rendezvous.world_size", len(round_.roster))
         for member_id in round_.evicted if self.supervisor is not None else ():
@@ -318,7 +354,8 @@ class Agent:
             return Outcome(0)
         if codes <= {0, STOPPED_EARLY}:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
-        return Outcome(1, self.supervisor.failure_report())
+        report = await self._explaining.last_words()
+        return Outcome(1) if report is None else Outcome(1, report.text(), detail=report.to_plain())
 
     async def _drain(self) -> None:
         """All workers of this host leave the run; returns when they have ended, or `term_grace_s` later."""
@@ -338,17 +375,6 @@ class Agent:
         # the others may be in a long step: they see the end when it is over; and etcd may be away for good
         longest = asyncio.sleep(self._options.url.timeout_s)
         await _first_of(self.membership.until_closed(), self._interrupted.wait(), longest)
-
-
-def address_towards(endpoint: tuple[str, int]) -> str:
-    """The address of this host on the network that leads to `endpoint`.
-
-    The others, who also reach it, reach us there.
-    """
-    family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: it only makes the kernel choose a route
-        return str(probe.getsockname()[0])
 
 
 def _closed_already(url: RendezvousUrl) -> str:
@@ -384,6 +410,7 @@ def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nproc),
         "PYTHONUNBUFFERED": "1",
         LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
+        FORMAT_VARIABLE: options.log_form,
         # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torchelastic.agent.supervisor import Worker, describe_exit
-from torchelastic.ledger.events import Drain
+from torchelastic.agent.causes import describe_exit
+from torchelastic.agent.event_log import EventLog
+from torchelastic.agent.supervisor import Worker
+from torchelastic.ledger.events import Drain, Event
 from torchelastic.ledger.journal import BackgroundJournal, Head, JournalWriter
 from torchelastic.ledger.keeper import Keeper, journal_name
+from torchelastic.log_lines import Position
 from torchelastic.processes import boot_time_s
 from torchelastic.status.host import HostView
 from torchelastic.status.ledger_collector import HostSnapshot, Place
@@ -35,6 +38,9 @@ class Bookkeeping:
         configured_workers: how many workers the run wants.
         workers: the workers of this host at the moment.
         sees_store: whether etcd is in reach at the moment.
+        logs_each: log each event by itself, see `EventLog`.
+        on_event: called with (when in Unix seconds, what) for each event.
+        on_look: called after each look.
     """
 
     def __init__(
@@ -48,13 +54,17 @@ class Bookkeeping:
         configured_workers: int,
         workers: Callable[[], Iterable[Worker]],
         sees_store: Callable[[], bool],
+        logs_each: bool = False,
+        on_event: Callable[[float, Event], None] = lambda _at_s, _event: None,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         head = Head(run_id, host, time.monotonic_ns(), time.time_ns(), configured_workers)
         #: what the host looks like: it is told every event on its way to the journal
-        self.view = HostView(host, incarnation, _journal(folder, host, incarnation, head))
+        self._log = EventLog(host, _journal(folder, host, incarnation, head), each=logs_each, listener=on_event)
+        self.view = HostView(host, incarnation, self._log)
         self.journal = "" if folder is None else str(folder.absolute())
         self.keeper = Keeper(socket_path, f"{host}-{incarnation}", self.view)
-        self._workers, self._sees_store = workers, sees_store
+        self._workers, self._sees_store, self._on_look = workers, sees_store, on_look
         self._contact_s: float | None = None
         self._left: set[int] = set()
         self._task: asyncio.Task[None] | None = None
@@ -106,6 +116,10 @@ class Bookkeeping:
         if has_left and name:
             life = self.keeper.book.lives[name].tally
             self.keeper.note(Drain(at_ns=life.since_ns, worker=name, rank=life.rank, round=life.round, step=life.step))
+        tally = self.keeper.book.lives[name].tally if name in self.keeper.book.lives else None
+        if tally is not None:
+            worker.position = Position(tally.rank, tally.round, tally.step)
+        self._log.flush()
 
     def pids(self) -> dict[str, int]:
         """The processes of the workers that live, by the workers' names."""
@@ -124,7 +138,9 @@ class Bookkeeping:
         else:
             silent_s = 0.0 if self._contact_s is None else max(0.0, boot_time_s() - self._contact_s)
             self.keeper.store_away(time.monotonic_ns() - int(silent_s * 1e9))
+        self._log.flush()
         self._latest = self._snapshot(sees_store=sees_store)
+        self._on_look()
 
     def _snapshot(self, *, sees_store: bool) -> HostSnapshot:
         book = self.keeper.now()

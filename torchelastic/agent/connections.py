@@ -61,7 +61,7 @@ class Connections:
     Args:
         socket_path: where to listen; created with mode 0600.
         host: this host's name in the run.
-        address: where the workers of other hosts reach this one.
+        address: where the workers of other hosts reach this one; to be known by `open`.
         incarnation: unique for this agent process; part of its members' ids.
         clock: monotonic seconds.
         declare: called with a member's new record.
@@ -78,7 +78,7 @@ class Connections:
         socket_path: Path,
         *,
         host: str,
-        address: str,
+        address: str = "",
         incarnation: str,
         clock: Callable[[], float],
         declare: Callable[[Member], None],
@@ -94,7 +94,8 @@ class Connections:
         self.run_was_closed = False
         self.ever_joined: set[int] = set()
         self.emptied = asyncio.Event()
-        self._path, self._host, self._address, self._incarnation = socket_path, host, address, incarnation
+        self.address = address
+        self._path, self._host, self._incarnation = socket_path, host, incarnation
         self._clock, self._declare, self._withdraw = clock, declare, withdraw
         self._until_written, self._on_join, self._on_leave = until_written, on_join, on_leave
         self._on_metrics, self._on_gone = on_metrics, on_gone
@@ -239,7 +240,7 @@ class Connections:
                 "op": "welcome",
                 "member": member.member_id,
                 "host": self._host,
-                "address": self._address,
+                "address": self.address,
                 "closed": self.run_was_closed,
             }
         )

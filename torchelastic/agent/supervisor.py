@@ -9,16 +9,18 @@ import asyncio
 import collections
 import logging
 import os
-import re
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from torchelastic.agent.causes import Failed, begins_traceback, describe_exit, failed_at_s
+from torchelastic.agent.terminal import Terminal
 from torchelastic.lifetime.requeue import STOPPED_EARLY
+from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.main_thread import signal_main_thread
 
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Lines of standard error that are kept to be shown last when a worker has failed.
 TAIL_LINES = 60
+#: Between two looks at what is to be shown of lines that were said again and again.
+TICK_S = 1.0
 #: Sent to a worker that hangs, before it is ended: `CoordinatorP2P` has registered a dump of all stacks for it.
 DUMP_STACK_SIGNAL = signal.SIGRTMIN + 5
 
@@ -47,6 +51,10 @@ class Worker:
         gave_up: it has failed and will not be started again.
         leaves: it was asked to leave the run, or stopped before a deadline: however it ends, it has not failed and will
             not be started again.
+        is_hung: its present process is being ended because it hung.
+        position: where its last process stood when it ended, if the agent has said so.
+        traceback_s: when its present process last began a traceback, in Unix seconds.
+        ended_s: when its last process ended.
         tail: the last lines of its standard error.
     """
 
@@ -56,6 +64,10 @@ class Worker:
     exit_code: int | None = None
     gave_up: bool = False
     leaves: bool = False
+    is_hung: bool = False
+    position: Position = NOWHERE
+    traceback_s: float | None = None
+    ended_s: float = 0.0
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     log_path: Path | None = None
 
@@ -63,6 +75,20 @@ class Worker:
     def is_over(self) -> bool:
         """Whether nothing runs here and nothing will."""
         return self.process is None and (self.gave_up or self.leaves or self.exit_code == 0)
+
+    def failed(self) -> Failed:
+        """What its last process has failed of."""
+        return Failed(
+            at_s=failed_at_s(self.ended_s, self.exit_code, self.traceback_s),
+            worker=self.local_rank,
+            exit_code=self.exit_code,
+            position=self.position,
+            restarts=self.restarts,
+            gave_up=self.gave_up,
+            is_hang=self.is_hung,
+            lines=tuple(self.tail),
+            log="" if self.log_path is None else str(self.log_path),
+        )
 
 
 class Supervisor:
@@ -76,6 +102,9 @@ class Supervisor:
         log_dir: where their output goes as files, None: only to the screen.
         may_restart: asked with the pid of a worker that has failed.
         on_exit: called with the worker and its former pid as soon as a process has ended.
+        on_failure: called with what has failed, once all that it had said was read and it is known whether it is
+            started again.
+        terminal: shows what they say.
     """
 
     def __init__(
@@ -88,6 +117,8 @@ class Supervisor:
         log_dir: Path | None,
         may_restart: Callable[[int], bool],
         on_exit: Callable[[Worker, int], None],
+        on_failure: Callable[[Failed], None] = lambda _failed: None,
+        terminal: Terminal | None = None,
     ) -> None:
         self.workers = [Worker(local_rank) for local_rank in range(nproc)]
         self.total_restarts = 0
@@ -95,7 +126,8 @@ class Supervisor:
         self._command, self._environment = list(command), dict(environment)
         self._max_restarts, self._log_dir = max_restarts, log_dir
         self._may_restart, self._on_exit = may_restart, on_exit
-        self._first_failure: Worker | None = None
+        self.on_failure = on_failure
+        self._terminal = terminal or Terminal()
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -103,6 +135,7 @@ class Supervisor:
         """Start all workers."""
         for worker in self.workers:
             self._spawn(worker)
+        self._task(self._tick())
 
     def let_leave(self, pid: int) -> None:
         """The worker with this process leaves the run."""
@@ -134,17 +167,9 @@ class Supervisor:
                     "worker %d (pid %d) did not get ready in time: its stacks follow in its log", worker.local_rank, pid
                 )
                 signal_main_thread(pid, DUMP_STACK_SIGNAL)  # before SIGCONT: it dumps before it does anything else
+                worker.is_hung = True
                 os.kill(pid, signal.SIGCONT)  # a stopped process must run to write anything
                 asyncio.get_running_loop().call_later(1.0, _signal_group, worker, signal.SIGKILL)
-
-    def failure_report(self) -> str:
-        """What went wrong first, with the traceback last; empty if nothing did."""
-        worker = self._first_failure
-        if worker is None:
-            return ""
-        where = f", log {worker.log_path}" if worker.log_path else ""
-        head = f"worker {worker.local_rank} failed: {describe_exit(worker.exit_code)}{where}"
-        return "\n".join([head, *_last_traceback(list(worker.tail))])
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -162,10 +187,11 @@ class Supervisor:
             start_new_session=True,  # so that a worker is ended together with its data loaders
         )
         worker.tail.clear()
+        worker.is_hung, worker.position, worker.traceback_s = False, NOWHERE, None
         file = self._open_log(worker)
         readers = [
-            self._task(self._pass_on(worker, worker.process.stdout, sys.stdout, file, keep=False)),
-            self._task(self._pass_on(worker, worker.process.stderr, sys.stderr, file, keep=True)),
+            self._task(self._pass_on(worker, worker.process.stdout, "stdout", file)),
+            self._task(self._pass_on(worker, worker.process.stderr, "stderr", file)),
         ]
         self._task(self._watch(worker, worker.process, readers, file))
 
@@ -185,40 +211,38 @@ class Supervisor:
     ) -> None:
         await process_end(process.pid)
         # the others are told before anything else is done: their recovery waits for nothing here
-        worker.process = None
+        worker.process, worker.ended_s = None, time.time()
         self._on_exit(worker, process.pid)
         worker.exit_code = process.wait()
         worker.leaves = worker.leaves or worker.exit_code == STOPPED_EARLY
         _signal_group_id(process.pid, signal.SIGKILL)  # its data loaders, if it left any
         await asyncio.wait(readers, timeout=1.0)
+        self._terminal.ended(worker.local_rank)
         if file is not None:
             file.close()
         await self._decide(worker, process.pid)
 
     async def _decide(self, worker: Worker, pid: int) -> None:
         if worker.exit_code != 0 and not self._stopping.is_set() and not worker.leaves:
-            log.warning("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
-            if worker.restarts < self._max_restarts and self._may_restart(pid):
+            log.info("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
+            worker.gave_up = worker.restarts >= self._max_restarts or not self._may_restart(pid)
+            self.on_failure(worker.failed())
+            if not worker.gave_up:
                 worker.restarts += 1
                 self.total_restarts += 1
                 if not await _is_set_within(self._stopping, restart_delay_s(worker.restarts)):
                     self._spawn(worker)
                     return
-            worker.gave_up = True
-            self._first_failure = self._first_failure or worker
         worker.gave_up = worker.gave_up or self._stopping.is_set()
         if all(other.is_over for other in self.workers):
             self.all_over.set()
 
-    async def _pass_on(
-        self, worker: Worker, pipe: IO[bytes] | None, screen: object, file: BinaryIO | None, *, keep: bool
-    ) -> None:
+    async def _pass_on(self, worker: Worker, pipe: IO[bytes] | None, stream: str, file: BinaryIO | None) -> None:
         assert pipe is not None
         reader = asyncio.StreamReader(limit=2**20)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
-        prefix = f"[worker {worker.local_rank}] "
         while True:
             try:
                 line = await reader.readuntil(b"\n")
@@ -231,10 +255,17 @@ class Supervisor:
             if file is not None:
                 file.write(line)
             text = line.decode(errors="replace").rstrip("\n")
-            print(prefix + text, file=screen, flush=True)  # type: ignore[call-overload]
-            if keep:
+            self._terminal.said(worker.local_rank, stream, text)
+            if stream == "stderr":
                 worker.tail.append(text)
+                if begins_traceback(text):
+                    worker.traceback_s = time.time()
         transport.close()
+
+    async def _tick(self) -> None:
+        while not self.all_over.is_set():
+            await _is_set_within(self.all_over, TICK_S)
+            self._terminal.tick()
 
     async def _ended_within(self, seconds: float) -> bool:
         return await _is_set_within(self.all_over, seconds)
@@ -282,23 +313,3 @@ def _signal_group_id(group: int, number: int) -> None:
         os.killpg(group, number)
     except ProcessLookupError:
         pass  # it has ended by itself
-
-
-def describe_exit(exit_code: int | None) -> str:
-    """A sentence for people."""
-    if exit_code is not None and exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    return f"exit code {exit_code}"
-
-
-def _last_traceback(lines: list[str]) -> list[str]:
-    """From the last traceback on, if there is one: what a person wants to see, not what was printed before it."""
-    starts = [
-        number
-        for number, line in enumerate(lines)
-        if re.match(r"(\[rank\d+\]: )?Traceback \(most recent call last\)", line)
-    ]
-    # a chained exception prints several tracebacks: all of one chain belong together
-    while len(starts) > 1 and any("exception" in line for line in lines[starts[-2] : starts[-1]][-4:]):
-        starts.pop()
-    return lines[starts[-1] :] if starts else lines

@@ -72,6 +72,7 @@ class Telling:
             Book() if books is None else books.keeper.now(),
             every_s,
             pids={} if books is None else books.pids(),
+            places=0 if books is None else len(books.latest().places),
             journal="" if books is None else books.journal,
             address=self.address,
             is_etcd_away=not self._membership.sees_store,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchelastic.lazy_names import lazily
+
 if TYPE_CHECKING:
     from torchelastic.distributed.collectives import all_gather_return_max_long as all_gather_return_max_long
     from torchelastic.distributed.collectives import broadcast_binary as broadcast_binary
@@ -32,10 +34,4 @@ __all__ = [
     "is_distributed_training_run",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        from torchelastic.distributed import collectives
-
-        return getattr(collectives, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, dict.fromkeys(__all__, "collectives"))

@@ -42,6 +42,7 @@ class Question:
         folders: where checkpoints are to be written.
         state_bytes: what the ranks of a host save together; None: not known.
         ports: that have to be free here, and reached by the others.
+        iface: which network the hosts are to meet over, as for `torchelastic run --iface`; None: etcd's.
         environment: variables; the password of etcd may be in here.
     """
 
@@ -52,6 +53,7 @@ class Question:
     folders: tuple[Path, ...] = ()
     state_bytes: int | None = None
     ports: tuple[int, ...] = ()
+    iface: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -83,9 +85,18 @@ def checks(question: Question) -> list[Check]:
         Check(own_clock.NAME, own_clock.check),
         Check(lifetime.NAME, lifetime.check, LIMIT_S, Level.WARNING, "squeue or a metadata service does not answer"),
         Check(
-            network.NAME, partial(network.check, endpoint, question.hosts, question.ports), LIMIT_S, why_late=resolver
+            network.NAME,
+            partial(network.check, endpoint, question.hosts, question.ports, question.iface),
+            LIMIT_S,
+            why_late=resolver,
         ),
-        Check(network.REVERSE, partial(network.check_reverse_lookup, endpoint), LIMIT_S, Level.WARNING, resolver),
+        Check(
+            network.REVERSE,
+            partial(network.check_reverse_lookup, endpoint, question.iface),
+            LIMIT_S,
+            Level.WARNING,
+            resolver,
+        ),
     ]
     for path in question.folders:
         look, late = (
@@ -125,6 +136,7 @@ def _with_etcd(
     def meet() -> Sequence[Finding]:
         facts = versions.compared()
         facts.update((f"file system of {path}", folder.file_system_of(path) or "none") for path in question.folders)
-        return meeting.check(url, credentials(), question.hosts, question.wait_s, question.ports, facts)
+        told = credentials()
+        return meeting.check(url, told, question.hosts, question.wait_s, question.ports, facts, question.iface)
 
     return ask, meet

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from torchelastic.agent.agent import address_towards
 from torchelastic.doctor.etcd_facts import CredentialsOrReason, doctor_root, open_store
 from torchelastic.doctor.findings import Finding
 from torchelastic.doctor.meeting_rules import (
@@ -30,8 +29,10 @@ from torchelastic.doctor.meeting_rules import (
     judge_meeting,
     offset_of,
 )
-from torchelastic.doctor.network import is_loopback
+from torchelastic.doctor.network import announced_address
 from torchelastic.doctor.running import side_by_side
+from torchelastic.network.choice import InterfaceError
+from torchelastic.network.interfaces import is_loopback
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 
@@ -237,16 +238,17 @@ def check(
     wait_s: float,
     ports: Sequence[int],
     facts: Mapping[str, str],
+    iface: str | None = None,
 ) -> Sequence[Finding]:
     """Meet the other hosts, at an etcd. A text in place of credentials: there are none, which another check says."""
     if isinstance(credentials, str):
         return judge_meeting(_no_meeting(wanted, credentials))
     store = open_store(url, credentials)
     try:
-        address = address_towards(url.endpoints[0])
+        address = announced_address(url.endpoints[0], iface)
         facts_seen = Meeting(store, doctor_root(url), address, ports=ports, facts=facts).hold(wanted, wait_s)
         return judge_meeting(replace(facts_seen, etcd_is_here=is_loopback(address)))
-    except (StoreError, OSError) as error:
+    except (StoreError, OSError, InterfaceError) as error:
         return judge_meeting(_no_meeting(wanted, str(error)))
     finally:
         store.close()

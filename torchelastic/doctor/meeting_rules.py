@@ -199,7 +199,7 @@ def _judge_reach(visits: Sequence[Visit]) -> list[Finding]:
             what = f"{visit.host.name} is not reached at {visit.host.address}:{port}"
             remedy = (
                 "open all TCP ports between the hosts of a run: gloo, NCCL, torch's TCPStore and replicas take free "
-                f"ones (from this host: nc -vz {visit.host.address} {port})"
+                f"ones (from this host: nc -vz {visit.host.address} {port}); or, if they share another network, --iface"
             )
             found.append(Finding(REACH, Level.ERROR, what, why, remedy))
     return found or [Finding(REACH, Level.OK, f"this host reaches {list_text(visit.host.name for visit in visits)}")]

@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from torchelastic.agent.agent import address_towards
 from torchelastic.doctor.findings import Finding, Level, list_text
+from torchelastic.network.choice import (
+    GLOO_VARIABLE,
+    NCCL_VARIABLE,
+    Choice,
+    InterfaceError,
+    check_gloo,
+    choose,
+    nccl_choice,
+    nccl_means,
+)
+from torchelastic.network.interfaces import Interface, address_towards, interfaces, is_loopback
 
 NAME, GLOO, NCCL, PORTS, REVERSE = "host name", "gloo interface", "NCCL interface", "ports", "reverse lookup"
-GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 #: A reverse lookup that takes longer than this will be felt in every recovery; a resolver's time-out is 5 s.
 SLOW_LOOKUP_S = 1.0
 #: How many ports for outgoing connections are few.
 FEW_PORTS = 2000
-
-
-@dataclass(frozen=True)
-class Interface:
-    """One network interface.
-
-    Attributes:
-        name: of it.
-        addresses: IP addresses, without those of the link alone (fe80::).
-        is_up: whether it is.
-    """
-
-    name: str
-    addresses: tuple[str, ...]
-    is_up: bool = True
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this host reaches it."""
-        return self.name == "lo" or (bool(self.addresses) and all(map(is_loopback, self.addresses)))
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether connections can go through it."""
-        return self.is_up and bool(self.addresses)
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.addresses) or 'no address'}{'' if self.is_up else ', down'})"
 
 
 @dataclass(frozen=True)
@@ -63,6 +42,7 @@ class NetworkFacts:
         towards_etcd: the address of this host on the network that leads to etcd; None: not asked, or no way there.
         gloo: GLOO_SOCKET_IFNAME; None: not set.
         nccl: NCCL_SOCKET_IFNAME; None: not set.
+        iface: what `--iface` or TORCHELASTIC_IFACE says; None: nothing.
         ports_free: for each port that is wanted, why it cannot be had; "": it can.
         local_ports: first and last port for outgoing connections; None: not known.
     """
@@ -73,20 +53,9 @@ class NetworkFacts:
     towards_etcd: str | None = None
     gloo: str | None = None
     nccl: str | None = None
+    iface: str | None = None
     ports_free: Mapping[int, str] | None = None
     local_ports: tuple[int, int] | None = None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches an address; False for what is none.
-
-    >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1"), is_loopback("node-3")
-    (True, True, False, False)
-    """
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def judge_network(facts: NetworkFacts, hosts: int, *, has_gpus: bool) -> list[Finding]:
@@ -118,7 +87,9 @@ def judge_host_name(facts: NetworkFacts, hosts: int) -> Finding:
 
 
 def judge_gloo(facts: NetworkFacts, hosts: int) -> Finding:
-    """Which interface gloo takes: the named one, else that which leads to etcd. Pure."""
+    """Which interface gloo takes: the chosen or named one, else that which leads to etcd. Pure."""
+    if facts.iface is not None:
+        return _judge_chosen(facts.iface, facts, hosts)
     if facts.gloo is not None:
         return _judge_named(GLOO, GLOO_VARIABLE, facts.gloo, _named(facts.gloo, facts), facts, hosts)
     if facts.towards_etcd is None:
@@ -135,6 +106,19 @@ def judge_gloo(facts: NetworkFacts, hosts: int) -> Finding:
         what, because = f"{taken} leads to etcd", f"{hosts} hosts cannot meet there"
         return Finding(GLOO, Level.ERROR, what, because, "give an --rdzv-endpoint that all hosts reach")
     return Finding(GLOO, Level.OK, f"{taken}, as it leads to etcd")
+
+
+def _judge_chosen(text: str, facts: NetworkFacts, hosts: int) -> Finding:
+    try:
+        choice = choose(text, facts.interfaces, asked_by="--iface")
+        check_gloo(choice, {} if facts.gloo is None else {GLOO_VARIABLE: facts.gloo})
+    except InterfaceError as error:
+        return Finding(GLOO, Level.ERROR, str(error), "`torchelastic run` refuses it", "name one that is there")
+    named = f"{', '.join(choice.names)} ({choice.address})"
+    if hosts > 1 and is_loopback(choice.address):
+        because = f"{hosts} hosts cannot meet there"
+        return Finding(GLOO, Level.ERROR, f"{named}, as --iface says", because, "name another")
+    return Finding(GLOO, Level.OK, f"{named}, as --iface says; the others reach this host there")
 
 
 def _named(text: str, facts: NetworkFacts) -> list[Interface | str]:
@@ -167,12 +151,14 @@ def _judge_named(
 
 def judge_nccl(facts: NetworkFacts, hosts: int) -> Finding:
     """Which interfaces NCCL takes. Pure."""
+    if facts.nccl is None and (choice := _chosen(facts)) is not None:
+        return Finding(NCCL, Level.OK, f"{', '.join(choice.names)}, as --iface says")
     usable = [interface for interface in facts.interfaces if interface.is_usable]
     taken = nccl_choice(facts.nccl, usable)
     if facts.nccl is not None:
         if not taken and not facts.nccl.startswith("^"):
             # the interface may be there and be down
-            named = [one for one in facts.interfaces if _matches(one.name, facts.nccl)]
+            named = [one for one in facts.interfaces if nccl_means(one.name, facts.nccl)]
             return _judge_named(NCCL, NCCL_VARIABLE, facts.nccl, named, facts, hosts)
         return _judge_named(NCCL, NCCL_VARIABLE, facts.nccl, taken, facts, hosts)
     if not taken:
@@ -184,31 +170,12 @@ def judge_nccl(facts: NetworkFacts, hosts: int) -> Finding:
     return Finding(NCCL, Level.OK, f"{taken[0]}, as NCCL chooses by itself")
 
 
-def nccl_choice(variable: str | None, interfaces: Sequence[Interface]) -> list[Interface]:
-    """Which interfaces NCCL takes (its documentation on NCCL_SOCKET_IFNAME).
-
-    The variable is a list of prefixes; with `^` in front, those are left out; with `=`, whole names. Without it, what
-    begins with `ib` goes first, then all but docker* and lo, then docker*, then lo.
-
-    Args:
-        variable: NCCL_SOCKET_IFNAME; None: not set.
-        interfaces: those that can be used.
-    """
-    if variable is not None:
-        return [interface for interface in interfaces if _matches(interface.name, variable)]
-    ib = [one for one in interfaces if one.name.startswith("ib")]
-    docker = [one for one in interfaces if one.name.startswith("docker")]
-    lo = [one for one in interfaces if one.name.startswith("lo")]
-    others = [one for one in interfaces if one not in ib and one not in docker and one not in lo]
-    return next((group for group in (ib, others, docker, lo) if group), [])
-
-
-def _matches(name: str, variable: str) -> bool:
-    excludes = variable.startswith("^")
-    text = variable.removeprefix("^")
-    is_whole = text.startswith("=")
-    parts = [part.strip() for part in text.removeprefix("=").split(",") if part.strip()]
-    return excludes != any(name == part if is_whole else name.startswith(part) for part in parts)
+def _chosen(facts: NetworkFacts) -> Choice | None:
+    """What --iface means; None: nothing, or it is wrong, which is said of gloo."""
+    try:
+        return None if facts.iface is None else choose(facts.iface, facts.interfaces)
+    except InterfaceError:
+        return None
 
 
 def judge_ports(facts: NetworkFacts) -> list[Finding]:
@@ -247,7 +214,10 @@ def judge_reverse_lookup(address: str, took_s: float) -> Finding:
 
 
 def gather_network(
-    environment: Mapping[str, str], endpoint: tuple[str, int] | None, ports: Collection[int]
+    environment: Mapping[str, str],
+    endpoint: tuple[str, int] | None,
+    ports: Collection[int],
+    iface: str | None = None,
 ) -> NetworkFacts:
     """Ask the host. May block as long as its resolver does."""
     name = socket.gethostname()
@@ -258,20 +228,10 @@ def gather_network(
         None if endpoint is None else _towards(endpoint),
         environment.get(GLOO_VARIABLE),
         environment.get(NCCL_VARIABLE),
+        iface,
         {port: why_not_free(port) for port in ports},
         _local_ports(),
     )
-
-
-def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this host."""
-    states = psutil.net_if_stats()
-    found = []
-    for name, addresses in psutil.net_if_addrs().items():
-        texts = [entry.address for entry in addresses if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        kept = tuple(text for text in texts if not text.startswith("fe80:"))
-        found.append(Interface(name, kept, name in states and states[name].isup))
-    return tuple(found)
 
 
 def _resolved(name: str) -> tuple[str, ...]:
@@ -284,7 +244,7 @@ def _resolved(name: str) -> tuple[str, ...]:
 
 def _towards(endpoint: tuple[str, int]) -> str | None:
     try:
-        return address_towards(endpoint)
+        return address_towards([endpoint])
     except OSError:
         return None
 
@@ -308,15 +268,24 @@ def _local_ports() -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def check(endpoint: tuple[str, int] | None, hosts: int, ports: Collection[int]) -> Sequence[Finding]:
+def announced_address(endpoint: tuple[str, int], iface: str | None) -> str:
+    """At which address the others are told to reach this host. Raises OSError or InterfaceError."""
+    return address_towards([endpoint]) if iface is None else choose(iface, interfaces()).address
+
+
+def check(
+    endpoint: tuple[str, int] | None, hosts: int, ports: Collection[int], iface: str | None = None
+) -> Sequence[Finding]:
     """Look at this host's network."""
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*"))
-    return judge_network(gather_network(os.environ, endpoint, ports), hosts, has_gpus=has_gpus)
+    return judge_network(gather_network(os.environ, endpoint, ports, iface), hosts, has_gpus=has_gpus)
 
 
-def check_reverse_lookup(endpoint: tuple[str, int] | None) -> Sequence[Finding]:
+def check_reverse_lookup(endpoint: tuple[str, int] | None, iface: str | None = None) -> Sequence[Finding]:
     """Ask for the name of the address on which the others reach this host, as torch's TCPStore does."""
-    address = (_towards(endpoint) if endpoint is not None else None) or "127.0.0.1"
+    address = "127.0.0.1"
+    with suppress(OSError, InterfaceError):  # another check says so
+        address = address if endpoint is None else announced_address(endpoint, iface)
     began_s = time.monotonic()
     try:
         socket.getnameinfo((address, 0), 0)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from torchelastic.launch.options import UsageError, access, add, add_access, without_password
+from torchelastic.network.choice import IFACE_VARIABLE
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
 
@@ -45,6 +46,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", help="the etcd where the hosts of a run meet")
     add(parser, "rdzv-id", metavar="ID", default="doctor", help="the run below whose key it writes (default: doctor)")
     add_access(parser)
+    iface_help = "the network over which the hosts are to meet, as for `torchelastic run` (default: etcd's)"
+    add(parser, "iface", metavar="NAME|SUBNET[,..]", help=iface_help)
     add(parser, "nnodes", type=int, default=1, metavar="N", help="how many hosts run the doctor now (default 1)")
     add(parser, "nproc-per-node", type=int, metavar="N", help="workers on each host")
     add(parser, "wait", type=float, default=7.0, metavar="S", help="for the other hosts (default 7 s)")
@@ -105,6 +108,7 @@ def read_question(options: argparse.Namespace, environment: dict[str, str]) -> Q
         tuple(options.checkpoint_dir),
         None if options.state_size is None else parse_size(options.state_size),
         tuple(dict.fromkeys(options.port)),
+        environment.get(IFACE_VARIABLE) or None if options.iface is None else options.iface,
         environment,
     )
 

@@ -13,6 +13,19 @@ from torchelastic.version import __version__
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    parser = command_parser()
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == [checkpoint.NAME]:
+        return checkpoint.execute(words[1:])
+    options = parser.parse_args(words)
+    try:
+        return int(options.execute(options))
+    except UsageError as error:
+        parser.exit(2, f"torchelastic {options.command}: {error}\n")
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """What understands the command line; the words after `checkpoint` have a parser of their own."""
     parser = argparse.ArgumentParser(prog="torchelastic", description="Keeps PyTorch training alive.")
     parser.add_argument("--version", action="version", version=f"torchelastic {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -25,14 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint.add_parser(commands)
     simulate_esi.add_parser(commands)
     doctor.add_parser(commands)
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == [checkpoint.NAME]:
-        return checkpoint.execute(words[1:])
-    options = parser.parse_args(words)
-    try:
-        return int(options.execute(options))
-    except UsageError as error:
-        parser.exit(2, f"torchelastic {options.command}: {error}\n")
+    return parser
 
 
 def console() -> None:

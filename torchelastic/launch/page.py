@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from torchelastic.launch.options import UsageError, add
@@ -16,6 +18,11 @@ log = logging.getLogger(__name__)
 OFF = "off"
 
 
+def to_stderr(text: str) -> None:
+    """Write a line to standard error."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the screen
+
+
 def add_page(parser: argparse.ArgumentParser) -> None:
     """Add the options about the page."""
     page_help = "serve the run's live page there (default off; --standalone: any free port of this host alone)"
@@ -24,12 +31,16 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     add(parser, "page-token-file", type=Path, metavar="FILE", help=file_help)
 
 
-def opened_page(options: argparse.Namespace, stack: ExitStack) -> PageOptions | None:
+def opened_page(
+    options: argparse.Namespace, stack: ExitStack, address: str = "", say: Callable[[str], None] = to_stderr
+) -> PageOptions | None:
     """Take the page's address and say where it is, once; None: there is none.
 
     Args:
         options: of the command line.
         stack: frees the address.
+        address: where the other hosts reach this one, if one was chosen; told instead of its name.
+        say: shows a line; no log, for the line may hold a token.
 
     Raises:
         UsageError: the words make no sense, or the address cannot be had.
@@ -47,5 +58,6 @@ def opened_page(options: argparse.Namespace, stack: ExitStack) -> PageOptions | 
             return None
         raise UsageError(str(error)) from error
     stack.callback(page.socket.close)
-    print(f"live page: {page.url_to_open}", file=sys.stderr, flush=True)  # noqa: T201 - no log: it may hold a token
+    page = replace(page, address=address)
+    say(f"live page: {page.url_to_open}")
     return page

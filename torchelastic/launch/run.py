@@ -13,15 +13,19 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome, worker_environment
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.launch.interface import add_interface, meant_interface
+from torchelastic.launch.log import add_log, opened_log
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
 from torchelastic.launch.page import add_page, opened_page
 from torchelastic.launch.time_limit import add_time_limit, limited
+from torchelastic.launch.torchrun_options import add_torchrun_options
 from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.server import EtcdServer
@@ -66,13 +70,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "how long a group may train without contact to etcd; 'unlimited' (default 300 s; --standalone: unlimited)"
     )
     add(parser, "orphan-timeout", metavar="S", help=orphan_help)
+    add_interface(parser)
     add_time_limit(parser)
+    finished_help = "what to do in a run that was finished before: fail (default), or succeed with exit code 0"
+    add(parser, "if-finished", choices=("fail", "succeed"), default="fail", help=finished_help)
     add_access(parser)
     add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
     add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
     gateway_help = "push the metrics to a Prometheus push gateway, every 15 s and at the end"
     add(parser, "push-gateway", metavar="URL", help=gateway_help)
     add_page(parser)
+    add_log(parser)
+    add_torchrun_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
     parser.add_argument("-v", "--verbose", action="store_true", help="say more about membership")
     parser.add_argument("script", help="the training script")
@@ -82,13 +91,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(options: argparse.Namespace) -> int:
     """Be the agent until the run is over. Exit code 0 only if the run was completed; 75: stopped before a deadline."""
-    level = logging.INFO if options.verbose else logging.WARNING
-    logging.basicConfig(level=level, format="[agent] %(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     command, gateway = _worker_command(options), _gateway(options)
     environment = dict(os.environ)
     end = limited(environment, options.time_limit, time.time())
+    network = meant_interface(options.iface, environment)
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
+        run_log = opened_log(options, environment, stack)
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
@@ -102,24 +111,28 @@ def execute(options: argparse.Namespace) -> int:
             push_gateway=gateway,
             term_grace_s=options.term_grace,
             ledger_dir=options.log_dir,
-            page=opened_page(options, stack),
+            page=opened_page(options, stack, network.address, partial(run_log.say, "page")),
+            address=network.address,
+            log_form=run_log.form,
         )
 
         def make_supervisor(may_restart: Callable[[int], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
             return Supervisor(
                 command,
                 options.nproc_per_node,
-                environment=worker_environment(agent_options, options.nproc_per_node) | end,
+                environment={**worker_environment(agent_options, options.nproc_per_node), **end, **network.variables},
                 max_restarts=options.max_restarts,
                 log_dir=options.log_dir,
                 may_restart=may_restart,
                 on_exit=on_exit,
+                terminal=run_log.terminal,
             )
 
         outcome = asyncio.run(_run_agent(agent_options, credentials, make_supervisor))
-    if outcome.message:
-        print(outcome.message, file=sys.stderr, flush=True)  # noqa: T201 - the last word on the screen
-    return outcome.exit_code
+    exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
+    kind = "failure_report" if outcome.detail else "over"
+    run_log.say(kind, outcome.message, exit_code=exit_code, **outcome.detail)
+    return exit_code
 
 
 async def _run_agent(

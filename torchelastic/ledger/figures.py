@@ -191,7 +191,8 @@ def step_efficiency(run: Seen) -> Figure:
     """
     attempted = run.committed + run.undone
     value = run.committed / attempted if attempted else 0.0
-    because = f"steps of {run.step_s:.4f} s, {run.mtbf_s:.1f} s between failures"
+    between = f"{run.mtbf_s:.1f} s between failures" if math.isfinite(run.mtbf_s) else "no failure was seen"
+    because = f"steps of {run.step_s:.4f} s, {between}"
     return Figure("step_efficiency", value, math.exp(-run.step_s / run.mtbf_s), because)
 
 

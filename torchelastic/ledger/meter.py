@@ -16,6 +16,7 @@ from torchelastic.ledger.events import Drain, Event, Failure, Join, ReForm, Rest
 from torchelastic.ledger.page import PageWriter, page_paths
 from torchelastic.ledger.process_start import process_started_ns
 from torchelastic.ledger.tally import Tally
+from torchelastic.log_lines import Position, set_up_worker_log
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,14 @@ class Meter:
             self._started_ns, self._since_ns, Account(self._account), self._pending_ns, tuple(self._totals),
             self._step, self._committed, self._undone, self._round, self._rank, self._world_size,
         )  # fmt: skip
+
+    def position(self) -> Position:
+        """Where the worker stands. From any thread."""
+        return Position(self._rank, self._round, self._step)
+
+    def set_up_log(self) -> None:
+        """Have torchelastic's log lines of this process say so; see `torchelastic.log_lines.set_up_worker_log`."""
+        set_up_worker_log(self.position)
 
     # --- what happens to the worker -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchelastic.lazy_names import lazily
 from torchelastic.metrics.api import (
     ConsoleMetricHandler,
     MetricData,
@@ -44,10 +45,4 @@ __all__ = [
     "publish_metric",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name == "MetricsRegistry":
-        from torchelastic.metrics.exposition import MetricsRegistry
-
-        return MetricsRegistry
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, {"MetricsRegistry": "exposition"})

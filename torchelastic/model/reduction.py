@@ -7,6 +7,7 @@ taken back: the results are handed out by the last bucket, after it has waited f
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import GradBucket
 
 from torchelastic.coordinator import RetryableException
 from torchelastic.model.carry import Sums, added, summed
+
+log = logging.getLogger(__name__)
 
 
 class Reduction:
@@ -35,6 +38,7 @@ class Reduction:
         self._brought: Sums | None = None
         self._begun = self._done = 0
         self._usual: int | None = None
+        self._has_complained = False
 
     @property
     def weight(self) -> float:
@@ -80,11 +84,23 @@ class Reduction:
         self._brought = None
 
     def check_reduced(self, rank: int) -> None:
-        """Asked before the optimizer steps; RetryableException where this rank, other than usual, reduced nothing."""
-        if self._usual and self._begun == 0:
+        """Asked before the optimizer steps; RetryableException where this rank, other than usual, reduced nothing.
+
+        Where it never did, which is right for a step that does it by itself, an error is logged once.
+        """
+        if self._begun:
+            return
+        if self._usual:
             raise RetryableException(
                 f"rank {rank} steps its optimizer without having reduced gradients, as it did in the step before: it "
                 "has skipped backward() (of `state.model`'s output), for which the other ranks wait"
+            )
+        if not self._has_complained:
+            self._has_complained = True
+            log.error(
+                "rank %d steps its optimizer with gradients that were not averaged over the workers, so their weights "
+                "drift apart: in the step call `state.model`, not the module that it was made of",
+                rank,
             )
 
     def hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

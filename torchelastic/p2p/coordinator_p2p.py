@@ -90,6 +90,7 @@ class CoordinatorP2P(Coordinator):
         hang_policy: HangPolicy | None = None,
         straggler_policy: StragglerPolicy | None = None,
     ) -> None:
+        this_worker().set_up_log()
         self.c10d_backend = checked_backend(c10d_backend)
         self.init_method = checked_init_method(init_method)
         self.rendezvous: RendezvousHandler = open_rendezvous(self.init_method)

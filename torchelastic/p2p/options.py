@@ -8,11 +8,13 @@ import signal
 import sys
 import threading
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from torchelastic.network.choice import GLOO_VARIABLE, library_variables
+from torchelastic.network.interfaces import interfaces
+from torchelastic.network.this_host import chosen_interfaces
 from torchelastic.rendezvous import handler as rendezvous_handler
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.handler import RendezvousHandler
@@ -71,14 +73,18 @@ def smallest_group(init_method: str) -> int:
 def choose_interface(address: str) -> None:
     """Have gloo use the network on which the others reach this host, unless the user has chosen one.
 
-    Left alone it looks the host's own name up, which on many machines leads to another network or to none.
+    Left alone it looks the host's own name up, which on many machines leads to another network or to none. The launcher
+    has told a chosen interface to its workers already; a worker without one looks here. Raises InterfaceError.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or not address:
+    if GLOO_VARIABLE in os.environ or not address:
         return
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
+    choice = chosen_interfaces()
+    if choice is not None:
+        os.environ.update(library_variables(choice, os.environ))
+        return
+    name = next((one.name for one in interfaces() if address in one.addresses), None)
+    if name is not None:
+        os.environ[GLOO_VARIABLE] = name
 
 
 def dump_stacks_on_request() -> None:

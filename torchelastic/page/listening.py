@@ -22,17 +22,20 @@ class PageOptions:
         name: as the user has named this host, or its address.
         token: see `Access`; None: on loopback, for this user only.
         is_token_new: whether it was made just now, so that nobody knows it yet.
+        address: of this host for the others, told where it listens at all of its addresses; empty: its name is told.
     """
 
     socket: socket.socket
     name: str = LOOPBACK
     token: str | None = field(default=None, repr=False)
     is_token_new: bool = False
+    address: str = ""
 
     @property
     def url(self) -> str:
         """Where it is, without the token."""
-        name = socket.gethostname() if self.name in ("0.0.0.0", "::") else self.name  # noqa: S104 - it is only read
+        is_everywhere = self.name in ("0.0.0.0", "::")  # noqa: S104 - it is only read
+        name = (self.address or socket.gethostname()) if is_everywhere else self.name
         host = f"[{name}]" if ":" in name else name
         return f"http://{host}:{self.socket.getsockname()[1]}/"
 

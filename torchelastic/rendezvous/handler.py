@@ -324,7 +324,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         from torch._C._distributed_c10d import TCPStore
 
         host, port = round_.store_address.rsplit(":", 1)
-        deadline_s = time.monotonic() + STORE_TIMEOUT_S
+        began_s = time.monotonic()
         while True:
             self._store_sockets.clear()
             try:
@@ -332,9 +332,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
                     attempt = timedelta(seconds=STORE_ATTEMPT_S)
                     store = TCPStore(host, int(port), None, False, attempt, wait_for_workers=False)
             except RuntimeError as error:
-                now = client.round
-                if now.number != round_.number or now.state is RoundState.BROKEN or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the store of round {round_.number} is gone: {now.because}") from error
+                now, tried_s = client.round, time.monotonic() - began_s
+                if now.number != round_.number or now.state is RoundState.BROKEN or tried_s > STORE_TIMEOUT_S:
+                    raise RuntimeError(_unreached(round_, tried_s, now.because)) from error
             else:
                 store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
                 return store
@@ -350,6 +350,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._own_store is None:
             self._own_store = TCPStore(address, 0, None, True, wait_for_workers=False)
         return f"{address}:{self._own_store.port}"
+
+
+def _unreached(round_: Round, tried_s: float, because: str) -> str:
+    """Why there is no connection to rank 0's store; a long try means that it is not rank 0 that has ended."""
+    text = f"the store of round {round_.number} at {round_.store_address} was not reached within {tried_s:.1f} s"
+    if tried_s < 5 * STORE_ATTEMPT_S:
+        return f"{text}: {because}"
+    return (
+        f"{text}: if rank 0's host lives, a firewall is between it and this one, or they meet over the wrong network: "
+        f"choose one with `torchelastic run --iface` ({because})"
+    )
 
 
 def register() -> None:

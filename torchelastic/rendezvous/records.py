@@ -179,10 +179,6 @@ class Keys:
         """The key of one member."""
         return self.members + member_id
 
-    def agent(self, agent_id: str) -> str:
-        """The key of one agent: every write of its members compares and renews it."""
-        return self.agents + agent_id
-
     def drain_of_host(self, host: str) -> str:
         """The prefix under which a host's agent looks for requests to let one of its members leave."""
         return f"{self.drain}{host}/"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torchelastic.ledger.events import (
     Drain,
@@ -23,10 +24,14 @@ from torchelastic.ledger.events import (
 from torchelastic.status.checked import MAX_TEXT
 from torchelastic.status.run_status import EventLine
 
+T = TypeVar("T")
+
 #: What workers tell of one moment is told within this time of each other.
 SAME_MOMENT_S = 5.0
 #: Among so many of the newest lines one is looked for that tells of the same.
 _LOOK_BACK = 8
+#: Where a line has to go, rather one of these.
+_ROUTINE = (Save.kind, Restore.kind)
 _OF_ALL = (Start, Join, Failure, Restore, ReForm, Save)
 
 
@@ -48,8 +53,8 @@ class Told:
         """For people."""
         event, count = self.event, len(self.workers)
         is_one = count < 2
-        text = _TEXTS[type(event)](event)
-        because = f": {event.cause}" if event.cause else ""
+        text = _TEXTS[type(event)](event if is_one else replace(event, rank=-1))
+        because = "" if not event.cause or text.endswith(event.cause) else f": {event.cause}"
         return EventLine(
             at_s=self.at_s,
             host=host,
@@ -69,7 +74,7 @@ def with_event(told: tuple[Told, ...], event: Event, at_s: float, most: int) -> 
         told: so far, oldest first.
         event: what has happened; counts are no news.
         at_s: when, in Unix seconds.
-        most: so many of the newest lines are kept.
+        most: so many lines are kept, see `newest`.
     """
     if type(event) not in _TEXTS:
         return told
@@ -77,7 +82,29 @@ def with_event(told: tuple[Told, ...], event: Event, at_s: float, most: int) -> 
         for place in range(len(told) - 1, max(-1, len(told) - 1 - _LOOK_BACK), -1):
             if _is_same(told[place], event, at_s):
                 return (*told[:place], _together(told[place], event), *told[place + 1 :])
-    return (*told, Told(at_s, event, (event.worker,) if event.worker else ()))[-most:]
+    return newest((*told, Told(at_s, event, (event.worker,) if event.worker else ())), most, lambda one: one.event.kind)
+
+
+def newest(lines: Sequence[T], most: int, kind_of: Callable[[T], str]) -> tuple[T, ...]:
+    """So many of the lines, oldest first: of each kind the newest, and of the kinds with many lines the fewer.
+
+    So what happens all the time, such as saves, pushes out what happens rarely, such as losses, only where all kinds
+    have as many lines.
+
+    >>> newest(["save 1", "loss 2", "save 3", "save 4", "save 5"], 3, lambda line: line[:4])
+    ('loss 2', 'save 4', 'save 5')
+    """
+    if len(lines) <= most:
+        return tuple(lines)
+    counts = Counter(map(kind_of, lines))
+    for _ in range(len(lines) - most):
+        counts[max(counts, key=lambda kind: (counts[kind], kind in _ROUTINE))] -= 1
+    kept = []
+    for line in reversed(lines):
+        if counts[kind_of(line)]:
+            counts[kind_of(line)] -= 1
+            kept.append(line)
+    return tuple(reversed(kept))
 
 
 def lines_of(host: str, events: Iterable[tuple[float, Event]]) -> tuple[EventLine, ...]:

@@ -14,7 +14,7 @@ from torchelastic.ledger.figures import Seen, seen
 from torchelastic.ledger.journal import WritesEvents
 from torchelastic.ledger.life import Life
 from torchelastic.rendezvous.records import NO_ROUND, Round
-from torchelastic.status.event_lines import Told, with_event
+from torchelastic.status.event_lines import Told, newest, with_event
 from torchelastic.status.pace import Pace
 from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, WorkerStatus
 from torchelastic.version import __version__
@@ -45,6 +45,7 @@ class Facts:
         paces: how fast they step, by worker.
         values: what was published, by place.
         events: the newest, oldest first.
+        places: how many workers the host is to have; 0: not known.
         journal, address, is_etcd_away: as in `HostStatus`.
     """
 
@@ -59,6 +60,7 @@ class Facts:
     paces: Mapping[str, Pace] = field(default_factory=dict)
     values: Mapping[str, Values] = field(default_factory=dict)
     events: Sequence[EventLine] = ()
+    places: int = 0
     journal: str = ""
     address: str = ""
     is_etcd_away: bool = False
@@ -78,18 +80,24 @@ def host_status(book: Book, facts: Facts) -> HostStatus:
         round_since_s=_to_ms(facts.round_since_s),
         version=__version__,
         workers=tuple(_worker(life, facts) for life in book.lives.values() if life.ended_ns is None),
-        seen=seen_of(book, facts.now_ns),
-        events=tuple(facts.events[-MOST_EVENTS:]),
+        seen=seen_of(book, facts.now_ns, facts.places),
+        events=newest(facts.events, MOST_EVENTS, lambda line: line.kind),
         journal=facts.journal,
         address=facts.address,
         is_etcd_away=facts.is_etcd_away,
     )
 
 
-def seen_of(book: Book, now_ns: int) -> Seen:
-    """What one host has shown up to now, from the first start of a worker on."""
+def seen_of(book: Book, now_ns: int, configured_workers: int = 0) -> Seen:
+    """What one host has shown up to now, from the first start of a worker on.
+
+    Args:
+        book: of the host.
+        now_ns: by its clock.
+        configured_workers: places that the host has; 0: not known, so workers that are away are not missed.
+    """
     first_ns = now_ns if book.counts.first_ns is None else book.counts.first_ns
-    return seen([book], [now_ns], wall_ns=max(0, now_ns - first_ns))
+    return seen([book], [now_ns], wall_ns=max(0, now_ns - first_ns), configured_workers=configured_workers)
 
 
 def parts_of(worker: str) -> tuple[str, int]:
@@ -212,8 +220,8 @@ class HostView:
     # --- what it looks like -------------------------------------------------------------------------------------------
 
     def lines(self, most: int = KEPT_EVENTS) -> tuple[EventLine, ...]:
-        """The newest events, oldest first: more of them than etcd is told."""
-        return tuple(told.line(self._host) for told in self._told[-most:])
+        """The newest events, oldest first: more of them than etcd is told; see `event_lines.newest`."""
+        return tuple(told.line(self._host) for told in newest(self._told, most, lambda told: told.event.kind))
 
     def status(
         self,
@@ -221,6 +229,7 @@ class HostView:
         every_s: float = 1.0,
         *,
         pids: Mapping[str, int] | None = None,
+        places: int = 0,
         journal: str = "",
         address: str = "",
         is_etcd_away: bool = False,
@@ -231,6 +240,7 @@ class HostView:
             book: with what the workers have counted by now.
             every_s: the next one is written so long after this one.
             pids: of the workers' processes, by worker.
+            places: how many workers the host is to have; 0: not known.
             journal: as in `HostStatus`.
             address: as in `HostStatus`.
             is_etcd_away: as in `HostStatus`.
@@ -252,6 +262,7 @@ class HostView:
             paces=self._paces,
             values=self._values,
             events=self.lines(MOST_EVENTS),
+            places=places,
             journal=journal,
             address=address,
             is_etcd_away=is_etcd_away,

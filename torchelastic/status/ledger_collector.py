@@ -183,7 +183,7 @@ def _by_account(name: str, help_text: str, amounts: Amounts) -> CounterMetricFam
 
 def _figures(snapshot: HostSnapshot) -> Iterator[Metric]:
     """The same figures as in a status; none before there was a worker, since 0 would be an alarm."""
-    seen = seen_of(snapshot.book, snapshot.now_ns)
+    seen = seen_of(snapshot.book, snapshot.now_ns, len(snapshot.places))
     figures = {figure.name: figure for figure in figures_of(seen)}
     for name, metric, help_text in _RATIOS:
         figure = figures[name]

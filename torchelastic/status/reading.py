@@ -11,7 +11,7 @@ from torchelastic.rendezvous.office import read_members
 from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.status.publishing import LOOK_EVERY_S
+from torchelastic.status.publishing import INCARNATION_LENGTH, LOOK_EVERY_S
 from torchelastic.status.run_status import HostStatus, RunStatus, combined
 from torchelastic.status.status_format import decode_host
 
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 #: Between two looks for an answer.
 POLL_S = 0.1
+#: So many agents that are gone are told of.
+MOST_LEFT = 64
 
 
 def read_status(store: CoordinationStore, url: RendezvousUrl) -> RunStatus:
@@ -61,6 +63,7 @@ class StatusReader:
         self._store, self._keys, self._run_id = store, Keys(url.root), url.run_id
         self._clock, self._sleep = clock, sleep
         self._reads: dict[str, _Read] = {}
+        self._seen: dict[str, HostStatus] = {}
         self._refused: set[str] = set()
         self._may_look = True
         self._look_s = self._first_look_s = self._read_s = float("-inf")
@@ -83,7 +86,7 @@ class StatusReader:
         hosts = [read.status for read in self._reads.values()]
         told = {host.incarnation for host in hosts}
         hosts += [host for host in map(self._silent, agents) if host.incarnation not in told]
-        return combined(self._run_id, now_s, round_, members, hosts)
+        return combined(self._run_id, now_s, round_, members, hosts, self._left(hosts, round_))
 
     def read_fresh(self, patience_s: float) -> RunStatus:
         """The status once every agent has told how things are now, or what there is after `patience_s`.
@@ -138,10 +141,26 @@ class StatusReader:
         earliest_s = max(self._read_s, self._first_look_s if answers else self._read_s)
         return kv.key, _Read(kv.mod_revision, replace(status, at_s=min(max(status.at_s, earliest_s), now_s)))
 
+    def _left(self, hosts: list[HostStatus], round_: Round) -> list[HostStatus]:
+        """Agents that this reader has seen before, or whose members the round's document names, and that are gone."""
+        here = {host.incarnation for host in hosts}
+        named = {host.incarnation: host for host in map(_agent_of, (*round_.roster, *round_.departed, *round_.lost))}
+        self._seen = {**self._seen, **{host.incarnation: host for host in hosts}}
+        gone = {**named, **self._seen}
+        newest = [host for name, host in gone.items() if name not in here][-MOST_LEFT:]
+        self._seen = {host.incarnation: host for host in (*newest, *hosts)}
+        return newest
+
     def _silent(self, key: str) -> HostStatus:
         """Of an agent that is there and tells nothing: yet, or because it is that of an earlier version."""
         host, _, agent_id = key.removeprefix(self._keys.agents).partition("/")
         return HostStatus(host=host, incarnation=agent_id.rpartition("-")[2], at_s=0.0)
+
+
+def _agent_of(member_id: str) -> HostStatus:
+    """The agent of a member, by its id: host, place, and what begins with the agent's incarnation."""
+    rest, _, last = member_id.rpartition("-")
+    return HostStatus(host=rest.rpartition("-")[0], incarnation=last[:INCARNATION_LENGTH], at_s=0.0)
 
 
 def is_known(status: RunStatus) -> bool:

@@ -61,7 +61,9 @@ class EventLine:
         host: on which host it was written down.
         kind: of the event.
         worker: who; empty: the host.
-        rank, round, step: as in the ledger.
+        rank: as in the ledger.
+        round: as in the ledger.
+        step: as in the ledger.
         text: one line for people, with cause and durations.
     """
 
@@ -124,6 +126,8 @@ class RunStatus:
         members: of etcd, those that live.
         hosts: by name; those that have not written for too long are in `silent` instead.
         silent: hosts that have not written for too long.
+        left: agents that are gone, as far as that is still known: `at_s` is when they last wrote, 0 where only the
+            round's document still names their members. They are in no sum.
         events: of all hosts, oldest first.
         seen: of all hosts.
         figures: goodput and its kin.
@@ -138,6 +142,7 @@ class RunStatus:
     events: tuple[EventLine, ...]
     seen: Seen
     figures: Figures
+    left: tuple[HostStatus, ...] = ()
 
     @property
     def workers(self) -> tuple[WorkerStatus, ...]:
@@ -183,7 +188,12 @@ def every_s(hosts: int) -> float:
 
 
 def combined(
-    run_id: str, at_s: float, round_: Round, members: Sequence[Member], hosts: Sequence[HostStatus]
+    run_id: str,
+    at_s: float,
+    round_: Round,
+    members: Sequence[Member],
+    hosts: Sequence[HostStatus],
+    left: Sequence[HostStatus] = (),
 ) -> RunStatus:
     """One status of all.
 
@@ -193,11 +203,13 @@ def combined(
         round_: as etcd has it.
         members: as etcd has them.
         hosts: as etcd has them; several of one host are kept, they are of different agents.
+        left: agents that were there.
     """
     fresh = tuple(sorted((h for h in hosts if not is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
     silent = tuple(sorted((h for h in hosts if is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
     events = sorted((line for host in hosts for line in host.events), key=lambda line: (line.at_s, line.host))
-    seen = _together([host.seen for host in hosts], _wall_ns(hosts, at_s), configured=0)
+    wanted = [host.seen.configured_workers for host in hosts]
+    seen = _together([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
     alive = tuple(member for member in members if not member.departed)
     return RunStatus(
         run_id=run_id,
@@ -209,6 +221,7 @@ def combined(
         events=tuple(events),
         seen=seen,
         figures=figures_of(seen),
+        left=tuple(sorted(left, key=lambda h: (h.host, h.incarnation))),
     )
 
 

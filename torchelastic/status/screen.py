@@ -93,10 +93,16 @@ class Screen:
         away = [host.host for host in status.hosts if host.is_etcd_away]
         if away:
             yield Text(f"etcd is out of sight for: {', '.join(map(printable, away))}", style="bold yellow")
+        if status.left and status.round.state is not RoundState.CLOSED:
+            yield _one_line(f"left: {', '.join(map(self._gone, status.left))}; journals have what they did", "dim")
 
     def _silent(self, host: HostStatus) -> str:
         name = printable(host.host)
         return f"{name} for {age_text(self._status.at_s - host.at_s)}" if host.at_s else f"{name} (has told nothing)"
+
+    def _gone(self, host: HostStatus) -> str:
+        since = f" {age_text(max(0.0, self._status.at_s - host.at_s))} ago" if host.at_s else ""
+        return f"{printable(host.host)}{since}"
 
     def _event(self, line: EventLine) -> Text:
         clock = time.strftime("%H:%M:%S", self._local_time(line.at_s))

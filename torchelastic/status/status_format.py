@@ -17,6 +17,7 @@ from torchelastic.ledger.accounts import NOTHING, Account, Amounts, by_label, fr
 from torchelastic.ledger.figures import Figure, Seen
 from torchelastic.rendezvous.records import MAX_VALUE_BYTES, Member, RecordError
 from torchelastic.status.checked import Fields
+from torchelastic.status.event_lines import newest
 from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, RunStatus, WorkerStatus
 
 #: A host's status is no longer.
@@ -28,6 +29,8 @@ MOST_TOGETHER_BYTES = 3_000_000
 #: No host has more workers than that.
 MOST_WORKERS = 4096
 
+#: What is told of a host that has left.
+_LEFT = ("host", "incarnation", "at_s", "journal")
 _COUNTS = tuple(one.name for one in dataclasses.fields(Seen) if one.name != "amounts")
 
 
@@ -180,7 +183,7 @@ def _cut(status: HostStatus) -> Iterator[HostStatus]:
     """The status, shorter and shorter."""
     yield status
     for kept in (10, 5, 2):
-        yield replace(status, events=status.events[-kept:])
+        yield replace(status, events=newest(status.events, kept, lambda line: line.kind))
     status = replace(status, events=())
     yield status
     status = replace(status, workers=tuple(replace(worker, values={}) for worker in status.workers))
@@ -215,6 +218,7 @@ def run_to_plain(status: RunStatus) -> dict[str, Any]:
         "workers": [_whole_worker(worker) for worker in status.workers],
         "hosts": [_whole_host(host) for host in status.hosts],
         "silent": [_whole_host(host) for host in status.silent],
+        "left": [{name: getattr(host, name) for name in _LEFT} for host in status.left],
         "events": [event_to_plain(line) for line in status.events],
         "seen": seen_to_plain(status.seen),
         "figures": {figure.name: figure_to_plain(figure) for figure in status.figures},

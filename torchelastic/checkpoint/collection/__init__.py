@@ -1,5 +1,7 @@
 """A checkpoint of several shards: one folder, filled by all ranks, published by one rename.
 
+In a folder it looks like this::
+
     <root>/step-000000123.e1.r5.g7/shard-00000-of-00002.shard
                                    shard-00001-of-00002.shard
                                    manifest.json

@@ -33,7 +33,7 @@ _PATH_HELP = "a folder of checkpoints, one of them, or a shard file; told apart 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         code = int(options.execute(options))
@@ -56,7 +56,8 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """What understands the words after `torchelastic checkpoint`."""
     parser = argparse.ArgumentParser(
         prog="torchelastic checkpoint",
         description="Looks after checkpoints.",

@@ -15,6 +15,11 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local.shard_folder import ShardFolder
 from torchelastic.checkpoint.local.shard_write import Peers
 from torchelastic.checkpoint.replication import ReplicaServer
+from torchelastic.network.choice import InterfaceError
+from torchelastic.network.interfaces import address_towards, is_loopback
+from torchelastic.network.this_host import chosen_address
+from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
+from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 
 #: For how long a peer may be silent in a transfer, at most.
 MOST_SILENCE_S = 30.0
@@ -116,25 +121,39 @@ def root_id(root: Path) -> str:
 def own_address() -> str:
     """The address of this host on the network over which the ranks found each other.
 
-    The source address of a packet to MASTER_ADDR; where that is not set, or leads nowhere, the address of the host's
-    name.
+    That of the interface that was chosen for the launcher (`--iface`); else the source address of a packet to
+    MASTER_ADDR, or to the run's etcd; where neither is set, or both lead nowhere, the address of the host's name.
 
     Raises:
-        CheckpointError: both are addresses that only this host can reach.
+        CheckpointError: all are addresses that only this host can reach, or the chosen interface is not there.
     """
     try:
-        family, _, _, _, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(master)  # sends nothing: it only makes the kernel choose a route
-            address = str(probe.getsockname()[0])
-        if not address.startswith("127.") and address != "::1":
+        chosen = chosen_address()
+    except InterfaceError as error:
+        raise CheckpointError(str(error)) from error
+    if chosen:
+        return chosen
+    for endpoint in _meeting_points():
+        try:
+            address = address_towards([endpoint])
+        except OSError:
+            continue  # its name is not known here
+        if not is_loopback(address):
             return address
-    except (KeyError, OSError):
-        pass  # no launcher set it, or its name is not known here
     address = socket.gethostbyname(socket.gethostname())
-    if address.startswith("127."):
+    if is_loopback(address):
         raise CheckpointError(
             f"{socket.gethostname()} knows itself only as {address}, where the other hosts cannot reach it: give the "
             "manager replica_host, the address of this host for the others"
         )
     return address
+
+
+def _meeting_points() -> list[tuple[str, int]]:
+    """(host, port) of what the ranks may have found each other by."""
+    found = [(os.environ["MASTER_ADDR"], 9)] if os.environ.get("MASTER_ADDR") else []
+    try:
+        found += parse_url(os.environ.get(INIT_METHOD_VARIABLE, "")).endpoints
+    except RendezvousUrlError:
+        pass  # no launcher of ours, or a rendezvous of another kind
+    return found

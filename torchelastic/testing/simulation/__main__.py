@@ -22,7 +22,7 @@ from torchelastic.testing.simulation.scenario import Report, explain, run_one_of
 
 def main() -> int:
     """Exit code 1 if a promise was broken; the last lines say how to see it again."""
-    options = _parser().parse_args()
+    options = command_parser().parse_args()
     logging.disable(logging.CRITICAL)  # the agents' warnings about faults that we make ourselves
     if options.show is not None:
         print(explain(options.show, options.hosts, options.nproc, options.run_events))
@@ -32,7 +32,8 @@ def main() -> int:
     return _search(options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """What understands the words of this command."""
     parser = argparse.ArgumentParser(prog="torchelastic.testing.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="of the first run, others count up (default: a random one, printed)")
     parser.add_argument("--events", type=int, default=1_000_000, help="simulate so many in all (default 1000000)")

@@ -4,44 +4,37 @@ Nothing has a name that others could see, and nothing is left behind, however a 
 the processes in it, all of which are tied to this one. The machine's own interfaces are not touched.
 
 Needs root and the commands `ip`, `nsenter` and `unshare`; no packet filter and no traffic shaper of the kernel. Delay
-and loss are made by a wire in user space (`python -m tests.cluster.network`, started by `Lab`), which needs
-/dev/net/tun.
+and loss are made by a wire in user space (`torchelastic.testing.wire`), which needs /dev/net/tun.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import heapq
 import os
-import random
-import selectors
 import shutil
+import signal
 import socket
-import struct
 import subprocess
-import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.testing.wire import Wire, end, enter
 
 #: The name of the host that runs etcd; every lab has it.
 ETCD = "etcd"
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = ("ip", "nsenter", "unshare")
-CLONE_NEWNET = 0x40000000
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 #: An address that no host has: what is sent there is lost without a word, as in a network that is cut.
 NOBODY = "02:00:00:00:ff:ff"
 #: Any port that nobody listens at: a host that is reached says so.
 CLOSED_PORT = 9
+#: How long killed processes may take to be gone.
+GONE_S = 10.0
 
 
 def why_impossible(*, wires: bool = False) -> str:
@@ -50,7 +43,7 @@ def why_impossible(*, wires: bool = False) -> str:
     Args:
         wires: whether delay and loss are wanted.
     """
-    elsewhere = "; as root on a Linux machine: python -m pytest tests/cluster/test_partitions.py"
+    elsewhere = "; it takes root on a Linux machine"
     missing = [command for command in COMMANDS if shutil.which(command) is None]
     if missing:
         return f"no {', '.join(missing)} here (Debian: iproute2, util-linux){elsewhere}"
@@ -72,12 +65,14 @@ class Host:
         address: its IPv4 address in the lab.
         keeper: the process that holds its namespaces.
         port: the name of its interface at the switch.
+        second: name and address of its interface on the second network; empty: it has none.
     """
 
     name: str
     address: str
     keeper: int
     port: str
+    second: tuple[str, ...] = field(default=())
 
     @property
     def network(self) -> Path:
@@ -103,10 +98,10 @@ class Host:
         """Be in its network: for sockets that this thread opens, and for threads and processes that it starts."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
-            _enter(self.network)
+            enter(self.network)
             yield
         finally:
-            _enter(Path(f"/proc/self/fd/{home}"))
+            enter(Path(f"/proc/self/fd/{home}"))
             os.close(home)
 
     def pids(self) -> list[int]:
@@ -128,23 +123,28 @@ class Lab:
     Args:
         hosts: their names.
         wires: those that hang on a wire whose delay and loss can be set.
+        second: those that are on a second network too (10.78.0.0/24), which etcd is not on: the names of their
+            interfaces there.
 
     Raises:
         RuntimeError: no namespace can be made; see `why_impossible`.
     """
 
-    def __init__(self, hosts: Sequence[str], wires: Collection[str] = ()) -> None:
-        self._names, self._wired = (*hosts, ETCD), frozenset(wires)
+    def __init__(
+        self, hosts: Sequence[str], wires: Collection[str] = (), second: Mapping[str, str] | None = None
+    ) -> None:
+        self._names, self._wired, self._second = (*hosts, ETCD), frozenset(wires), dict(second or {})
         self._hosts: dict[str, Host] = {}
-        self._wires: dict[str, _Wire] = {}
+        self._wires: dict[str, Wire] = {}
         self._stack = ExitStack()
         self.etcd: EtcdServer
 
     def __enter__(self) -> Lab:
         with ExitStack() as stack:
             self._switch = Host("switch", "", _keep(stack, "switch"), "")
-            self._switch.run("ip", "link", "add", "br0", "type", "bridge")
-            self._switch.run("ip", "link", "set", "br0", "up")
+            for bridge in ("br0", "br1"):
+                self._switch.run("ip", "link", "add", bridge, "type", "bridge")
+                self._switch.run("ip", "link", "set", bridge, "up")
             for number, name in enumerate(self._names, start=1):
                 self._add(stack, number, name)
             with self._hosts[ETCD].entered():
@@ -163,12 +163,29 @@ class Lab:
     # --- what can go wrong, and be mended ---------------------------------------------------------
 
     def link_down(self, name: str) -> None:
-        """Pull a host's cable at the switch: nothing reaches it, nothing that it sends arrives, nobody is told."""
-        self._switch.run("ip", "link", "set", self._hosts[name].port, "down")
+        """Pull a host's cables at the switch: nothing reaches it, nothing that it sends arrives, nobody is told."""
+        for port in self._ports(name):
+            self._switch.run("ip", "link", "set", port, "down")
 
     def link_up(self, name: str) -> None:
-        """Plug it in again."""
-        self._switch.run("ip", "link", "set", self._hosts[name].port, "up")
+        """Plug them in again."""
+        for port in self._ports(name):
+            self._switch.run("ip", "link", "set", port, "up")
+
+    def power_off(self, name: str) -> None:
+        """End a host as a power cut does: its last words reach nobody. Returns when all of its processes are gone.
+
+        `link_up` gives it its power back: a host with nothing on it.
+        """
+        self.link_down(name)
+        deadline_s = time.monotonic() + GONE_S
+        while pids := self._hosts[name].pids():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{name}: processes {pids} are still there {GONE_S:g} s after they were killed")
+            time.sleep(0.01)
 
     def cut(self, one: str, other: str) -> None:
         """Lose whatever these two hosts send each other, without a word; both still reach everybody else."""
@@ -210,17 +227,32 @@ class Lab:
     def _pairs(self, one: str, other: str) -> list[tuple[Host, Host]]:
         return [(self._hosts[one], self._hosts[other]), (self._hosts[other], self._hosts[one])]
 
+    def _ports(self, name: str) -> list[str]:
+        host = self._hosts[name]
+        return [host.port, f"{host.port}b"] if host.second else [host.port]
+
     def _add(self, stack: ExitStack, number: int, name: str) -> None:
-        host = Host(name, f"10.77.0.{number}", _keep(stack, name), f"p{number}")
+        second = (self._second[name], f"10.78.0.{number}") if name in self._second else ()
+        host = Host(name, f"10.77.0.{number}", _keep(stack, name), f"p{number}", second)
         self._hosts[name] = host
         if name in self._wired:
-            self._wires[name] = stack.enter_context(_Wire(host, self._switch))
+            ends = [str(host.network), "eth0", str(self._switch.network), host.port]
+            self._wires[name] = stack.enter_context(Wire(ends))
         else:
-            peer = ("peer", "name", "eth0", "netns", str(host.keeper))
-            self._switch.run("ip", "link", "add", host.port, "type", "veth", *peer)
-        self._switch.run("ip", "link", "set", host.port, "master", "br0", "up")
-        host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
-        host.run("ip", "link", "set", "eth0", "up")
+            self._veth(host, host.port, "eth0")
+        self._plug(host, host.port, "br0", "eth0", host.address)
+        if second:
+            self._veth(host, f"{host.port}b", second[0])
+            self._plug(host, f"{host.port}b", "br1", *second)
+
+    def _veth(self, host: Host, port: str, interface: str) -> None:
+        peer = ("peer", "name", interface, "netns", str(host.keeper))
+        self._switch.run("ip", "link", "add", port, "type", "veth", *peer)
+
+    def _plug(self, host: Host, port: str, bridge: str, interface: str, address: str) -> None:
+        self._switch.run("ip", "link", "set", port, "master", bridge, "up")
+        host.run("ip", "addr", "add", f"{address}/24", "dev", interface)
+        host.run("ip", "link", "set", interface, "up")
 
 
 def _keep(stack: ExitStack, name: str) -> int:
@@ -238,129 +270,8 @@ def _keep(stack: ExitStack, name: str) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    stack.callback(_end, process)
+    stack.callback(end, process)
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":
         raise RuntimeError(f"no namespaces for host {name}: {why_impossible() or 'unshare failed'}")
     return process.pid
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-def _enter(network: Path) -> None:
-    """setns(2) for the calling thread; Python has it from 3.12 on."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(network, os.O_RDONLY)
-    try:
-        if libc.setns(descriptor, CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns to {network}")
-    finally:
-        os.close(descriptor)
-
-
-# --- a wire with delay and loss ---------------------------------------------------------------------------------------
-
-
-class _Wire:
-    """The process that connects a host's interface with its port at the switch."""
-
-    def __init__(self, host: Host, switch: Host) -> None:
-        ends = [str(host.network), "eth0", str(switch.network), host.port]
-        self._process = subprocess.Popen(
-            dies_with_parent([sys.executable, "-m", "tests.cluster.network", *ends]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
-        self.set(0.0, 0.0)  # answered as soon as both ends are there
-
-    def __enter__(self) -> _Wire:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _end(self._process)
-
-    def set(self, delay_ms: float, loss: float) -> tuple[int, int]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{delay_ms} {loss}\n".encode())
-        self._process.stdin.flush()
-        passed, lost = self._process.stdout.readline().split()
-        return int(passed), int(lost)
-
-
-class _Frames:
-    """What is on its way: frames by the time at which they arrive."""
-
-    def __init__(self) -> None:
-        self.delay_s = self.loss = 0.0
-        self.passed = self.lost = 0
-        self._queue: list[tuple[float, int, int, bytes]] = []
-        self._count = 0
-
-    def take(self, source: int, target: int) -> None:
-        """Read what the source has sent; each frame is lost, or due at the target after the delay."""
-        for _ in range(64):  # then the others get their turn
-            try:
-                frame = os.read(source, 65536)
-            except OSError:
-                return  # no more at present, or the interface is down
-            if random.random() < self.loss:
-                self.lost += 1
-            else:
-                self.passed += 1
-                self._count += 1  # keeps the order of what arrives at the same time
-                heapq.heappush(self._queue, (time.monotonic() + self.delay_s, self._count, target, frame))
-
-    def deliver(self) -> float | None:
-        """Hand over what is due; returns the seconds until the next is, None: nothing is on its way."""
-        while self._queue:
-            wait_s = self._queue[0][0] - time.monotonic()
-            if wait_s > 0:
-                return wait_s
-            _, _, target, frame = heapq.heappop(self._queue)
-            try:
-                os.write(target, frame)
-            except OSError:
-                pass  # that end is down
-        return None
-
-
-def _open_tap(network: str, name: str) -> int:
-    _enter(Path(network))
-    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
-    return descriptor
-
-
-def _be_a_wire(network: str, name: str, other_network: str, other_name: str) -> None:
-    """Connect two TAP devices until standard input ends; each line "DELAY_MS LOSS" is answered with the counts."""
-    one, other = _open_tap(network, name), _open_tap(other_network, other_name)
-    frames, orders = _Frames(), b""
-    with selectors.DefaultSelector() as selector:
-        for descriptor in (0, one, other):
-            selector.register(descriptor, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select(frames.deliver()):
-                if key.fd != 0:
-                    frames.take(key.fd, other if key.fd == one else one)
-                    continue
-                order = os.read(0, 4096)
-                if not order:
-                    return
-                orders += order
-                while b"\n" in orders:
-                    line, _, orders = orders.partition(b"\n")
-                    print(frames.passed, frames.lost, flush=True)
-                    frames.delay_s, frames.loss = float(line.split()[0]) / 1000, float(line.split()[1])
-                    frames.passed = frames.lost = 0
-
-
-if __name__ == "__main__":
-    _be_a_wire(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Fits a curve with DDP; rank 0 writes a file with torch.save after each epoch. Any worker may die at any time.
+
+Start it with `torchelastic run --standalone --nproc-per-node 2 after.py --checkpoint curve.pt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+import torchelastic
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.p2p import CoordinatorP2P
+
+GLOBAL_BATCH_SIZE = 32
+
+
+def make_dataset() -> TensorDataset:
+    """The same on each rank."""
+    inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(inputs, inputs.square().mean(dim=1, keepdim=True))
+
+
+def make_model() -> torch.nn.Module:
+    """With the same weights on each rank."""
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=50)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    coordinator = CoordinatorP2P("gloo")
+    dataset = make_dataset()
+    sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH_SIZE, epochs=args.epochs, shuffle=False)
+    loader = ElasticLoader(dataset, sampler)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    state = torchelastic.ModelState(model, optimizer, sampler=sampler)
+
+    for step in torchelastic.steps(coordinator, state):
+        with step:
+            inputs, targets = next(loader)  # after the last epoch it ends the run, for everybody
+            loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            optimizer.step()
+        if step.committed and sampler.cursor == 0 and coordinator.rank == 0:  # the first step of an epoch comes next
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": sampler.epoch}
+            torch.save(saved, args.checkpoint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Fits a curve; the batch over all workers keeps its size, and so does the learning rate.
+
+Start it with `torchelastic run --standalone --nproc-per-node 2 after.py ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+import torchelastic
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.p2p import CoordinatorP2P
+
+BATCH_SIZE = 32  # of all workers together
+LEARNING_RATE = 0.05  # for all workers together
+
+
+def make_dataset() -> TensorDataset:
+    """The same on each rank."""
+    inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(inputs, inputs.square().mean(dim=1, keepdim=True))
+
+
+def make_model() -> torch.nn.Module:
+    """With the same weights on each rank."""
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=50)
+    parser.add_argument("--weights", type=Path, required=True)
+    args = parser.parse_args()
+
+    coordinator = CoordinatorP2P("gloo")
+    torch.set_num_threads(1)
+    dataset = make_dataset()
+    sampler = ElasticBatchSampler(dataset, BATCH_SIZE, epochs=args.epochs, shuffle=False)
+    loader = ElasticLoader(dataset, sampler)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    state = torchelastic.ModelState(model, optimizer, sampler=sampler)
+
+    def train_step(state: torchelastic.ModelState) -> None:
+        if sampler.cursor == 0 and coordinator.rank == 0:
+            print(f"epoch {sampler.epoch}", flush=True)
+        inputs, targets = next(loader)  # after the last epoch it ends the run, for everybody
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+
+    torchelastic.train(coordinator, train_step, state)
+
+    if coordinator.rank == 0:
+        torch.save(model.state_dict(), args.weights)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Runs over a real etcd with the certificates of deploy/tls/make-certs.sh, by the flags that the script prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.harness import Job
+from tests.process.made_certificates import make_certs
+from torchelastic.rendezvous.server import EtcdServer, ServerTls
+from torchelastic.testing.etcd import running_etcd
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the script prints."""
+    done = make_certs(tmp_path_factory.mktemp("made") / "tls", "127.0.0.1", "localhost")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of somebody else."""
+    folder = tmp_path_factory.mktemp("made") / "stranger"
+    assert make_certs(folder, "127.0.0.1").returncode == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def etcd_over_tls(said: str) -> Iterator[EtcdServer]:
+    """An etcd with the flags that were printed."""
+    lines = said.partition("  and with several members")[0].replace("\\\n", "").splitlines()
+    [line] = [line for line in lines if line.startswith("etcd ")]
+    cert, key, *others = shlex.split(line.removeprefix("etcd "))
+    values = [word.partition("=")[2] for word in (cert, key)]
+    assert "--client-cert-auth" in others
+    with running_etcd(ServerTls(*values), options=others) as server:
+        yield server
+
+
+def launcher_flags(said: str) -> list[str]:
+    [line] = re.findall(r"^torchelastic run (.*) \.\.$", said, flags=re.M)
+    return shlex.split(line)
+
+
+def test_a_run_connects_with_the_flags_that_were_printed(
+    jobs: MakeJob, etcd_over_tls: EtcdServer, run_id: str, said: str
+) -> None:
+    job = jobs(epochs=1)
+    job.start(f"--rdzv-endpoint={etcd_over_tls.endpoint}", f"--rdzv-id={run_id}", *launcher_flags(said), nproc=1)
+    assert job.wait() == [0], job.output()[-4000:]
+    job.check_identity(finishers=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "complaint"),
+    [
+        ("without a certificate", "wants a client certificate: give cert=FILE and key=FILE"),
+        ("with the certificate of another authority", "refuses the client certificate"),
+        ("believing in another authority", "a certificate that does not hold"),
+    ],
+)
+def test_who_does_not_belong_to_it_is_refused_with_one_error(
+    jobs: MakeJob, etcd_over_tls: EtcdServer, run_id: str, said: str, stranger: Path, case: str, complaint: str
+) -> None:
+    cacert, cert, key = launcher_flags(said)
+    flags = {
+        "without a certificate": [cacert],
+        "with the certificate of another authority": [
+            cacert,
+            f"--etcd-cert={stranger / 'client.pem'}",
+            f"--etcd-key={stranger / 'client.key'}",
+        ],
+        "believing in another authority": [f"--etcd-cacert={stranger / 'ca.pem'}", cert, key],
+    }[case]
+    job = jobs()
+    job.start(f"--rdzv-endpoint={etcd_over_tls.endpoint}", f"--rdzv-id={run_id}", *flags, nproc=1)
+    assert job.wait(60) == [1], job.output()[-3000:]
+    assert job.output().count(complaint) == 1
+    assert complaint in job.output().rstrip().splitlines()[-1]
+    assert not job.of("started"), "no worker is started for nothing"

@@ -1,0 +1,55 @@
+"""The commands of docs/troubleshooting.md for an etcd that is full, on a real one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_doctor_etcd import MIB, NOBODY, url_of
+from torchelastic.doctor.etcd_facts import open_store
+from torchelastic.rendezvous.server import find_etcd_binary
+from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
+from torchelastic.testing import running_etcd
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+
+
+def commands() -> str:
+    blocks: list[str] = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    (block,) = (text for text in blocks if "compact" in text)
+    return block
+
+
+def fill_with_history(store: CoordinationStore) -> None:
+    for _ in range(30):
+        store.txn((), (Put("/the/same/key", os.urandom(MIB)),))
+
+
+def test_an_etcd_whose_history_fills_it_takes_writes_again_after_the_commands_of_the_page() -> None:
+    with running_etcd(options=("--quota-backend-bytes", str(8 * MIB))) as server:
+        store = open_store(url_of(server), NOBODY)
+        try:
+            with pytest.raises(StoreError, match="space exceeded"):
+                fill_with_history(store)
+            tools = find_etcd_binary().parent
+            environment = {
+                "PATH": f"{tools}:{os.environ['PATH']}",
+                "ETCDCTL_API": "3",
+                "ETCDCTL_ENDPOINTS": server.endpoint,
+            }
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", commands()],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 0, done.stderr
+            store.txn((), (Put("/the/same/key", b"small"),))
+            assert [item.value for item in store.list_prefix("/the/same/key").items] == [b"small"]
+        finally:
+            store.close()

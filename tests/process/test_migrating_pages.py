@@ -1,0 +1,107 @@
+"""The pages about moving from elsewhere: the diffs are those of the scripts, and what they name is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import py_compile
+import re
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from examples.migrating.diffs import DOCS, PAGES, SCRIPTS, unified_diff, with_diff
+from torchelastic.launch.main import main
+from torchelastic.launch.torchrun_options import INSTEAD
+
+
+@pytest.mark.parametrize("system", PAGES)
+def test_the_diff_of_a_page_is_that_of_its_two_scripts(system: str) -> None:
+    page = (DOCS / PAGES[system]).read_text()
+    assert with_diff(page, unified_diff(system)) == page, "run `python -m examples.migrating.diffs`"
+
+
+def test_every_folder_of_scripts_has_a_page() -> None:
+    assert {path.parent.name for path in SCRIPTS.glob("*/before.py")} == set(PAGES)
+    assert {path.parent.name for path in SCRIPTS.glob("*/after.py")} == set(PAGES)
+
+
+@pytest.mark.parametrize("blocks", ["", "```diff\n```\n```diff\n```\n"])
+def test_a_page_without_one_place_for_its_diff_is_refused(blocks: str) -> None:
+    with pytest.raises(ValueError, match="blocks of a diff"):
+        with_diff(f"# Page\n{blocks}", "-a\n+b\n")
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*/*.py")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_script_compiles(script: Path, tmp_path: Path) -> None:
+    """All that can be said here of Horovod's; the others are run by tests/cluster/test_migrating_scripts.py."""
+    assert py_compile.compile(str(script), str(tmp_path / "compiled"), doraise=True)
+
+
+@pytest.mark.parametrize("page", [DOCS / name for name in PAGES.values()], ids=lambda page: page.stem)
+def test_every_name_of_ours_in_a_page_can_be_imported(page: Path) -> None:
+    """Of the right-hand sides of tables."""
+    names = set()
+    for row in re.findall(r"^\|.*\|$", page.read_text(), flags=re.MULTILINE):
+        *_, right = row.strip("|").split(" | ")
+        names |= set(re.findall(r"`(torchelastic(?:\.\w+)+)", right))
+    for name in names:
+        assert is_there(name), f"{page.name} names {name}"
+
+
+def is_there(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        return all((found := getattr(found, part, None)) is not None for part in parts[length:])
+    return False
+
+
+def test_a_name_that_is_not_there_is_told() -> None:
+    assert is_there("torchelastic.checkpoint.EverySteps")
+    assert not is_there("torchelastic.checkpoint.EveryStep")
+    assert not is_there("torchelastic.utils.data")
+
+
+def test_scripts_import_of_ours_only_what_there_is() -> None:
+    for script in SCRIPTS.glob("*/after.py"):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchelastic"):
+                assert all(is_there(f"{node.module}.{alias.name}") for alias in node.names), script
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_option_of_torchrun_is_refused_with_what_to_do_instead(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--standalone", f"--{name}", "3", "train.py"])
+    assert stopped.value.code == 2
+    assert f"--{name} is torchrun's: {INSTEAD[name]}" in capsys.readouterr().err
+    assert f"`--{name}`" in (DOCS / "torchrun.md").read_text()
+
+
+def test_every_option_of_this_torchrun_is_ours_or_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = {word for action in get_args_parser()._actions for word in action.option_strings if word[:2] == "--"}
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    ours = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert "--rdzv-backend" in {word.replace("_", "-") for word in theirs}
+    assert {word.replace("_", "-") for word in theirs} <= ours | {f"--{name}" for name in INSTEAD}
+
+
+def test_the_same_words_behind_the_script_are_the_scripts_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_code("run", "--standalone", str(tmp_path / "missing.py"), "--role", "trainer", "--tee", "3") == 2
+    assert "missing.py" in capsys.readouterr().err
+
+
+def main_code(*words: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    return int(str(stopped.value.code))

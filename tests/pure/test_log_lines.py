@@ -1,0 +1,279 @@
+"""How lines of the log look: of the agent, of its workers, and of the events of a host."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from torchelastic.agent.event_log import EventLog, events_log, level_of
+from torchelastic.agent.repeats import Repeats
+from torchelastic.agent.terminal import Terminal
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Counted, End, Event, Failure, Join, Save, Start, StoreOutage, to_dict
+from torchelastic.ledger.meter import Meter
+from torchelastic.ledger.tally import Tally
+from torchelastic.log_lines import (
+    FORMAT_VARIABLE,
+    JsonFormatter,
+    Position,
+    checked_format,
+    fields,
+    json_line,
+    set_up_worker_log,
+)
+
+S = 10**9
+BOOK = Book()
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def a_record(message: str = "it is %s", *args: object, **more: Any) -> logging.LogRecord:
+    return logging.getLogger("torchelastic.x").makeRecord(
+        "torchelastic.x", logging.WARNING, __file__, 1, message, args or ("so",), None, extra=more or None
+    )
+
+
+# --- a line -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_json_line_says_what_a_line_for_people_says_and_where_it_was() -> None:
+    formatter = JsonFormatter(lambda: Position(1, 4, 12), host="a")
+    line = formatter.format(a_record(**fields(round=5, more=[1, float("nan")])))
+    document = json.loads(line)
+    assert "\n" not in line
+    assert document.pop("at_s") > 0
+    assert document == {
+        "host": "a", "level": "WARNING", "kind": "log", "logger": "torchelastic.x", "text": "it is so",
+        "rank": 1, "round": 5, "step": 12, "more": [1, None],
+    }  # fmt: skip
+    assert "rank" not in json.loads(JsonFormatter().format(a_record())), "an agent has none"
+
+
+def test_a_json_line_is_one_line_whatever_is_in_it() -> None:
+    text = 'a\n"b"\u2028\ud800 🏖'
+    assert json_line({"text": text}).isascii()
+    assert json.loads(json_line({"text": text})) == {"text": text}
+    try:
+        raise KeyError("x")
+    except KeyError:
+        record = a_record()
+        record.exc_info = __import__("sys").exc_info()
+    assert json.loads(JsonFormatter().format(record))["traceback"].endswith("KeyError: 'x'")
+
+
+def test_the_form_is_human_unless_it_is_said_and_a_wrong_one_is_named() -> None:
+    assert checked_format("", "--x") == "human"
+    with pytest.raises(ValueError, match=r"TORCHELASTIC_LOG_FORMAT is 'xml': give human or json"):
+        checked_format("xml", FORMAT_VARIABLE)
+
+
+# --- of a worker ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """Standard error, and loggers as in a new process; no fixture, for pytest adds handlers of its own after those."""
+    logger, stream = logging.getLogger("torchelastic"), io.StringIO()
+    before = (logger.handlers[:], logger.propagate)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", stream)
+        patch.setattr(logging.getLogger(), "handlers", [])
+        yield stream
+    logger.handlers[:], logger.propagate = before
+
+
+def test_without_a_launcher_nothing_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_process(monkeypatch):
+        before = logging.getLogger("torchelastic").handlers[:]
+        set_up_worker_log(Position, {})
+        set_up_worker_log(Position, {FORMAT_VARIABLE: "xml"})
+        assert logging.getLogger("torchelastic").handlers == before
+
+
+def test_a_workers_line_says_its_rank_round_and_step_until_the_script_sets_up_its_own_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meter, own = Meter(0), io.StringIO()
+    log = logging.getLogger("torchelastic.train_loop")
+    with new_process(monkeypatch) as screen:
+        for _ in range(2):
+            set_up_worker_log(meter.position, {FORMAT_VARIABLE: "human"})
+        log.warning("not in a group yet")
+        meter.entered(4, 1, 2)
+        meter.level(12)
+        log.warning("failure %d", 1)
+        log.info("nobody wants to know")
+        logging.getLogger().addHandler(logging.StreamHandler(own))
+        log.warning("the script's own")
+    assert screen.getvalue().splitlines() == [
+        "WARNING not in a group yet", "WARNING rank 1, round 4, step 12: failure 1",
+    ]  # fmt: skip
+    assert own.getvalue() == "the script's own\n"
+
+
+def test_as_json_a_workers_lines_are_json_whatever_the_script_sets_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_process(monkeypatch) as screen:
+        set_up_worker_log(lambda: Position(1, 4, 12), {FORMAT_VARIABLE: "json"})
+        logging.getLogger().addHandler(logging.StreamHandler(screen))
+        logging.getLogger("torchelastic.train_loop").warning("failure 1")
+    (document,) = documents(screen.getvalue())
+    assert (document["kind"], document["rank"], document["round"], document["step"]) == ("log", 1, 4, 12)
+
+
+# --- what workers say, on the screen ----------------------------------------------------------------------------------
+
+
+class Shown:
+    def __init__(self, form: str, repeats: Repeats | None = None) -> None:
+        self.texts: dict[str, str] = {"stdout": "", "stderr": ""}
+        self.now_s = 0.0
+        self.terminal = Terminal(
+            self.write, form=form, repeats=repeats, host="a", clock=lambda: self.now_s, wall_s=lambda: 7.5
+        )
+
+    def write(self, stream: str, text: str) -> None:
+        self.texts[stream] += text
+
+
+def test_each_line_names_its_worker_and_counts_name_theirs() -> None:
+    shown = Shown("human", Repeats(shown=1, within_s=10.0))
+    for worker in (0, 1, 2, 4):
+        shown.terminal.said(worker, "stderr", "careful")
+    shown.terminal.said(4, "stdout", "out")
+    shown.terminal.tick()
+    shown.now_s = 10.0
+    shown.terminal.tick()
+    assert shown.texts == {
+        "stdout": "[worker 4] out\n", "stderr": "[worker 0] careful\n[workers 1-2,4] 3 more times: careful\n",
+    }  # fmt: skip
+
+
+def test_a_worker_that_ends_leaves_nothing_untold() -> None:
+    shown = Shown("human", Repeats(shown=1))
+    for _ in range(3):
+        shown.terminal.said(0, "stderr", "careful")
+    shown.terminal.ended(0)
+    assert shown.texts["stderr"].splitlines()[1:] == ["[worker 0] 1 more time: careful", "[worker 0] careful"]
+    shown.terminal.said(0, "stderr", "careful")
+    shown.terminal.close()
+    assert shown.texts["stderr"].splitlines()[3:] == ["[worker 0] 1 more time: careful"]
+
+
+def test_without_the_rule_every_line_is_shown() -> None:
+    shown = Shown("human")
+    for _ in range(50):
+        shown.terminal.said(0, "stderr", "careful")
+    shown.terminal.tick()
+    shown.terminal.ended(0)
+    shown.terminal.close()
+    assert shown.texts["stderr"] == "[worker 0] careful\n" * 50
+
+
+def test_as_json_every_line_is_an_object() -> None:
+    shown = Shown("json", Repeats(shown=1))
+    own = JsonFormatter(lambda: Position(1, 4, 12)).format(a_record())
+    for text in ("out", own, own, '{"at_s": 1, "kind": "end"}', '{"at_s": oops', '{"at_s": ' + "[" * 100_000):
+        shown.terminal.said(1, "stderr", text)
+    shown.terminal.close()
+    output, log, user, broken, deep, repeated = documents(shown.texts["stderr"])
+    head = {"at_s": 7.5, "host": "a"}
+    assert output == {**head, "kind": "output", "local_rank": 1, "stream": "stderr", "text": "out"}
+    assert log == {**json.loads(own), "host": "a", "local_rank": 1}
+    assert {one["kind"] for one in (user, broken, deep)} == {"output"}, "what a script prints is only passed on"
+    assert repeated == {
+        **head, "kind": "repeated", "local_ranks": [1], "stream": "stderr", "text": "it is so", "times": 1, "lines": 1,
+    }  # fmt: skip
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+STORY: list[Event] = [
+    Start(at_ns=1 * S, worker="a-77/0.0"),
+    Start(at_ns=1 * S, worker="a-77/1.1"),
+    Join(at_ns=2 * S, worker="a-77/0.0", rank=0, round=4, world_size=2, is_first=True),
+    Join(at_ns=2 * S, worker="a-77/1.1", rank=1, round=4, world_size=2, is_first=True),
+    Counted(at_ns=2 * S, worker="a-77/0.0", tally=Tally.begun(0)),
+    Save(at_ns=3 * S, worker="a-77/0.0", rank=0, round=4, step=12),
+    End(at_ns=4 * S, worker="a-77/1.1", rank=1, round=4, step=12, exit_code=-9, cause="killed by SIGKILL"),
+    Failure(at_ns=5 * S, worker="a-77/0.0", rank=0, round=4, step=12, cause="reset"),
+    StoreOutage(at_ns=6 * S),
+]
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """What is logged of events, of every level."""
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", found.append)
+    before = events_log.level
+    events_log.addHandler(handler)
+    events_log.setLevel(logging.DEBUG)
+    yield found
+    events_log.removeHandler(handler)
+    events_log.setLevel(before)
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event, book: Book) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.events.append(Start(at_ns=-1))
+
+
+def test_events_are_lines_with_rank_round_and_step_and_of_the_time_at_which_they_happened(
+    records: list[logging.LogRecord],
+) -> None:
+    journal, heard = Kept(), list[tuple[float, Event]]()
+    clocks: dict[str, Any] = {"clock_ns": lambda: 10 * S, "wall_s": lambda: 110.0}
+    log = EventLog("a", journal, listener=lambda at_s, event: heard.append((at_s, event)), **clocks)
+    for event in STORY:
+        log.write(event, BOOK)
+    assert records == [], "what several workers tell of one moment may still come"
+    log.flush()
+    assert [(record.created, record.levelname, record.getMessage()) for record in records] == [
+        (101.0, "INFO", "2 workers: started"),
+        (102.0, "INFO", "2 workers: joined round 4 of 2 (round 4)"),
+        (103.0, "DEBUG", "worker 0 (rank 0, round 4, step 12): saved step 12, stood still for 0 ms"),
+        (104.0, "WARNING", "worker 1 (start 2, rank 1, round 4, step 12): lost, signal 9: killed by SIGKILL"),
+        (105.0, "WARNING", "worker 0 (rank 0, round 4, step 12): the step after 12 was undone, 0 ms of work: reset"),
+        (106.0, "WARNING", "etcd is away, training goes on"),
+    ]
+    log.flush()
+    assert len(records) == 6, "each is told once"
+    log.close()
+    assert journal.events == [*STORY, Start(at_ns=-1)]
+    assert heard == [(100.0 + event.at_ns / S, event) for event in STORY if not isinstance(event, Counted)]
+
+
+def test_for_programs_each_event_is_told_at_once_with_all_that_it_tells(records: list[logging.LogRecord]) -> None:
+    log = EventLog("a", each=True, clock_ns=lambda: 10 * S, wall_s=lambda: 110.0)
+    told = [event for event in STORY if not isinstance(event, Counted)]
+    for number, event in enumerate(told, start=1):
+        log.write(event, BOOK)
+        assert len(records) == number
+    lines = [json.loads(JsonFormatter(host="a").format(record)) for record in records]
+    assert [line["kind"] for line in lines] == [event.kind for event in told]
+    assert [(line["worker"], line["rank"], line["round"], line["step"]) for line in lines] == [
+        (event.worker, event.rank, event.round, event.step) for event in told
+    ]
+    assert [line["event"] for line in lines] == [to_dict(event) for event in told]
+    assert lines[5]["text"] == "lost, signal 9: killed by SIGKILL"
+
+
+def test_what_is_no_trouble_is_no_warning() -> None:
+    quiet: list[Event] = [End(at_ns=0, exit_code=0, is_loss=False), StoreOutage(at_ns=0, is_over=True)]
+    assert {level_of(event) for event in quiet} == {logging.INFO}

@@ -1,0 +1,147 @@
+"""Hosts that are gone, and events that happen rarely: both stay to be seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import End, Event, Save, StoreOutage
+from torchelastic.ledger.figures import Seen, step_efficiency
+from torchelastic.rendezvous.memory import MemoryStore
+from torchelastic.rendezvous.records import Keys, Round, RoundState, encode_round
+from torchelastic.rendezvous.url import parse_url
+from torchelastic.status.event_lines import newest
+from torchelastic.status.host import KEPT_EVENTS, HostView, seen_of
+from torchelastic.status.reading import MOST_LEFT, StatusReader
+from torchelastic.status.run_status import MOST_EVENTS, HostStatus, combined
+from torchelastic.status.screen import Screen
+from torchelastic.status.status_format import encode_host, run_to_plain
+
+URL = parse_url("etcd://etcd-host:2379/job7?min_workers=1&max_workers=4")
+KEYS = Keys(URL.root)
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+
+def put_host(store: MemoryStore, host: str, incarnation: str) -> str:
+    key = KEYS.status + incarnation
+    store.put(key, encode_host(replace(a_host(host, 0), incarnation=incarnation, journal=f"/logs/{host}")))
+    return key
+
+
+def put_round(store: MemoryStore, *roster: str, lost: tuple[str, ...] = ()) -> None:
+    store.put(KEYS.round, encode_round(Round(4, RoundState.RUNNING, roster, lost=lost)))
+
+
+def test_a_host_that_was_seen_and_is_gone_is_told_of_with_where_its_journal_is() -> None:
+    store = MemoryStore()
+    put_round(store, "a-0-aaaaaaaa1")
+    put_host(store, "a", "aaaaaaaa")
+    gone = put_host(store, "b", "bbbbbbbb")
+    reader = StatusReader(store, URL, clock=lambda: NOW_S)
+    assert reader.read().left == ()
+    store.delete(gone)
+    for _ in range(3):
+        status = reader.read()
+        assert [host.host for host in status.hosts] == ["a"]
+        [left] = run_to_plain(status)["left"]
+        assert (left["host"], left["journal"]) == ("b", "/logs/b")
+        assert left["at_s"] > 0
+    put_host(store, "b", "bbbbbbbb")
+    assert reader.read().left == (), "it is back"
+
+
+def test_who_looks_only_now_is_told_of_those_whom_the_round_still_names() -> None:
+    store = MemoryStore()
+    put_round(store, "a-0-aaaaaaaa1", "node-7-p-cccccccc12", lost=("b-0-bbbbbbbb1", "b-1-bbbbbbbb2"))
+    put_host(store, "a", "aaaaaaaa")
+    store.put(f"{KEYS.agents}node-7/node-7-cccccccc", b"{}")
+    status = StatusReader(store, URL, clock=lambda: NOW_S).read()
+    assert [(host.host, host.incarnation, host.at_s) for host in status.left] == [("b", "bbbbbbbb", 0.0)]
+    assert [host.host for host in status.silent] == ["node-7"], "its agent is there"
+
+
+def test_of_hosts_that_come_and_go_all_day_the_newest_are_remembered() -> None:
+    store = MemoryStore()
+    reader = StatusReader(store, URL, clock=lambda: NOW_S)
+    for number in range(200):
+        key = put_host(store, f"h{number}", f"{number:08}")
+        reader.read()
+        store.delete(key)
+    left = reader.read().left
+    assert len(left) == MOST_LEFT
+    assert {host.host for host in left} == {f"h{number}" for number in range(200 - MOST_LEFT, 200)}
+
+
+def drawn(*left: HostStatus, state: RoundState = RoundState.RUNNING) -> str:
+    run = a_run(a_host("a", 0), state=state)
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(Screen(replace(run, left=left)))
+    return console.export_text()
+
+
+def test_the_screen_names_who_has_left_until_the_run_is_over() -> None:
+    left = (a_host("b", at_s=NOW_S - 120), HostStatus(host="c", incarnation="c1", at_s=0.0))
+    assert "left: b 2.0 min ago, c; journals have what they did" in drawn(*left)
+    assert "left:" not in drawn()
+    assert "left:" not in drawn(*left, state=RoundState.CLOSED)
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(["save", "loss", "end", "join"]), max_size=60), st.integers(1, 25))
+def test_of_each_kind_the_newest_stay_and_the_kinds_share_the_room(kinds: list[str], most: int) -> None:
+    lines = list(enumerate(kinds))
+    kept = newest(lines, most, lambda line: line[1])
+    assert len(kept) == min(most, len(lines))
+    assert list(kept) == sorted(kept)
+    left_out = Counter(kinds) - Counter(kind for _, kind in kept)
+    counts = Counter(kind for _, kind in kept)
+    for kind in left_out:
+        assert [line for line in lines if line[1] == kind][-counts[kind] or len(lines) :] == [
+            line for line in kept if line[1] == kind
+        ]
+        assert all(counts[other] <= counts[kind] + 1 for other in counts)
+
+
+def test_losses_stay_among_the_events_of_a_day_of_saves() -> None:
+    view = HostView("a", "aaaaaaaa", clock_ns=lambda: 10**15, wall_s=lambda: NOW_S)
+    events: list[Event] = [
+        End(at_ns=10**14, worker="a-1/0.0", exit_code=-9, cause="killed"), StoreOutage(at_ns=10**14),
+    ]  # fmt: skip
+    events += [Save(at_ns=10**14 + step * 10**9, worker="a-1/0.1", round=1, step=step) for step in range(5000)]
+    for event in events:
+        view.write(event, Book())
+    for told in (view.lines(), view.status(Book()).events):
+        assert [line.kind for line in told[:2]] == ["end", "store_outage"]
+        assert told[-1].text.startswith("saved step 4999")
+    assert len(view.lines()) == KEPT_EVENTS
+    assert len(view.status(Book()).events) == MOST_EVENTS
+    half = len(encode_host(view.status(Book()))) // 2
+    assert b"etcd is away" in encode_host(view.status(Book()), half), "also where room is short"
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_with_an_empty_place_has_less_of_its_time_than_of_its_workers() -> None:
+    one, other = (a_host(name, 0) for name in "ab")
+    seen = replace(one.seen, configured_workers=2)
+    run = combined("job7", NOW_S, Round(), [], [replace(one, seen=seen), replace(other, seen=seen)])
+    assert run.seen.configured_workers == 4
+    unknown = combined("job7", NOW_S, Round(), [], [replace(one, seen=seen), other])
+    assert unknown.seen.configured_workers == 0, "half a sum would be none"
+    assert seen_of(Book(), 5, 3).configured_workers == 3
+    assert HostView("a", "x").status(Book(), places=3).seen.configured_workers == 3
+
+
+def test_without_a_failure_the_reason_of_a_bound_says_so() -> None:
+    assert step_efficiency(Seen(10**9, 10**9)).because == "steps of 0.0000 s, no failure was seen"
+    assert step_efficiency(Seen(10**9, 10**9, failures=2)).because == "steps of 0.0000 s, 0.5 s between failures"

@@ -1,0 +1,126 @@
+"""The launcher's log has one line for each event of its host: who, with rank, round and step, and what.
+
+For people, what several workers tell of the same moment is one line, as in `torchelastic events`; as JSON each event is
+a line. Saves are shown to people with `--verbose` only, since there may be many.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Counted, End, Event, Failure, Loss, Save, StoreOutage, Straggler, to_dict
+from torchelastic.ledger.journal import WritesEvents
+from torchelastic.log_lines import Position, fields
+from torchelastic.status.event_lines import Told, with_event
+from torchelastic.status.host import parts_of
+from torchelastic.status.run_status import EventLine
+
+#: A logger of its own, so that events are shown where other lines of that level are not.
+events_log = logging.getLogger("torchelastic.events")
+
+#: So many events may wait to be put together.
+_MOST_PENDING = 1000
+
+
+class EventLog:
+    """A journal for the ledger's `Keeper` that logs each event, and hands it on. Use it on the agent's event loop.
+
+    Args:
+        host: this host's name.
+        journal: the real journal; None: there is none.
+        each: log each event by itself, at once, with all that it tells: for programs.
+        listener: called with (when in Unix seconds, what) for each event.
+        clock_ns: the clock of the book.
+        wall_s: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        journal: WritesEvents | None = None,
+        *,
+        each: bool = False,
+        listener: Callable[[float, Event], None] = lambda _at_s, _event: None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._host, self._journal, self._each, self._listener = host, journal, each, listener
+        self._clock_ns, self._wall_s = clock_ns, wall_s
+        self._pending: list[tuple[float, Event]] = []
+
+    def write(self, event: Event, book: Book) -> None:
+        """Log it, now or with the next `flush`, and hand it on."""
+        if self._journal is not None:
+            self._journal.write(event, book)
+        if isinstance(event, Counted):
+            return
+        at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
+        self._listener(at_s, event)
+        self._pending.append((at_s, event))
+        if self._each or len(self._pending) >= _MOST_PENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Log what is left."""
+        pending, self._pending = self._pending, []
+        if self._each:
+            for at_s, event in pending:
+                for one in with_event((), event, at_s, most=1):
+                    line = one.line(self._host)
+                    _log(line, level_of(event), at_s, fields(**_plain(line), event=to_dict(event)))
+            return
+        told: tuple[Told, ...] = ()
+        for at_s, event in pending:
+            told = with_event(told, event, at_s, most=len(pending))
+        for one in told:
+            _log(one.line(self._host), level_of(one.event), one.at_s)
+
+    def close(self) -> None:
+        """Log what is left, and close the real journal."""
+        self.flush()
+        if self._journal is not None:
+            self._journal.close()
+
+
+def level_of(event: Event) -> int:
+    """How urgent an event is, as a level of `logging`."""
+    if isinstance(event, Save):
+        return logging.DEBUG
+    if isinstance(event, End):
+        return logging.WARNING if event.is_loss else logging.INFO
+    if isinstance(event, StoreOutage):
+        return logging.INFO if event.is_over else logging.WARNING
+    return logging.WARNING if isinstance(event, (Failure, Loss, Straggler)) else logging.INFO
+
+
+def for_people(line: EventLine) -> str:
+    """An event as a line of the launcher's log.
+
+    >>> for_people(EventLine(at_s=0.0, host="a", kind="end", text="lost", worker="a-77/1.0", rank=1, round=4, step=12))
+    'worker 1 (rank 1, round 4, step 12): lost'
+    """
+    where = str(Position(line.rank, line.round, line.step))
+    if not line.worker:
+        return f"{line.text} ({where})" if where else line.text
+    place, restarts = parts_of(line.worker)
+    again = f"start {restarts + 1}" if restarts else ""
+    inside = ", ".join(filter(None, (again, where)))
+    return f"worker {place} ({inside}): {line.text}" if inside else f"worker {place}: {line.text}"
+
+
+def _plain(line: EventLine) -> dict[str, object]:
+    names = ("host", "kind", "worker", "rank", "round", "step")
+    return {name: getattr(line, name) for name in names}
+
+
+def _log(line: EventLine, level: int, at_s: float, extra: dict[str, object] | None = None) -> None:
+    """As of the time at which it has happened, not of that at which it is written."""
+    if not events_log.isEnabledFor(level):
+        return
+    text = for_people(line) if extra is None else line.text
+    record = events_log.makeRecord(events_log.name, level, __file__, 0, text, (), None, extra=extra)
+    record.created, record.msecs = at_s, (at_s % 1.0) * 1000
+    events_log.handle(record)

@@ -1,0 +1,161 @@
+"""The agent gathers what fails, and says it once it is known: the first cause first; see `torchelastic.agent.causes`.
+
+What it knows of other hosts is what the round's document tells, and in the end who is still registered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from torchelastic.agent.causes import Failed, LostElsewhere, Report, Trouble, Undone, report_of
+from torchelastic.agent.event_log import events_log
+from torchelastic.ledger.events import Event, Failure
+from torchelastic.log_lines import Position, fields
+from torchelastic.rendezvous.loss import LeaseExpired, Left, Loss, ProcessEnded, losses
+from torchelastic.rendezvous.office import read_members as members_among
+from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState
+from torchelastic.rendezvous.store import CoordinationStore, StoreError
+
+log = logging.getLogger(__name__)
+
+#: What goes with a failure is known so long after the next group stands: the workers' pages are read once a second.
+SETTLED_S = 2.0
+#: Where no group comes, it is told after so long.
+PATIENCE_S = 10.0
+#: The store is asked for the members so long at most, when the run is over for this host.
+ASK_S = 2.0
+#: So much trouble is kept at a time: the beginning, for the rest follows from it.
+_MOST_TROUBLES = 1000
+
+
+class Explaining:
+    """Use it on the agent's event loop.
+
+    Args:
+        incarnation: of the agent: part of its members' ids.
+        members: gives the members that are registered, on any thread; may raise StoreError.
+        say: called with a report while the run goes on.
+        wall_s: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        members: Callable[[], Iterable[Member]],
+        *,
+        say: Callable[[Report], None] | None = None,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._incarnation, self._members = incarnation, members
+        self._say, self._wall_s = say or log_report, wall_s
+        self._joined = NO_ROUND
+        self._departed: frozenset[str] = frozenset()
+        self._leaving: frozenset[str] = frozenset()
+        self._lost: dict[str, LostElsewhere] = {}
+        self._troubles: list[Trouble] = []
+        self._gave_up: list[Failed] = []
+        self._opened_s = self._newest_s = self._joined_s = 0.0
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def heard_of(self, round_: Round) -> None:
+        """The round, whenever it has changed."""
+        joined = self._joined
+        if round_.number == joined.number:
+            self._departed |= frozenset(round_.departed)
+            self._leaving |= frozenset(round_.leaving)
+        if joined.roster and not round_.is_over:
+            for loss in losses(joined, round_, self._departed, self._leaving):
+                self._heard_of_loss(loss)
+        if round_.state is RoundState.RUNNING and round_.number > joined.number:
+            self._joined, self._lost = round_, {}
+            self._departed, self._leaving = frozenset(round_.departed), frozenset(round_.leaving)
+            self._joined_s = self._wall_s()
+
+    def found(self, members: Iterable[Member]) -> None:
+        """Who is registered, now that the run is over for this host: who is not, or has ended, is lost."""
+        here = {member.member_id: member for member in members}
+        for name in self._joined.roster:
+            if name in self._leaving:
+                continue
+            if name not in here:
+                self._heard_of_loss(LeaseExpired(name))
+            elif here[name].departed:
+                self._heard_of_loss(ProcessEnded(name))
+
+    def noticed(self, at_s: float, event: Event) -> None:
+        """An event of this host's ledger."""
+        if isinstance(event, Failure):
+            position = Position(event.rank, event.round, event.step)
+            self._add(Undone(at_s=at_s, position=position, error=event.cause))
+
+    def failed(self, failed: Failed) -> None:
+        """A worker of this host has failed."""
+        if failed.gave_up:
+            self._gave_up.append(failed)
+        self._add(failed)
+
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Say what is known well enough by now; call it every second or so."""
+        if not self._troubles:
+            return
+        now_s = self._wall_s()
+        goes_on = self._joined.number > max(trouble.position.round for trouble in self._troubles) >= 0
+        is_settled = goes_on and now_s - max(self._joined_s, self._newest_s) >= SETTLED_S
+        if is_settled or now_s - self._opened_s >= PATIENCE_S:
+            self.close()
+
+    def close(self) -> None:
+        """Say what was not said yet."""
+        report = report_of(self._troubles)
+        self._troubles = []
+        if report is not None:
+            self._say(report)
+
+    async def last_words(self) -> Report | None:
+        """Why the run is over for this host, its workers having failed; what was not said yet is in it."""
+        loop = asyncio.get_running_loop()
+        try:
+            self.found(await asyncio.wait_for(loop.run_in_executor(None, self._members), ASK_S))
+        except (StoreError, asyncio.TimeoutError) as error:
+            log.info("who else is lost is not known: %s", error)
+        troubles = dict.fromkeys([*self._gave_up, *self._lost.values(), *self._troubles])
+        self._troubles = []
+        return report_of(list(troubles), is_over=True)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _heard_of_loss(self, loss: Loss) -> None:
+        is_own = loss.member.rpartition("-")[2].startswith(self._incarnation)
+        if is_own or isinstance(loss, Left) or loss.member in self._lost:
+            return
+        self._lost[loss.member] = LostElsewhere(
+            at_s=self._wall_s(),
+            member=loss.member,
+            how=loss.sentence,
+            certainty=loss.certainty,
+            position=Position(self._joined.roster.index(loss.member), self._joined.number),
+        )
+        self._add(self._lost[loss.member])
+
+    def _add(self, trouble: Trouble) -> None:
+        self._newest_s = self._wall_s()
+        if not self._troubles:
+            self._opened_s = self._newest_s
+        if len(self._troubles) < _MOST_TROUBLES:
+            self._troubles.append(trouble)
+
+
+def read_members(store: CoordinationStore, keys: Keys) -> list[Member]:
+    """The members that are registered. Raises StoreError."""
+    return members_among(store.list_prefix(keys.members).items)
+
+
+def log_report(report: Report) -> None:
+    """As one record of the launcher's log."""
+    events_log.warning("%s", report.text(), extra=fields(kind="failure_report", **report.to_plain()))

@@ -1,0 +1,127 @@
+"""What the workers of a host say, on the screen of its launcher: each line with who has said it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchelastic.agent.repeats import Again, Repeats, Said
+from torchelastic.log_lines import HUMAN, JSON, json_line
+
+#: Writes a text, line end and all, to the stream with that name; must not wait.
+Write = Callable[[str, str], None]
+
+#: A line of a worker's own torchelastic log begins so, see `torchelastic.log_lines.JsonFormatter`.
+_LOG_LINE = '{"at_s": '
+
+
+def to_screen(stream: str, text: str) -> None:
+    """Write to this process's standard output or error; whoever waits there holds up the caller."""
+    print(text, end="", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)
+
+
+class Terminal:
+    """Use it on the agent's event loop.
+
+    Args:
+        write: to the screen.
+        form: "human" or "json".
+        repeats: what counts lines that are said again and again; None: every line is shown.
+        host: this host's name, for JSON.
+        clock: monotonic seconds.
+        wall_s: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        write: Write = to_screen,
+        *,
+        form: str = HUMAN,
+        repeats: Repeats | None = None,
+        host: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._write, self._is_json, self._repeats, self._host = write, form == JSON, repeats, host
+        self._clock, self._wall_s = clock, wall_s
+
+    def said(self, worker: int, stream: str, text: str) -> None:
+        """A worker has said a line.
+
+        Args:
+            worker: its number on this host.
+            stream: "stdout" or "stderr".
+            text: without its end.
+        """
+        log_line = _log_line(text) if self._is_json else None
+        same = "" if log_line is None else str(log_line.get("text"))
+        said = Said(worker, stream, text, same)
+        self._show([said] if self._repeats is None else self._repeats.said(said, self._clock()))
+
+    def tick(self) -> None:
+        """Show the counts that are due; to be called every second or so."""
+        if self._repeats is not None:
+            self._show(self._repeats.due(self._clock()))
+
+    def ended(self, worker: int) -> None:
+        """A worker's process has ended and has said all that it will: nothing of it is held back any more."""
+        if self._repeats is not None:
+            self._show(self._repeats.ended(worker))
+
+    def close(self) -> None:
+        """Show all counts that are left."""
+        if self._repeats is not None:
+            self._show(self._repeats.rest())
+
+    def _show(self, parts: Iterable[Said | Again]) -> None:
+        for part in parts:
+            line = json_line(self._document(part)) if self._is_json else _for_people(part)
+            self._write(part.stream, line + "\n")
+
+    def _document(self, part: Said | Again) -> dict[str, Any]:
+        head = {"at_s": round(self._wall_s(), 6), "host": self._host}
+        if isinstance(part, Again):
+            return {
+                **head, "kind": "repeated", "local_ranks": part.workers, "stream": part.stream, "text": part.text,
+                "times": part.times, "lines": part.lines,
+            }  # fmt: skip
+        log_line = _log_line(part.text)
+        if log_line is not None:
+            return {**log_line, "host": self._host, "local_rank": part.worker}
+        return {**head, "kind": "output", "local_rank": part.worker, "stream": part.stream, "text": part.text}
+
+
+def _log_line(text: str) -> dict[str, Any] | None:
+    """A worker's own torchelastic log line, if that is what it is; whatever a script prints is only printed on."""
+    if not text.startswith(_LOG_LINE):
+        return None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) and document.get("kind") == "log" else None
+
+
+def _for_people(part: Said | Again) -> str:
+    if isinstance(part, Said):
+        return f"[worker {part.worker}] {part.text}"
+    return f"[{names_of(part.workers)}] {part}"
+
+
+def names_of(workers: tuple[int, ...]) -> str:
+    """Numbers of workers for people.
+
+    >>> names_of((3,)), names_of((0, 1, 2, 5))
+    ('worker 3', 'workers 0-2,5')
+    """
+    runs: list[list[int]] = []
+    for worker in workers:
+        if runs and worker == runs[-1][1] + 1:
+            runs[-1][1] = worker
+        else:
+            runs.append([worker, worker])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    return f"worker{'s' if len(workers) > 1 else ''} {','.join(texts)}"

@@ -1,0 +1,88 @@
+"""The options about what `torchelastic run` writes to the screen, and what comes of them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torchelastic.agent.event_log import events_log
+from torchelastic.agent.repeats import Repeats
+from torchelastic.agent.screen_writer import ScreenWriter
+from torchelastic.agent.terminal import Terminal
+from torchelastic.launch.options import UsageError, add
+from torchelastic.log_lines import FORMAT_VARIABLE, FORMATS, JSON, JsonFormatter, checked_format, json_line
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """What a launcher writes with.
+
+    Attributes:
+        form: "human" or "json".
+        terminal: the screen of the workers.
+        host: this host's name.
+    """
+
+    form: str
+    terminal: Terminal
+    host: str
+
+    def line(self, kind: str, text: str, **more: Any) -> str:
+        """A line that is no record of the log; as JSON with more keys."""
+        document = {"at_s": round(time.time(), 6), "host": self.host, "kind": kind, "text": text, **more}
+        return json_line(document) if self.form == JSON else text
+
+    def say(self, kind: str, text: str, **more: Any) -> None:
+        """Write such a line at once; without a text only as JSON."""
+        if text or self.form == JSON:
+            print(self.line(kind, text, **more), file=sys.stderr, flush=True)  # noqa: T201 - the screen
+
+
+def add_log(parser: argparse.ArgumentParser) -> None:
+    """Add the options to `run`."""
+    what = f"each event and each line of a worker is a line for people, or JSON (default: {FORMAT_VARIABLE}, or human)"
+    add(parser, "log-format", choices=FORMATS, help=what)
+    add(parser, "log-repeats", action="store_true", help="show a line each time, however often workers say it")
+
+
+def opened_log(options: argparse.Namespace, environment: Mapping[str, str], stack: ExitStack) -> RunLog:
+    """Set up this process's logging, and the screen of its workers.
+
+    Args:
+        options: of the command line.
+        environment: variables of this process.
+        stack: writes out what is left.
+
+    Raises:
+        UsageError: the environment's form is none.
+    """
+    try:
+        form = options.log_format or checked_format(environment.get(FORMAT_VARIABLE, ""), FORMAT_VARIABLE)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    host = socket.gethostname()
+
+    def lost(lines: int) -> str:
+        text = f"{lines} lines were not shown, since nobody took them; those of workers are in --log-dir"
+        return run_log.line("lost_lines", text if form == JSON else f"[agent] {text}", lines=lines)
+
+    writer = ScreenWriter(sys.stdout, sys.stderr, lost)
+    stack.callback(writer.close)
+    handler = logging.StreamHandler(writer.file("stderr"))
+    if form == JSON:
+        handler.setFormatter(JsonFormatter(host=host))
+    else:
+        handler.setFormatter(logging.Formatter("[agent] %(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, handlers=[handler])
+    events_log.setLevel(logging.DEBUG if options.verbose or form == JSON else logging.INFO)
+    repeats = None if options.log_repeats else Repeats()
+    run_log = RunLog(form, Terminal(writer.write, form=form, repeats=repeats, host=host), host)
+    stack.callback(run_log.terminal.close)
+    return run_log
