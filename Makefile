@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 
-.PHONY: help demo test test-all test-slurm test-nemo soak lint types bench docs docs-links clean
+.PHONY: help demo test test-all test-slurm test-nemo coverage soak lint types bench docs docs-links clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all  the slow ring too"
 	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
+	@echo "make coverage  fail unless tests/pure runs every branch of the pure core; no part of make test; five minutes"
 	@echo "make soak      an hour: simulated faults with new seeds, a group of 10,000, 800 kills of real workers, 20 deadlines"
 	@echo "make docs      the pages of docs/ and the reference as a site in docs/_build/html"
 	@echo "make docs-links ask every address that the pages link to; needs a network"
@@ -54,6 +55,12 @@ test-slurm: $(READY)
 
 test-nemo: $(READY_NEMO)
 	$(VENV_NEMO)/bin/python -m pytest tests/nemo
+
+# tests/pure/pure_core.ini lists what is measured; the long histories of the simulation add no branch to the short ones
+coverage: $(READY)
+	$(BIN)/python -m coverage run --rcfile=tests/pure/pure_core.ini -m pytest -q --hypothesis-seed=0 tests/pure \
+	    -k "not million and not make_each_other_worse and not drains_alone and not however_many and not large_group"
+	$(BIN)/python -m coverage report --rcfile=tests/pure/pure_core.ini
 
 soak: $(READY)
 	$(BIN)/python -m torchelastic.testing.simulation --events 1000000000 --seconds 600 --hosts 8

@@ -11,10 +11,15 @@ os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
 import uuid
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.etcd import running_etcd
+
+# how long an example takes on a shared machine says nothing; a failure prints what repeats it
+hypothesis.settings.register_profile("torchelastic", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("torchelastic")
 
 
 def pytest_configure(config: pytest.Config) -> None:

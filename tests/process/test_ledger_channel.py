@@ -28,7 +28,6 @@ from torchelastic.ledger.page import (
     PAGE_BYTES,
     PageReader,
     PageWriter,
-    counts_of,
     page_paths,
 )
 from torchelastic.ledger.process_start import process_started_ns
@@ -49,6 +48,23 @@ class Lines:
 
     def of(self, kind: str) -> list[Any]:
         return [event for event in self.events if event.kind == kind]
+
+
+def counts_of(tally: Tally) -> tuple[int, ...]:
+    """A tally as `PageWriter.write_counts` takes it."""
+    return (
+        tally.started_ns,
+        tally.since_ns,
+        tally.account,
+        tally.pending_ns,
+        tally.step,
+        tally.committed,
+        tally.undone,
+        tally.round,
+        tally.rank,
+        tally.world_size,
+        *tally.totals,
+    )
 
 
 @pytest.fixture

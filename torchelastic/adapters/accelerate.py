@@ -175,7 +175,10 @@ class MemoryCheckpointer:
     def _check(self, replicated: Any, leading: Any) -> None:
         accelerator = self._accelerator
         if "optimizers" not in replicated:
-            raise CheckpointError(f"the checkpoint in {self._tier.container} was not saved by a MemoryCheckpointer")
+            raise CheckpointError(
+                f"the checkpoint in {self._tier.container} was not saved by a MemoryCheckpointer: load it with what "
+                "saved it, or give this job a container of its own"
+            )
         for what, saved, present in (
             ("models", replicated["parameters"], accelerator._models),
             ("optimizers", replicated["optimizers"], accelerator._optimizers),

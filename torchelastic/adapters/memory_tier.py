@@ -117,7 +117,10 @@ class MemoryTier:
         if pending is None:
             return
         if not wait([pending], self._timeout_s).done:
-            raise CheckpointError(f"{self._pending_id} is not written after {self._timeout_s:g} s")
+            raise CheckpointError(
+                f"{self._pending_id} is not written after {self._timeout_s:g} s: a rank hangs or is lost, or the state "
+                "is large and needs a longer timeout_s"
+            )
         try:
             pending.result()
         except FAILURES as error:
@@ -132,7 +135,7 @@ class MemoryTier:
             found = opened.loader.get_latest_complete_checkpoint(self.container)
         except FAILURES as error:
             reason = error
-            log.warning("checkpoints in %s cannot be used: %s", self.container, error)
+            log.warning("checkpoints in %s cannot be used, and are passed over: %s", self.container, error)
         return found if self.agree(reason is None) else None
 
     def load(self, checkpoint_id: str, is_wanted: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
@@ -187,7 +190,8 @@ class MemoryTier:
         except (*FAILURES, ValueError) as error:
             reason = error
         if not self.agree(reason is None):
-            raise CheckpointError(f"{checkpoint_id} cannot be loaded: {reason or 'another rank fails'}") from reason
+            told = reason or "another rank could not read it, and says why"
+            raise CheckpointError(f"{checkpoint_id} cannot be loaded: {told}") from reason
 
     def agree(self, is_well: bool) -> bool:
         """Whether all ranks say so; when the save that is being written is through, since both use one group.

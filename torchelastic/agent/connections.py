@@ -218,7 +218,7 @@ class Connections:
                 elif not connection.is_evicted:
                     await self._take(connection, message)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("a worker's connection ends: %s", error)
+            log.warning("a worker's connection ends: %s: %s", type(error).__name__, error)
         except asyncio.CancelledError:
             pass  # the agent ends; Python before 3.12 would print a cancelled connection as an error
         finally:

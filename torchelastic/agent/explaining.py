@@ -123,7 +123,7 @@ class Explaining:
         try:
             self.found(await asyncio.wait_for(loop.run_in_executor(None, self._members), ASK_S))
         except (StoreError, asyncio.TimeoutError) as error:
-            log.info("who else is lost is not known: %s", error)
+            log.info("who else is lost is not known: %s", str(error) or f"etcd has not answered within {ASK_S:g} s")
         troubles = dict.fromkeys([*self._gave_up, *self._lost.values(), *self._troubles])
         self._troubles = []
         return report_of(list(troubles), is_over=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,6 @@ from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import EventLine, HostStatus
 from torchelastic.version import __version__
-
-log = logging.getLogger(__name__)
 
 #: The page waits so long for the agent's own status; etcd's is older, but there.
 OWN_TIMEOUT_S = 1.0

@@ -81,4 +81,7 @@ class Telling:
 
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("the status of this host is not told any more", exc_info=task.exception())
+        log.error(
+            "this is a bug in torchelastic: its status and page hear no more of this host; training goes on",
+            exc_info=task.exception(),
+        )

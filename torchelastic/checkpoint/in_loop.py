@@ -264,7 +264,9 @@ class LoopCheckpoints:
             api.save(manager, state)
         except (OSError, RuntimeError):
             # the disk may be full: the last checkpoint stands, and the step that was trained stays trained
-            log.exception("could not save a checkpoint; training goes on, the one before stays the latest")
+            log.exception(
+                "could not save a checkpoint; training goes on at step %d, the one before stays the latest", self._step
+            )
         else:
             took_s = self._clock() - began_s
             self._saved(self._step, ONLY_TIER, stall_s=took_s, durable_s=took_s)

@@ -50,7 +50,7 @@ def _damage_of_zip(file: BinaryIO, read_all: bool) -> str | None:
         with zipfile.ZipFile(file) as archive:
             broken_member = archive.testzip() if read_all else None
     except Exception as error:  # noqa: BLE001 - as above
-        return f"its zip archive cannot be read: {error}"
+        return f"its zip archive cannot be read: {str(error) or type(error).__name__}"
     return f"the checksum of its member {broken_member} does not match" if broken_member else None
 
 

@@ -83,7 +83,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if self.batches_per_epoch == 0:
             raise ValueError(
                 f"drop_last leaves no batch: {self.dataset_size} samples are fewer than "
-                f"global_batch_size={global_batch_size}"
+                f"global_batch_size={global_batch_size}; make that smaller, or give drop_last=False"
             )
         self._rank, self._world_size = 0, 1
         self._course = Course(self.batches_per_epoch, global_batch_size)
@@ -235,7 +235,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """
         batches = self._course.batches_in(self.epoch)
         if not 0 <= batch_number < batches:
-            raise ValueError(f"batch {batch_number} does not exist: an epoch has {batches} batches")
+            raise ValueError(f"batch {batch_number} does not exist: epoch {self.epoch} has {batches}, from 0 on")
         return self._share((self.epoch, batch_number))
 
     def keys(self, epoch: int, indices: Sequence[int]) -> list[int]:
@@ -375,7 +375,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         expected = self._identity()
         missing = [name for name in ("epoch", "cursor", *expected) if name not in state]
         if missing:
-            raise ValueError(f"not the state of an ElasticBatchSampler: {', '.join(missing)} missing")
+            raise ValueError(
+                f"not the state of an ElasticBatchSampler: {', '.join(missing)} missing; give what state_dict() gave"
+            )
         for name, mine in expected.items():
             if int(state[name]) != mine:
                 raise ValueError(
@@ -387,7 +389,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
         postponed = tuple(int(index) for index in state.get("postponed", ()))
         known = all(0 <= index < self.dataset_size for index in postponed)
         if epoch < 0 or rest or not known or number < 0 or (number >= self.batches_per_epoch and not postponed):
-            raise ValueError(f"epoch {epoch} with cursor {cursor} is not the start of a global batch: damaged state?")
+            raise ValueError(
+                f"epoch {epoch} with cursor {cursor} is not the start of a global batch, so the state is damaged: "
+                "give what state_dict() gave"
+            )
         self._course = replace(self._course, epoch=epoch, number=number, postponed=postponed)
         self._second_deal = None
         self.rollback()

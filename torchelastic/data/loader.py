@@ -65,10 +65,15 @@ class ElasticLoader(Iterator[Any]):
 
     def __init__(self, dataset: Dataset[Any], sampler: ElasticBatchSampler, **dataloader_kwargs: Any) -> None:
         if isinstance(dataset, IterableDataset):
-            raise ValueError("ElasticLoader needs a map-style dataset: samples are addressed by index")
+            raise ValueError(
+                f"{type(dataset).__name__} is an IterableDataset, and ElasticLoader needs a map-style dataset, since "
+                "it asks for samples by index: write __getitem__ and __len__"
+            )
         size = len(dataset)  # type: ignore[arg-type] # torch types no __len__ on Dataset, but batch sampling needs one
         if size != sampler.dataset_size:
-            raise ValueError(f"the dataset has {size} samples but its sampler was made for {sampler.dataset_size}")
+            raise ValueError(
+                f"the dataset has {size} samples but its sampler was made for {sampler.dataset_size}: make them equal"
+            )
         refused = [name for name in _REFUSED if name in dataloader_kwargs]
         if refused:
             raise ValueError(f"ElasticLoader does not take {', '.join(refused)}: the sampler decides what comes when")
@@ -103,7 +108,9 @@ class ElasticLoader(Iterator[Any]):
             # A worker may be gone, or be in the middle of another batch: begin again with a fresh set.
             self.close()
             if isinstance(error, StopIteration):
-                raise RuntimeError("the DataLoader ended before its sampler did") from error
+                raise RuntimeError(
+                    "the DataLoader ended before its sampler did: does a dataset or collate_fn raise StopIteration?"
+                ) from error
             raise
         self.sampler.consume()
         self._running_for = self._place()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import shutil
 import sys
@@ -30,8 +29,6 @@ from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
-
-log = logging.getLogger(__name__)
 
 EXAMPLES = """examples:
   torchelastic run --standalone --nproc-per-node 3 train.py --epochs 10

@@ -277,7 +277,7 @@ def _head(path: Path, fields: Mapping[str, Any] | None) -> tuple[Head, Book]:
         )  # fmt: skip
         return head, book_from_dict(fields["brought_forward"])
     except (KeyError, TypeError, ValueError) as error:
-        raise LedgerFormatError(f"{path} has a damaged head: {error}") from error
+        raise LedgerFormatError(f"{path} has a damaged head: {error!r}") from error
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:

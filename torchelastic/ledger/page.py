@@ -80,7 +80,7 @@ class PageWriter:
         self._events = 0
 
     def write_counts(self, *numbers: int) -> None:
-        """Publish the counts: 10 numbers and the totals by account, in the order of `counts_of`."""
+        """Publish the counts: 10 numbers and the totals by account, in the order that `_tally` reads."""
         self._written = written = self._written + 1
         data = _COUNTS.pack(written, *numbers)
         at = _COUNTS_AT[written & 1]
@@ -165,23 +165,6 @@ class PageReader:
         if magic != MAGIC or version != VERSION:
             raise LedgerFormatError(f"no page of version {VERSION}: {magic!r}, version {version}")
         return int(pid)
-
-
-def counts_of(tally: Tally) -> tuple[int, ...]:
-    """A tally as `PageWriter.write_counts` takes it."""
-    return (
-        tally.started_ns,
-        tally.since_ns,
-        tally.account,
-        tally.pending_ns,
-        tally.step,
-        tally.committed,
-        tally.undone,
-        tally.round,
-        tally.rank,
-        tally.world_size,
-        *tally.totals,
-    )
 
 
 def _tally(numbers: tuple[int, ...]) -> Tally | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torchelastic.ledger.accounts import NOTHING, Account, Amounts, added, plus
+from torchelastic.ledger.accounts import NOTHING, Account, Amounts, plus
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,3 @@ def is_later(new: Tally, old: Tally) -> bool:
     """Whether one can be what the other has become."""
     grown = all(after >= before for after, before in zip(new.totals, old.totals, strict=True))
     return grown and new.started_ns == old.started_ns and new.since_ns >= old.since_ns
-
-
-def sum_of(amounts: list[Amounts]) -> Amounts:
-    """Account by account."""
-    total = NOTHING
-    for one in amounts:
-        total = added(total, one)
-    return total

@@ -136,7 +136,7 @@ class Reduction:
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()  # NCCL's wait is the stream's, and knows of no failure
                 if not work.is_success():
-                    raise RuntimeError("the reduction of gradients was aborted")
+                    raise RuntimeError("the reduction of gradients was aborted: another worker is lost or hangs")
         for _, buffer, result in self._running:
             result.set_result(buffer)
         self._running.clear()

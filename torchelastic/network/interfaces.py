@@ -78,4 +78,4 @@ def address_towards(endpoints: Iterable[tuple[str, int]]) -> str:
                 return str(probe.getsockname()[0])
         except OSError as error:
             failures.append(f"{host}: {error.strerror or error}")
-    raise OSError(f"no way leads to {'; '.join(failures) or 'nobody'}")
+    raise OSError(f"no way leads to {'; '.join(failures) or 'nobody'}: check that name, and the network of this host")

@@ -350,7 +350,7 @@ class CoordinatorP2P(Coordinator):
         try:
             self.rendezvous.leave()
         except AgentError as error:
-            log.warning("could not ask to leave: %s", error)
+            log.warning("could not ask to leave, so this worker goes on: %s", error)
 
     def stop_early(self) -> None:
         """Give the group up and hang up on the agent, which does not start this worker again; waits for nobody."""

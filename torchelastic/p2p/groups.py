@@ -127,7 +127,7 @@ def _abort_communicators() -> None:
             try:
                 group.abort()
             except Exception as error:  # noqa: BLE001 - the others must be aborted all the same
-                log.warning("aborting a communicator: %s", error)
+                log.warning("a communicator could not be aborted: %s: %s", type(error).__name__, error)
 
 
 @contextmanager

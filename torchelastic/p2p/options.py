@@ -31,7 +31,7 @@ def checked_backend(backend: str | None) -> str:
         return "nccl" if has_gpus and dist.is_nccl_available() else "gloo"
     available = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
     if backend not in available:
-        raise ValueError(f"c10d_backend={backend!r}: this torch has {', '.join(available)}")
+        raise ValueError(f"c10d_backend={backend!r}: give one that this torch has: {', '.join(available)}")
     return backend
 
 
@@ -51,7 +51,8 @@ def open_rendezvous(init_method: str) -> RendezvousHandler:
     opened = rendezvous(init_method)
     if not isinstance(opened, RendezvousHandler):
         raise ValueError(
-            f"{init_method!r} leads to a {type(opened).__name__}, which is no torchelastic RendezvousHandler"
+            f"the scheme {init_method.partition(':')[0]!r} of init_method leads to a {type(opened).__name__}, which is "
+            "no torchelastic RendezvousHandler: write etcd://"
         )
     return opened
 

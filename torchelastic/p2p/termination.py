@@ -56,7 +56,7 @@ class SigtermHandler:
         try:
             self.rendezvous.leave()
         except AgentError as error:
-            log.warning("could not ask to leave: %s", error)
+            log.warning("could not ask to leave, so this worker goes on until a second SIGTERM: %s", error)
 
     def _restore_default(self) -> None:
         if signal.getsignal(signal.SIGTERM) is self:

@@ -178,7 +178,7 @@ class AgentClient:
         except (OSError, ValueError) as error:
             self._fail(AgentError("lost", f"the connection to the agent of this host broke: {error}"))
         else:
-            self._fail(AgentError("lost", "the agent of this host has hung up"))
+            self._fail(AgentError("lost", "the agent of this host has ended the connection: its output says why"))
 
     def _take(self, message: wire.Message) -> None:
         op = message["op"]

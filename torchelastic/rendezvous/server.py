@@ -209,7 +209,7 @@ class EtcdServer:
             if self._process.wait(_POLL_INTERVAL_S):
                 tail = _tail(log_path)
                 if "address already in use" in tail:
-                    raise _PortTakenError(f"the port is taken\n{tail}")
+                    raise _PortTakenError(f"the port is taken, give another or none for a free one\n{tail}")
                 raise RuntimeError(
                     f"etcd ({binary}) ended with status {self._process.status}; its log ends with\n{tail}"
                 )

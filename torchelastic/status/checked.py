@@ -29,9 +29,6 @@ class Fields:
             raise RecordError(f"{source}: {type(document).__name__} where an object should be")
         self.source, self._document = source, document
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._document
-
     def text(self, name: str, default: str | None = "") -> str:
         """A text that can be printed; without a default it must be there. Raises RecordError."""
         value = self._document.get(name, default)

@@ -124,7 +124,10 @@ def part_from(tensors: Mapping[str, torch.Tensor], part: str) -> Any:
     """
     structure = tensors.get(_structure_of(part))
     if structure is None:
-        raise CheckpointError(f"the checkpoint has no part {part!r}: other code than this adapter has saved it")
+        raise CheckpointError(
+            f"the checkpoint has no part {part!r}, so other code has saved it: load it with that, or give this job a "
+            "container of its own"
+        )
     prefix = f"{part}/"
     mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:

@@ -126,7 +126,7 @@ class MemoryAutoResume:
             ValueError: it is another trainer.
         """
         if trainer is not None and trainer is not self.trainer:
-            raise ValueError("this is not the trainer that was wrapped")
+            raise ValueError("this is not the trainer that was wrapped: give that one, or wrap this one too")
         if hasattr(self.default, "setup"):
             self.default.setup(self.trainer, model)
         path = self.ckpt_path()
@@ -210,7 +210,7 @@ def wrap_trainer(
         strategy.save_checkpoint = partial(_save_for, plugin, strategy.save_checkpoint)
         strategy.load_checkpoint = partial(plugin.load_for, strategy.load_checkpoint)
     elif str(plugin.container) != str(container_of(container)):
-        raise ValueError(f"the trainer is wrapped already, with {plugin.container}")
+        raise ValueError(f"the trainer is wrapped already, with {plugin.container}: wrap it once, or with the same")
     return MemoryAutoResume(trainer, plugin, default_auto_resume, durable_step)
 
 

@@ -53,7 +53,8 @@ def load_sharded(tier: MemoryTier, checkpoint_id: str, strategy: Any, *, allow_p
     saved = rest.pop(OPTIMIZERS, None)
     if optimizers and (saved is None or len(saved) != len(optimizers)):
         raise CheckpointError(
-            f"{checkpoint_id} holds the state of {len(saved or ())} optimizers, and the module has {len(optimizers)}"
+            f"{checkpoint_id} holds the state of {len(saved or ())} optimizers, and the module has {len(optimizers)}: "
+            "have configure_optimizers return as many as when it was saved"
         )
     tier.load_into(checkpoint_id, tensors, may_be_missing=not options.strict)
     set_model_state_dict(strategy.model, targets[MODEL], options=options)

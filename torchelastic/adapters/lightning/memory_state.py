@@ -89,7 +89,10 @@ def put_together(tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = F
         CorruptCheckpointError: what is stored is damaged.
     """
     if VALUES not in tensors:
-        raise CheckpointError("this checkpoint in memory was not saved by a trainer of Lightning")
+        raise CheckpointError(
+            "this checkpoint in memory was not saved by a trainer of Lightning: load it with what saved it, or give "
+            "the trainer a container of its own"
+        )
     try:
         structure = json.loads(tensors[VALUES].numpy().tobytes())
     except (ValueError, RecursionError) as error:

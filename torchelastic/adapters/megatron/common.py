@@ -109,7 +109,9 @@ class MegatronCommonLoadStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
-            raise CheckpointingException(f"there is no common state: {path} does not exist") from error
+            raise CheckpointingException(
+                f"there is no common state, {path} does not exist: give the folder of a complete checkpoint"
+            ) from error
         except pickle.UnpicklingError as error:
             raise CheckpointingException(
                 f"{path} cannot be loaded without running what it says: name its classes with "

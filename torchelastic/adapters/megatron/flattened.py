@@ -50,7 +50,10 @@ def as_stored(sharded_state_dict: Any, read_metadata: Callable[[], Metadata]) ->
     for tensor in flattened:
         shape = (known.get(tensor.key) or {}).get("nd_reformulated_orig_global_shape")
         if shape is None:
-            raise CheckpointingException(f"{tensor.key!r} was not saved as a tensor with a flattened range")
+            raise CheckpointingException(
+                f"{tensor.key!r} was not saved as a tensor with a flattened range: load it with the sharding of the "
+                "optimizer that saved it"
+            )
         size: Any = getattr(metadata.state_dict_metadata[tensor.key], "size", None)
         stored[tensor.key] = resharding.TensorReformulationMetadata(tuple(shape), size)
     asked, restoring = resharding.apply_nd_flattened_tensors_reformulation(sharded_state_dict, stored)

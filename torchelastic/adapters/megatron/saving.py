@@ -258,7 +258,7 @@ def _abandon(writer: MemoryStorageWriter, staged: StagedItems) -> None:
     try:
         writer.abandon(staged)
     except CheckpointError as error:  # whatever made this save fail is the one to see
-        log.warning("%s cannot be given back: %s", staged.target.path, error)
+        log.warning("the memory of %s, which was not saved, cannot be used again: %s", staged.target.path, error)
 
 
 def _count(

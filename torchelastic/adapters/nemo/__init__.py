@@ -116,7 +116,7 @@ def wrap_trainer_and_auto_resume(
         if async_save and not any(isinstance(callback, AsyncFinalizerCallback) for callback in trainer.callbacks):
             trainer.callbacks.append(AsyncFinalizerCallback())
     elif str(plugin.container) != str(container_of(flashpoint_base_container)):
-        raise ValueError(f"the trainer is wrapped already, with {plugin.container}")
+        raise ValueError(f"the trainer is wrapped already, with {plugin.container}: wrap it once, or with the same")
     return _auto_resume(trainer, plugin, default_auto_resume)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 from torchelastic.checkpoint.async_ckpt.process_caller import ProcessAsyncCaller
 from torchelastic.checkpoint.async_ckpt.worker_process import WorkerProcess, WorkerSettings, end_all
-
-log = logging.getLogger(__name__)
 
 
 class PersistentAsyncCaller(ProcessAsyncCaller):

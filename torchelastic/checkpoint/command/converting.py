@@ -16,9 +16,6 @@ from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.tree import Flat, flatten
 from torchelastic.checkpoint.shards.writing import hidden_path, write_shard
 
-#: What `--to` may be.
-TARGETS = ("torch", "dcp", "safetensors", "shard")
-
 
 def convert(
     source: Path, target: Path, to: str, *, part: str | None = None, allow_pickles: bool, disk: Disk = REAL_DISK
@@ -28,7 +25,7 @@ def convert(
     Args:
         source: a checkpoint of any kind, or a folder of them: then the newest complete one is taken.
         target: must not exist; it appears when all of it is on the disk, or not at all.
-        to: one of `TARGETS`.
+        to: "torch", "dcp", "safetensors" or "shard".
         part: keys from the outside in, with slashes between; only what is there is converted.
         allow_pickles: read objects of any type, which can run any code; and write them, where the target can hold them.
         disk: what publishes and removes files.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -25,8 +24,6 @@ from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 MOST_SILENCE_S = 30.0
 
 _LEAST_TRANSFERS = 16
-
-log = logging.getLogger(__name__)
 
 Together = Callable[[str, Callable[[], Any]], "list[Any]"]
 

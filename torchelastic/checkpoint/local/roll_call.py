@@ -137,7 +137,7 @@ class RollCall:
         """The gloo group; made when the ranks meet for the first time."""
         source = self.source
         if source is None:
-            raise CheckpointError("there is no process group any more")
+            raise CheckpointError("there is no process group any more: form one anew, or end its managers before it")
         if self._source is not source:
             self._group, self._source, self._broken, self._round = None, source, "", 0
         if self._broken:
@@ -173,7 +173,7 @@ class RollCall:
         try:
             work = dist.all_gather(gathered, own, group, async_op=True)
             if work is None:
-                raise ValueError("this rank is not a member of the process_group of the manager")
+                raise ValueError("this rank is not in the manager's process_group: make it on the members only")
             self._wait(group, work, call)
         except RuntimeError as error:
             self._broken = f"a rank was lost ({error})"

@@ -114,7 +114,7 @@ class ShardFolder:
     def _check(self, header: Header, shard: Shard, where: str) -> None:
         expected = shard.meta(self._session_id)
         if {key: header.meta.get(key) for key in expected} != expected:
-            raise CorruptCheckpointError(f"{where} says of itself that it is something else than its name says")
+            raise CorruptCheckpointError(f"{where} is something else than its name says: it was renamed or replaced")
 
     def _require_folder(self) -> None:
         """Makes the folder again if somebody has removed it, as a disk that was replaced."""

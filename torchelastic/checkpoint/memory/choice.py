@@ -213,7 +213,7 @@ def _missing_copies(
     domains = FailureDomains.from_roster(enumerate(roster.hosts))
     try:
         plan = rereplication_plan(held, (), domains, losses=copies)
-    except NoReplicasAvailableError:  # cannot be: nobody is lost
+    except NoReplicasAvailableError:  # pragma: no cover - cannot be: nobody is lost
         return ()
     found = []
     for copy in plan.copies:

@@ -139,7 +139,10 @@ def commit_from(meta: Mapping[str, Any], content: Any = None) -> Commit:
     """
     try:
         if meta["version"] != VERSION:
-            raise CheckpointError(f"its commit is version {meta['version']}; this release reads version {VERSION}")
+            raise CheckpointError(
+                f"its commit is version {meta['version']}; this release reads version {VERSION}; use the release that "
+                "wrote it"
+            )
         return Commit(
             meta["step"],
             meta["generation"],
@@ -196,7 +199,7 @@ def decode_metadata(data: bytes) -> Metadata:
         },
         storage_meta=None if meta is None else StorageMeta(**meta),
     )
-    if hasattr(metadata, "version"):  # torch 2.9 and later
+    if hasattr(metadata, "version"):  # pragma: no branch - torch 2.9 and later have it
         metadata.version = document["version"]
     for name, value in unflatten(document["extra"], {}).items():
         setattr(metadata, name, value)

@@ -109,7 +109,10 @@ def _alone(container: Container, name: ObjectName) -> Iterator[None]:
         deadline_s = time.monotonic() + FETCHING_ELSEWHERE_S
         while not _is_locked(descriptor):
             if time.monotonic() >= deadline_s:
-                raise CheckpointError(f"another process has been fetching {name} for {FETCHING_ELSEWHERE_S:g} s")
+                raise CheckpointError(
+                    f"another process has been fetching {name} for {FETCHING_ELSEWHERE_S:g} s and holds {path}: end it "
+                    "if it is stopped"
+                )
             time.sleep(_POLL_S)
         yield
         container.disk.remove(path)  # who waits for this one has the file open, and finds the object
@@ -176,6 +179,7 @@ class ReplicaMaking:
                 return
             self._failed.append(fetch.file)
             publish_metric("torchelastic", "checkpoint.replication.failures", 1)
-            log.warning("step %d has no new replica of %s: %s", self._step, fetch.file, error)
+            because = str(error) or type(error).__name__
+            log.warning("step %d has no new replica of %s: %s", self._step, fetch.file, because)
         else:
             publish_metric("torchelastic", "checkpoint.replication.remade.bytes", fetch.size_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +17,6 @@ from torchelastic.checkpoint.memory.plans import NotSavedError
 from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver
 from torchelastic.checkpoint.memory.staged_state import StagedState
 from torchelastic.checkpoint.memory.staging import StagedItems
-
-log = logging.getLogger(__name__)
 
 _ON_FAILURE = ("skip", "raise")
 

@@ -173,7 +173,9 @@ def decode_preamble(data: bytes) -> Preamble:
         raise NotAShardError("its first 64 bytes are damaged")
     _, version, _, header_bytes, header_digest, data_offset, data_bytes = _PREAMBLE.unpack(fields)
     if version != VERSION:
-        raise CorruptCheckpointError(f"its format is version {version}; this release reads version {VERSION}")
+        raise CorruptCheckpointError(
+            f"its format is version {version}; this release reads version {VERSION}; use the release that wrote it"
+        )
     return Preamble(header_bytes, header_digest, data_offset, data_bytes)
 
 

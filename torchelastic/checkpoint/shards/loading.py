@@ -190,7 +190,7 @@ def _require_covered(name: str, wanted: Box, pieces: Sequence[tuple[ShardReader,
     if missing:
         raise CheckpointError(
             f"{len(missing)} part(s) of the tensor {name!r} are in none of {_places([shard for shard, _ in pieces])} "
-            f"(the first: {missing[0]}): the shards of other ranks are missing"
+            f"(the first: {missing[0]}): the shards of other ranks are missing, read it where they are"
         )
 
 

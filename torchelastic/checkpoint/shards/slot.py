@@ -145,7 +145,10 @@ class Slot:
     def _pin(self) -> None:
         outcome = _cudart().cudaHostRegister(self.memory.data_ptr(), self.capacity_bytes, 0)
         if int(outcome) != 0:
-            raise RuntimeError(f"CUDA could not pin {self.capacity_bytes} bytes for checkpoints (error {int(outcome)})")
+            raise RuntimeError(
+                f"CUDA could not pin {self.capacity_bytes} bytes for checkpoints (its error {int(outcome)}): is there "
+                "so much memory free on this host, and to this job?"
+            )
         self._pinned = True
 
     def __enter__(self) -> Slot:

@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_named(name: str) -> torch.dtype:
     """The inverse of `dtype_name`. Raises ValueError where this torch has no such dtype."""
     if name not in _DTYPES:
-        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}: use a newer one")
     return _DTYPES[name]
 
 

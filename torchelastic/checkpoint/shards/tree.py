@@ -327,7 +327,7 @@ def _pickle(value: Any, path: tuple[str, ...]) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise TypeError(f"{_place(path)} cannot be pickled: {error}") from error
+        raise TypeError(f"{_place(path)} cannot be pickled, so leave it out of the state: {error}") from error
 
 
 def _token(key: object) -> str:

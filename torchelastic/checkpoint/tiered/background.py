@@ -94,7 +94,7 @@ class Background:
             try:
                 job()
             except Exception:  # nothing of the background may end the training
-                log.exception("a checkpoint could not be finished")
+                log.exception("a checkpoint could not be finished; training goes on, the one before stays the latest")
             del job  # it holds the tensors of a stage
             with self._changed:
                 self._busy = False

@@ -193,4 +193,5 @@ class Finisher:
         try:
             tier.abandon(save.name)
         except Exception as error:  # noqa: BLE001 - only left-overs, which the next group removes
-            log.warning("could not remove what is left of %s in the %s tier: %s", save.name, tier.name, error)
+            because = str(error) or type(error).__name__
+            log.warning("could not remove what is left of %s in the %s tier: %s", save.name, tier.name, because)

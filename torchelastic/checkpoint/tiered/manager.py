@@ -166,7 +166,11 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         """Set the state of rank 0 from the newest checkpoint that is intact; see `ElasticCheckpointManager`."""
         began_s = self._monotonic()
         if not self._background.wait(self._patience_s):
-            raise CheckpointError(f"the save before is not done after {self._patience_s:g} s; nothing was restored")
+            places = ", ".join(tier.where for tier in self.tiers)
+            raise CheckpointError(
+                f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
+                f"not answer: {places}?"
+            )
         restored = Restoring(self.tiers, peers, allow_pickles=self._allow_pickles).run()
         if restored is None:
             if peers.rank == 0:
@@ -257,7 +261,10 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if stage is not None:
             self._pool.give_back(stage)
         if not self._are_prepared.wait(self._slot_wait_s):
-            raise CheckpointError(f"the tiers are not prepared after {self._slot_wait_s:g} s: a place does not answer")
+            places = ", ".join(tier.where for tier in self.tiers)
+            raise CheckpointError(
+                f"the tiers are not prepared after {self._slot_wait_s:g} s: does one of these not answer: {places}?"
+            )
         return self._pool.take(header)
 
     # --- in the background --------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ class Replicas:
             try:
                 client.push(object_id, shard.data, token_round=shard.name.round)
             except Exception as error:  # noqa: BLE001 - another partner may be better off
-                log.warning("rank %d has not taken its replica of %s: %s", rank, object_id, error)
+                because = str(error) or type(error).__name__
+                log.warning("rank %d has not taken its replica of %s: %s", rank, object_id, because)
                 failed.append(error)
         if failed:
             raise failed[0]

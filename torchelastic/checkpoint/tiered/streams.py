@@ -131,7 +131,8 @@ class StoredCheckpoint(Checkpoint):
             torch.save(restored.tree, stream)
             stream.seek(0)
             return stream
-        raise CheckpointError(f"the checkpoint {self.name} has no stream {key!r}")
+        there = sorted(restored.tree) if restored.kind == STREAMS else [DEFAULT_KEY]
+        raise CheckpointError(f"the checkpoint {self.name} has no stream {key!r}; it has {', '.join(map(repr, there))}")
 
     def open_output_stream(self, key: str) -> BinaryIO:
         """Raises CheckpointError: nothing that was saved is changed."""

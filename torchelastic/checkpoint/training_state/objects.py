@@ -258,7 +258,9 @@ def _check(model: torch.nn.Module, ddp: DistributedDataParallel | None, framewor
         )
     ignored = sorted(getattr(ddp, "parameters_to_ignore", None) or ())
     if any(name in ignored for name, _ in model.named_parameters()):
-        raise ValueError(f"DDP ignores parameters ({ignored[0]!r}), so ranks may hold different ones: not supported")
+        raise ValueError(
+            f"DDP ignores parameters ({ignored[0]!r}), so ranks may hold different ones: have it ignore none of them"
+        )
 
 
 def _is_ours(value: Any) -> bool:
@@ -276,7 +278,8 @@ def _checked(name: str, live: Mapping[str, torch.Tensor], state: Mapping[str, An
     for key, value in state.items():
         if isinstance(value, DTensor) and value.shape != live[name].shape:
             raise TypeError(
-                f"the optimizer keeps {key!r} of the parameter {name!r} as a DTensor of another shape: not supported"
+                f"the optimizer keeps {key!r} of the parameter {name!r} as a DTensor of another shape, which is not "
+                "supported: save it by torch.distributed.checkpoint"
             )
     return {key: value for key, value in state.items() if _is_ours(value)}
 

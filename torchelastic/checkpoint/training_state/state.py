@@ -209,7 +209,10 @@ class BCPState:
         path = self._path(ckpt_path)
         extra = self._resume(f"load({str(path)!r})", path)
         if extra is None:
-            raise CheckpointError(f"there is no checkpoint in {path}")
+            raise CheckpointError(
+                f"there is no checkpoint in {path}: give the ckpt_path that was saved to; maybe_resume_from_ckpt "
+                "starts afresh where there is none"
+            )
         return extra
 
     # --- how ----------------------------------------------------------------------------------------------------------
@@ -341,8 +344,8 @@ class BCPState:
             self._together.do(f"{call}, applying", partial(self._objects.apply, loaded.shared, loaded.shapes))
         except Exception as error:
             raise CheckpointError(
-                f"{folder} was read and verified, and model or optimizer did not take it: {error}. They may hold a "
-                "part of it now: end this job"
+                f"{folder} was read and verified, and model or optimizer did not take it: {type(error).__name__}: "
+                f"{error}. They may hold a part of it now: end this job"
             ) from error
         rank, world_size = self._together.rank, self._together.world_size
         notes = []

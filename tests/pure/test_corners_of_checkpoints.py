@@ -1,0 +1,338 @@
+"""Checkpoints where something is missing, twice there, alone, or of a kind that nobody expects."""
+
+from __future__ import annotations
+
+import errno
+import math
+import operator
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
+from torchelastic.checkpoint.collection.manifest import CheckpointName, ShardRecord, shard_file_name
+from torchelastic.checkpoint.command.errors import underlying
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
+from torchelastic.checkpoint.local.names import Save, Shard
+from torchelastic.checkpoint.memory.choice import Roster
+from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
+from torchelastic.checkpoint.memory.ids import CheckpointId
+from torchelastic.checkpoint.memory.names import ShardName, save_id_of
+from torchelastic.checkpoint.memory.plans import Note, collect_notes, tensor_bytes
+from torchelastic.checkpoint.memory.room import held_bytes
+from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
+from torchelastic.checkpoint.policy.arguments import text
+from torchelastic.checkpoint.replication import FailureDomains
+from torchelastic.checkpoint.replication.incoming import IncomingObject
+from torchelastic.checkpoint.schedule import SaveSchedule
+from torchelastic.checkpoint.shards.header import (
+    Header,
+    data_offset_bytes,
+    decode_header,
+    decode_preamble,
+    encode_header,
+    encode_preamble,
+    lay_out,
+)
+from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, Patience
+from torchelastic.checkpoint.tiered.peers import Alone, Drawer
+from torchelastic.checkpoint.tiered.share import Share
+from torchelastic.checkpoint.tiers import TierContext
+from torchelastic.checkpoint.tiers.api import TierEntry
+from torchelastic.checkpoint.tiers.selection import candidates
+from torchelastic.testing.clock import FakeClock
+
+NAME = CheckpointName(1, 2, 3, 4)
+
+# --- names and records ------------------------------------------------------------------------------------------------
+
+
+def test_the_fence_orders_checkpoints_by_epoch_and_round_alone() -> None:
+    assert NAME.token == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size_bytes", "digest"), [(-1, 5, "0" * 32), (0, -5, "0" * 32), (0, 5, "0" * 31), (0, 5, "x" * 32)]
+)
+def test_a_record_of_no_shard_is_refused(rank: int, size_bytes: int, digest: str) -> None:
+    with pytest.raises(ValueError, match="is no record of a shard"):
+        ShardRecord(rank, shard_file_name(0, 1), size_bytes, digest)
+
+
+def test_a_local_shard_says_which_it_is_to_people_and_in_its_header() -> None:
+    shard = Save(generation=7, iteration=40, world_size=4, token="0a1b2c3d").shard(2)
+    assert str(shard) == "the shard of rank 2 of iteration 40 (save 7 of 4 rank(s))"
+    assert Shard.parse(shard.file_name) == shard
+    assert shard.meta("session") == {
+        "session": "session",
+        "iteration": 40,
+        "rank": 2,
+        "world_size": 4,
+        "generation": 7,
+        "save_id": "0a1b2c3d",
+    }
+
+
+def test_a_shard_in_memory_knows_the_generation_of_its_save() -> None:
+    assert ShardName(1, 2, save_id_of(12, 5)).generation == 12
+
+
+@pytest.mark.parametrize(("generation", "nonce"), [(-1, 0), (2**32, 0), (0, -1), (0, 2**32)])
+def test_a_save_has_an_id_of_fixed_length_or_none(generation: int, nonce: int) -> None:
+    assert len(save_id_of(2**32 - 1, 2**32 - 1)) == 16
+    with pytest.raises(ValueError, match="both must be 0 or more"):
+        save_id_of(generation, nonce)
+
+
+def test_an_id_of_a_checkpoint_is_a_path_to_whoever_opens_it() -> None:
+    assert Path(CheckpointId("/dev/shm/jobs/145/")) == Path("/dev/shm/jobs/145")
+
+
+def test_the_ranks_of_a_folder_are_all_that_use_it() -> None:
+    roster = Roster(("a", "a", "b"), ("/x", "/y", "/x"))
+    assert [roster.ranks_of(folder) for folder in ("/x", "/y", "/z")] == [(0, 2), (1,), ()]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_explained_once_is_not_explained_again(tmp_path: Path) -> None:
+    corrupt = CorruptCheckpointError("torn")
+    with pytest.raises(CorruptCheckpointError) as caught, explained("read", tmp_path):
+        raise corrupt
+    assert caught.value is corrupt
+
+
+def test_an_error_without_a_number_keeps_its_words(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"could not read at .*: odd"), explained("read", tmp_path):
+        raise OSError("odd")
+    with pytest.raises(CheckpointError) as caught, explained("read", tmp_path):
+        raise OSError(errno.ENOSPC, "words of a library")
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("below", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_under_the_error_of_a_library_lies_what_the_system_said(below: BaseException) -> None:
+    of_the_library, outer = RuntimeError("the writer was not closed"), ValueError("no checkpoint")
+    of_the_library.__context__ = below
+    outer.__cause__ = of_the_library
+    assert underlying(outer) is below
+    assert underlying(below) is below
+    of_the_library.__context__ = None
+    assert underlying(outer) is outer
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combine", [operator.or_, operator.and_])
+@pytest.mark.parametrize("policy", [EverySteps(5), KeepLast(3)])
+def test_policies_combine_with_policies_only(policy: object, combine: Callable[[object, object], object]) -> None:
+    assert combine(policy, policy) is policy
+    with pytest.raises(TypeError, match="unsupported operand"):
+        combine(policy, 5)
+
+
+@pytest.mark.parametrize(("value", "error"), [(5, TypeError), (None, TypeError), ("", ValueError)])
+def test_a_name_is_a_text_that_is_not_empty(value: str, error: type[Exception]) -> None:
+    assert text("tier", "disk", "name the tier") == "disk"
+    with pytest.raises(error, match=r"tier is .*: name the tier"):
+        text("tier", value, "name the tier")
+
+
+def test_a_step_whose_beginning_nobody_saw_is_not_timed() -> None:
+    class Spy(SavePolicy):
+        steps_s: list[float | None] = []  # noqa: RUF012  # one spy
+
+        def decide(self, moment: SaveMoment) -> SaveDecision:
+            self.steps_s.append(moment.step_s)
+            return SaveDecision(False, "spying")
+
+    clock, spy = FakeClock(100.0), Spy()
+    schedule = SaveSchedule(spy, clock)
+    for step in (1, 2):
+        clock.sleep(3.0)
+        schedule.step_ended()
+        schedule.decide(step, wanted=False, saving=False, is_full=False, stop_requested=False)
+    assert spy.steps_s == [None, 3.0]
+
+
+# --- replicas and tiers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0, -1])
+def test_nobody_holds_no_copy(factor: int) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        FailureDomains.from_roster([(0, "a"), (1, "b")]).cliques_across(factor)
+
+
+def test_what_was_verified_stays_when_the_same_object_is_announced_again() -> None:
+    incoming = IncomingObject("x", lambda size_bytes: bytearray(size_bytes))
+    incoming.announce(4, "0" * 16)
+    incoming.verified_bytes = 3
+    incoming.announce(4, "0" * 16)
+    assert incoming.verified_bytes == 3
+    incoming.announce(4, "1" * 16)
+    assert incoming.verified_bytes == 0
+
+
+def test_shards_of_ranks_that_there_are_not_make_nothing_complete() -> None:
+    bad = TierEntry(NAME, 2, (0, 2, -1), is_committed=True)
+    assert candidates([{"disk": [bad]}], ["disk"]) == []
+    (found,) = candidates([{"disk": [bad, TierEntry(NAME, 2, (1,), is_committed=False)]}], ["disk"])
+    assert [read.shard_rank for read in found.reads] == [0, 1]
+
+
+def test_a_worker_alone_hears_itself_and_sends_nobody_anything() -> None:
+    alone = Alone(round_number=3)
+    assert alone.gather(b"a") == [b"a"]
+    assert alone.tell(b"a") == b"a"
+    assert isinstance(alone.mailbox(), Drawer)
+    with pytest.raises(RuntimeError, match="no rank 1 to send 2 bytes to"):
+        alone.send(memoryview(b"ab"), 1)
+    with pytest.raises(RuntimeError, match="no rank 1 to receive 2 bytes from"):
+        alone.receive(memoryview(bytearray(2)), 1)
+    alone.meet()  # there is nobody to wait for
+    assert alone.round_number == 3
+
+
+def test_a_mailbox_that_is_gone_ends_the_agreement_with_its_reason() -> None:
+    class Gone(Drawer):
+        def post(self, key: str, words: bytes) -> None:
+            raise RuntimeError("connection reset")
+
+    clock = FakeClock(0.0)
+    patience = Patience(10.0, monotonic=clock, sleep=clock.sleep)
+    agreement = GroupAgreement(TierContext("run", 1, 2, 1, 2), Gone(), patience)
+    with pytest.raises(GivenUpError, match=r"rank 0 cannot be reached any more .*connection reset"):
+        agreement.done(NAME)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_tensors_count_as_tensor_bytes() -> None:
+    properties = TensorProperties(torch.float32)
+    whole = TensorWriteData(None, properties, torch.Size((3, 2)))  # type: ignore[arg-type]  # as caches of planners do
+    items = [
+        WriteItem(MetadataIndex("w"), WriteItemType.TENSOR, tensor_data=whole),
+        WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO),
+    ]
+    assert tensor_bytes(SavePlan(items)) == 24
+
+
+def test_notes_that_travel_in_the_plans_are_as_good_as_those_that_arrived() -> None:
+    notes = [Note("job/step-9", rank, "a", -1, 0, 0, 0, None, 0) for rank in range(2)]
+    plans = [SavePlan([], storage_data=note) for note in notes]
+    assert collect_notes("job/step-9", plans) == notes
+    with pytest.raises(RuntimeError, match="rank 0 has said nothing about job/step-8"):
+        collect_notes("job/step-8", plans)
+
+
+def test_where_everything_lies_is_told_by_all_ranks() -> None:
+    results = [
+        [WriteResult(MetadataIndex(name), 4, StoredItem(f"{name}.shard", name)) for name in names]
+        for names in (("a", "b"), ("c",))
+    ]
+    assert {index.fqn: item.entry for index, item in storage_data_of(results).items()} == {"a": "a", "b": "b", "c": "c"}
+
+
+def test_a_file_that_goes_away_while_memory_is_counted_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stays").write_bytes(b"x" * 5000)
+    (tmp_path / "goes").write_bytes(b"x" * 5000)
+    both = held_bytes(tmp_path)
+    lstat = Path.lstat
+
+    def lstat_of_what_is_there(path: Path) -> object:
+        if path.name == "goes":
+            raise FileNotFoundError(errno.ENOENT, "gone")
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat_of_what_is_there)
+    assert 0 < held_bytes(tmp_path) < both
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_are_written_alike_are_two_tensors() -> None:
+    flat = flatten({math.nan: torch.zeros(1), float("nan"): torch.ones(1)})  # two keys: no NaN equals another
+    names = [named.name for named in flat.tensors]
+    assert names == ["~nan", "~nan~2"]
+    back = unflatten(flat.structure, {named.name: named.tensor for named in flat.tensors})
+    assert [float(value) for value in back.values()] == [0.0, 1.0]
+
+
+def test_a_tensor_that_is_read_in_place_stays_the_one_that_was_given() -> None:
+    flat = flatten({"w": torch.ones(2, 3).t()})
+    (named,) = flat.tensors
+    given = torch.zeros(3, 2)
+    assert unflatten(flat.structure, {named.name: given}, in_place={named.name})["w"] is given
+    assert unflatten(flat.structure, {named.name: given})["w"] is not given
+
+
+def test_a_header_whose_tensors_end_behind_the_data_is_damaged() -> None:
+    header = lay_out(flatten({"w": torch.zeros(100)}), {}).with_checksums(["0" * 16])
+    body = encode_header(header)
+    for data_bytes, is_right in ((header.data_bytes, True), (header.data_bytes - 1, False)):
+        preamble = decode_preamble(encode_preamble(body, data_offset_bytes(len(body)), data_bytes))
+        if is_right:
+            assert decode_header(body, preamble) == header
+        else:
+            with pytest.raises(CorruptCheckpointError, match="end behind its data"):
+                decode_header(body, preamble)
+
+
+def test_the_header_of_a_share_has_its_structure_its_entries_and_what_is_said_of_it() -> None:
+    flat = flatten({"w": torch.zeros(3)})
+    entries = lay_out(flat, {}).entries
+    share = Share(flat.structure, entries, [named.tensor for named in flat.tensors])
+    assert share.header({"step": 3}) == Header(flat.structure, entries, {"step": 3})
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_was_read_for_other_devices_keeps_those_it_has() -> None:
+    tree = {"w": torch.zeros(2)}
+    for devices, expected in (([torch.device("meta")], "meta"), ([], "cpu"), ([torch.device("meta")] * 2, "cpu")):
+        made = BasicTensorAwareStateDict.from_tree(tree, devices)
+        made.restore_tensor_device(non_blocking=False)
+        assert [tensor.device.type for tensor in made.tensors] == [expected]
+
+
+def test_a_device_that_is_not_here_leaves_a_tensor_where_it_is() -> None:
+    made = BasicTensorAwareStateDict.from_tree({"w": torch.zeros(2)}, [torch.device("xpu")])
+    made.restore_tensor_device()
+    assert [tensor.device.type for tensor in leaves(made.to_tree(), torch.Tensor)] == ["cpu"]
+
+
+def test_a_tensor_goes_back_to_the_accelerator_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is played: where a tensor is sent is written down."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    moved: list[object] = []
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        moved.append((device, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for device in ("xpu", "cuda"):
+        BasicTensorAwareStateDict.from_tree({"w": torch.zeros(2)}, [torch.device(device)]).restore_tensor_device()
+    assert moved == [(torch.device("xpu"), True)]
+
+
+def test_a_request_without_work_does_none() -> None:
+    done: list[int] = []
+    AsyncRequest(None, (), []).work()
+    AsyncRequest(done.append, (3,), []).work()
+    assert done == [3]

@@ -1,0 +1,111 @@
+"""What the ledger refuses, and what it makes of news that come late, twice or from two that say to be one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchelastic.ledger.accounts import NOTHING, Account, plus
+from torchelastic.ledger.book import Book, Earlier
+from torchelastic.ledger.book_format import book_from_dict, book_to_dict
+from torchelastic.ledger.events import (
+    Counted,
+    End,
+    Failure,
+    LedgerFormatError,
+    ReForm,
+    Save,
+    Start,
+    from_dict,
+    tally_from_dict,
+    tally_to_dict,
+    to_dict,
+)
+from torchelastic.ledger.life import Life
+from torchelastic.ledger.marks import Marks
+from torchelastic.ledger.tally import Tally
+
+WORKER = "h-1/0.0"
+
+
+def counted(tally: Tally) -> Counted:
+    return Counted(at_ns=tally.since_ns, worker=WORKER, tally=tally)
+
+
+def trained(started_ns: int = 0) -> Tally:
+    entered = Tally.begun(started_ns).left(started_ns + 10, Account.IDLE).entered(started_ns + 20, 1, 0, 1)
+    return entered.level(started_ns + 30, 0).commits(started_ns + 130)
+
+
+def test_a_book_whose_accounts_do_not_sum_up_says_whose_and_is_not_read() -> None:
+    book = Book().after(Start(at_ns=0, worker=WORKER)).after(counted(trained()))
+    assert book.why_wrong(200) == ""
+    tally = replace(trained(), totals=plus(trained().totals, Account.IDLE, 7))
+    wrong = replace(book, lives={WORKER: replace(book.lives[WORKER], tally=tally)})
+    assert wrong.why_wrong(200) == f"{WORKER}: 207 ns in accounts, 200 ns on the wall"
+    earlier = replace(book, earlier=Earlier(1, 5))
+    assert earlier.why_wrong(200) == "the workers that ended earlier"
+    assert book_from_dict(book_to_dict(book)) == book
+    with pytest.raises(LedgerFormatError, match="does not sum up: the workers that ended earlier"):
+        book_from_dict(book_to_dict(earlier))
+
+
+def test_only_failures_can_be_waiting_to_be_matched_with_a_death() -> None:
+    fields = book_to_dict(Book())
+    failure = Failure(at_ns=3, worker=WORKER, round=1)
+    assert book_from_dict({**fields, "noticed": [[to_dict(failure), 4, 5]]}).noticed[0].failure == failure
+    with pytest.raises(LedgerFormatError, match="no failure"):
+        book_from_dict({**fields, "noticed": [[to_dict(Start(at_ns=3, worker=WORKER)), 4, 5]]})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"account": "holiday"}, "no counts of a worker: KeyError"),
+        ({"totals": {"holiday": 1}}, "no accounts of this version"),
+        ({"since_ns": "now"}, "no times"),
+        ({"committed": -1}, "a count is negative or missing"),
+        ({"since_ns": 999}, "the accounts sum to 130 ns of 999"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(change: dict[str, Any], said: str) -> None:
+    fields = tally_to_dict(trained())
+    assert tally_from_dict(fields) == trained()
+    with pytest.raises(LedgerFormatError, match=said):
+        tally_from_dict({**fields, **change})
+
+
+@pytest.mark.parametrize("phases", [[1, 2], {"detect": 1.5}, {"detect": True}])
+def test_phases_that_are_no_nanoseconds_are_refused(phases: Any) -> None:
+    fields = to_dict(ReForm(at_ns=3, worker=WORKER, phases_ns={"detect": 1}))
+    assert from_dict(fields) == ReForm(at_ns=3, worker=WORKER, phases_ns={"detect": 1})
+    with pytest.raises(LedgerFormatError, match="phases_ns is"):
+        from_dict({**fields, "phases_ns": phases})
+
+
+def test_of_two_workers_that_say_to_be_one_the_first_stands() -> None:
+    life = Life.begun(WORKER, 0).counted(counted(trained()))
+    assert life.counted(counted(trained(started_ns=50))) is life
+    # until anything was counted, the worker knows better when it began
+    assert Life.begun(WORKER, 0).counted(counted(trained(started_ns=5))).tally.started_ns == 5
+
+
+def test_a_worker_ends_once() -> None:
+    life = Life.begun(WORKER, 0).ends(End(at_ns=40, worker=WORKER, exit_code=-9))
+    assert life.ends(End(at_ns=90, worker=WORKER, exit_code=0)) is life
+    assert life.saved(Save(at_ns=95, worker=WORKER, step=3, productive_ns=10)) is life
+    assert (life.wall_ns(1000), life.exit_code) == (40, -9)
+
+
+def test_nothing_is_marked_of_a_step_that_was_passed_or_of_time_that_ran_back() -> None:
+    marks = Marks().with_mark(10, 100).with_mark(20, 300)
+    assert marks.with_mark(15, 400) is marks
+    assert marks.with_mark(25, 200) is marks
+    assert marks.with_mark(20, 350).points == ((10, 100), (20, 350))
+
+
+def test_a_step_that_is_not_known_is_marked_nowhere() -> None:
+    assert Marks().with_mark(-1, 100) == Marks()
+    assert sum(NOTHING) == Marks().productive_ns_at(3) == 0

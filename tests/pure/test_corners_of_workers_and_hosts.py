@@ -1,0 +1,217 @@
+"""Small decisions about a worker, a host and a deadline that no other test asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from tests.pure.managed_loops import Job
+from tests.pure.status_runs import a_host
+from torchelastic.agent.causes import LostElsewhere, report_of
+from torchelastic.data.batch_sampler import ElasticBatchSampler
+from torchelastic.data.shares import SecondDeal
+from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
+from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
+from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Start
+from torchelastic.lifetime.bounds import guess, step_bound
+from torchelastic.lifetime.decision import Tier
+from torchelastic.lifetime.outlook import Outlook
+from torchelastic.lifetime.progress import LifetimeSummary, progress_line
+from torchelastic.log_lines import Position
+from torchelastic.p2p import stands, stragglers
+from torchelastic.p2p.hangs import WARM_UP_STEPS
+from torchelastic.p2p.stands import Stand
+from torchelastic.p2p.step_clock import StepClock
+from torchelastic.p2p.stragglers import StragglerPolicy
+from torchelastic.status.host import HostView
+from torchelastic.status.run_status import EventLine
+from torchelastic.status.status_format import decode_host, encode_host
+from torchelastic.testing.clock import FakeClock
+from torchelastic.worker_stats import SimpleWorkerStats
+
+# --- hangs and stragglers ---------------------------------------------------------------------------------------------
+
+
+def test_words_about_a_hang_are_heard_only_if_somebody_noticed_one_and_nobody_is_waited_for() -> None:
+    store = HashStore()
+    stands.tell(store, 0, Stand(0, 7, "train.py:52 step"), has_noticed_hang=False)
+    assert stands.ask(store, 3) == []
+    stands.tell(store, 2, Stand(2, 8, "train.py:41 step"), has_noticed_hang=True)
+    store.set("hang/stand/1", "rubbish")
+    assert stands.ask(store, 4) == [Stand(0, 7, "train.py:52 step"), Stand(2, 8, "train.py:41 step")]
+
+
+def test_the_odd_ones_are_named_in_the_log_and_nothing_is_said_where_all_stood_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    together = [Stand(0, 7, "train.py:52 step"), Stand(1, 7, "train.py:52 step")]
+    stands.log_odd_ones(together)
+    assert caplog.text == ""
+    stands.log_odd_ones([*together, Stand(2, 8, "train.py:41 step")])
+    assert "when the group was given up, rank 2 was in train.py:41 step (step 8), ranks 0, 1 in" in caplog.text
+
+
+def test_a_straggler_is_named_with_its_rank_and_who_is_none_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    stragglers.report(StragglerPolicy().compare(9.0, [10.0, 9.0], times=0), 3)
+    assert caplog.text == ""
+    stragglers.report(StragglerPolicy().compare(5.0, [10.0, 5.0], times=0), 3)
+    assert "straggler: rank 3 runs at 50 % of the best" in caplog.text
+
+
+def test_only_rates_that_are_known_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stragglers.gather_rates(2.5, 1, None) == [2.5]
+    assert stragglers.gather_rates(None, 1, None) == []
+
+    def all_gather(into: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        for place, rate in enumerate((float(mine), 0.0, -1.0)):
+            into[place].fill_(rate)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    assert stragglers.gather_rates(2.5, 3, None) == [2.5, 0.0]
+
+
+def test_a_failure_between_two_steps_is_no_long_step() -> None:
+    clock = FakeClock()
+    steps = StepClock(clock)
+    for _ in range(WARM_UP_STEPS + 1):
+        steps.begin()
+        clock.advance(1.0)
+        steps.ended()
+    steps.rest()
+    clock.advance(100.0)
+    steps.failed()
+    steps.counts_failure(nobody_was_lost=True)
+    assert steps.slowest_s == 1.0
+
+
+def test_the_rate_that_a_worker_reports_is_the_one_it_was_given() -> None:
+    assert [SimpleWorkerStats(rate).get_progress_rate() for rate in (2.5, None)] == [2.5, None]
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_status_that_fits_nowhere_is_cut_down_to_the_host_itself() -> None:
+    told = tuple(EventLine(at_s=1.0, kind="save", host="alpha", text=f"save {number}") for number in range(20))
+    status = replace(a_host("alpha", 0, 1, 2), events=told)
+    whole, least = decode_host("k", encode_host(status)), decode_host("k", encode_host(status, 1))
+    assert (len(whole.workers), len(whole.events)) == (3, 20)
+    assert (least.host, least.workers, least.events) == ("alpha", (), ())
+
+
+def test_a_view_without_a_journal_is_closed_without_one() -> None:
+    view = HostView("alpha", "1")
+    view.write(Start(at_ns=1, worker="alpha-1/0.0"), Book())
+    view.close()
+    assert [line.kind for line in view.lines()] == ["start"]
+
+
+def test_a_loss_elsewhere_that_came_second_is_told_after_what_came_first() -> None:
+    first = LostElsewhere(at_s=1.0, member="alpha-1", how="has ended", certainty="fact")
+    second = LostElsewhere(at_s=2.0, member="beta-1", how="is silent", certainty="guess", position=Position(3, 4, 5))
+    report = report_of([second, first])
+    assert report is not None
+    assert report.text().splitlines() == [
+        f"first, {first.who} has ended (fact): its launcher there says why",
+        f"then {second.who} is silent (guess) (rank 3, round 4, step 5)",
+    ]
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_of_commits_that_nobody_timed_nothing_is_said() -> None:
+    assert judge_commits(EtcdFacts(())) == []
+    assert [one.what for one in judge_commits(EtcdFacts((), commits_s=(0.01,)))] != []
+
+
+def test_a_host_that_met_nobody_is_not_compared_with_anybody() -> None:
+    card = HostCard("node-1", "10.0.0.1", (4000,), "t" * 32, "boot-1")
+    (finding,) = judge_meeting(MeetingFacts(card, 2, 8.0))
+    assert "1 of 2 hosts came within 8 s: node-1" in finding.what
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def outlook(*tiers: str) -> Outlook:
+    found = tuple(Tier(name, guess(4.0, "no save was measured")) for name in tiers)
+    return Outlook(60.0, 0.5, guess(1.0, "measured here"), 1.0, 1, found, count=10, lived=10)
+
+
+def test_ranks_agree_on_the_worst_of_each_number_and_say_whose_it_was() -> None:
+    mine, other = outlook("disk"), replace(outlook("disk"), remaining_s=50.0, step=guess(3.0, "measured there"))
+    agreed = mine.agreed([max(pair) for pair in zip(mine.numbers(), other.numbers(), strict=True)])
+    assert agreed.remaining_s == 50.0
+    assert agreed.step is not None
+    assert (agreed.step.seconds, agreed.step.because) == (3.0, "the longest of all ranks' bounds")
+    assert agreed.tiers[0].bound.because == "no save was measured", "its own number is the worst"
+
+
+def test_ranks_with_different_tiers_do_not_agree() -> None:
+    with pytest.raises(ValueError, match="the ranks were given different tiers"):
+        outlook("disk").agreed(outlook("disk", "memory").numbers())
+
+
+def test_a_bound_for_any_share_is_one_that_a_sample_gives() -> None:
+    bound = step_bound([1.0, 2.0, 3.0], 1e-9)
+    assert bound is not None
+    assert 0.0 <= bound.seconds <= 3.0
+
+
+def test_the_summary_says_what_is_known_and_leaves_out_what_is_not() -> None:
+    little = LifetimeSummary(3, -1, 0.5, 0.7, (), None, (), "none", None, "", None)
+    assert str(little).splitlines() == [
+        "iterations: 3, 0.5 s each, the longest 0.7 s, set apart at the start: none s",
+        "deadline: none",
+    ]
+    much = LifetimeSummary(3, 9, 0.5, 0.7, (2.0,), 61.0, (("disk", 2, 4.0),), "a signal", 12.0, "stop: now", 3.5)
+    assert str(much).splitlines() == [
+        "iterations: 3 of 9, 0.5 s each, the longest 0.7 s, set apart at the start: 2 s",
+        "rest of the run: 0:01:01",
+        "saves to 'disk': 2, the longest 4 s",
+        "deadline: a signal, in 12.0 s",
+        "decision: stop: now",
+        "given up: 3.5 s were left when the save was done",
+    ]
+
+
+def test_the_line_while_it_runs_says_only_what_is_known() -> None:
+    assert progress_line(7, -1, 0.0, None, None) == "iteration 7"
+    assert progress_line(7, 10, 0.5, 61.0, -3.0) == (
+        "iteration 7 of 10 (70 %), 0.5 s each, ETA 0:01:01, deadline in 0:00:00"
+    )
+
+
+def test_an_iteration_manager_says_how_long_it_leaves_for_a_save(tmp_path: Path) -> None:
+    job = Job(tmp_path / ".velastic", None, total_iters=50, save_ckpt_time=4)
+    assert job.manager.save_ckpt_time == 4.0
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sampler_says_its_place_and_when_a_batch_was_dealt_out_again() -> None:
+    sampler = ElasticBatchSampler(12, 4)
+    sampler.set_world(1, 2)
+    assert (sampler.rank, sampler.world_size, sampler.deals) == (1, 2, 0)
+    assert sampler.pending_units() == ((2, 1), (3, 1))
+    sampler.deal_again(SecondDeal(compute=(1,), carried=(3,), postponed=(0,)))
+    assert sampler.deals == 1
+    assert sampler.pending_units() == ((1, 1),)
+    share = sampler.consume()
+    assert (share.local_samples, share.global_samples, len(share.carried)) == (1, 3, 1)
+    sampler.commit()
+    assert sampler.postponed == (ElasticBatchSampler(12, 4).shares(0).load[0],)
+
+
+@pytest.mark.parametrize("shards", [0, 5])
+def test_a_logical_shard_has_at_least_one_sample(shards: int) -> None:
+    with pytest.raises(ValueError, match=f"logical_shards={shards} must lie between 1 and global_batch_size=4"):
+        ElasticBatchSampler(12, 4).set_logical_shards(shards)
