@@ -6,12 +6,13 @@ READY := $(VENV)/.ready
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 
-.PHONY: help demo test test-all test-slurm test-nemo coverage soak lint types bench docs docs-links clean
+.PHONY: help demo test test-long test-all test-slurm test-nemo coverage soak lint types bench docs docs-links clean
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
-	@echo "make test      lint, types and the tests of every day; half an hour on two cores"
-	@echo "make test-all  the slow ring too"
+	@echo "make test      lint, types and the tests of every day; a quarter of an hour on two cores"
+	@echo "make test-long the tests that take longest one by one, 20 minutes; CI runs them too"
+	@echo "make test-all  all of these, and the slow ring: hours"
 	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
 	@echo "make coverage  fail unless tests/pure runs every branch of the pure core; no part of make test; five minutes"
@@ -45,7 +46,10 @@ types: $(READY)
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not long"
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m "long and not slow"
 
 test-all: lint types
 	$(BIN)/python -m pytest

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.harness import ROOT, Job, process_tree, wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -106,6 +108,7 @@ def test_sigterm_to_an_agent_lets_all_its_workers_leave_at_one_step(
     assert job.rounds() == {1: 3, 2: 1}
 
 
+@pytest.mark.long
 def test_torchelastic_drain_reaches_an_agent_elsewhere_while_another_worker_dies(
     jobs: MakeJob, etcd: EtcdServer, run_id: str
 ) -> None:
@@ -136,6 +139,7 @@ def test_torchelastic_drain_reaches_an_agent_elsewhere_while_another_worker_dies
     assert [event["restart"] for event in job.of("started")].count(1) == 1, "the one that was killed"
 
 
+@pytest.mark.long
 def test_a_run_that_all_leave_saves_a_checkpoint_and_goes_on_when_it_is_started_again(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, tmp_path: Path
 ) -> None:

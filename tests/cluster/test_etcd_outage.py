@@ -140,6 +140,7 @@ def test_when_an_older_copy_of_etcds_data_is_put_back_training_never_stops_and_l
 # --- longer than orphan_timeout ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ttl_s",
     [

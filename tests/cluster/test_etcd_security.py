@@ -91,6 +91,7 @@ def last_line(job: Job) -> str:
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_over_tls_with_client_certificates_ends_like_any_other(
     jobs: MakeJob, tls_etcd: EtcdServer, run_id: str, authority: Authority, client: Pair
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_script_without_the_launcher_takes_certificates_from_its_url(
     job.check_identity(finishers=1)
 
 
+@pytest.mark.long
 def test_the_documented_commands_give_a_user_all_that_a_run_needs_and_a_loss_too(
     jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str, password_file: Path
 ) -> None:
@@ -167,6 +169,7 @@ def has_expired(server: EtcdServer, metadata: tuple[tuple[str, str], ...]) -> bo
     return False
 
 
+@pytest.mark.long
 def test_a_run_that_outlives_its_token_logs_in_again(
     jobs: MakeJob, tmp_path: Path, run_id: str, password_file: Path
 ) -> None:

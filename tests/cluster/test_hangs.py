@@ -30,6 +30,7 @@ def waited_s(job: Job, step: int) -> float:
     return float(job.of("committed", step=step)[0]["t"]) - job.plan.struck_at_s(0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("verb", "rank", "stack"),
     [
@@ -56,6 +57,7 @@ def test_a_worker_that_hangs_is_removed_by_the_measure_of_its_steps_and_named_wi
     assert len(job.of("started")) == 3, "it was ended and started again, once"
 
 
+@pytest.mark.long
 def test_where_all_hang_in_user_code_each_says_where_and_ends_if_the_policy_says_so(jobs: MakeJob) -> None:
     faults = [Fault("spin", "step", rank=rank, step=STEP) for rank in (0, 1)]
     job = jobs(faults, **ADAPTIVE, end_after_s=2.0, seed=5)
@@ -111,6 +113,7 @@ def test_hosts_that_lose_each_others_packets_notice_it_and_go_on_when_that_is_me
     assert len(job.of("started")) == 2, "nobody was ended"
 
 
+@pytest.mark.long
 def test_a_straggler_leaves_by_itself_where_the_policy_says_so(jobs: MakeJob) -> None:
     job = jobs(slow_worker=1, remove_stragglers=True)
     run_standalone(job, "--nnodes=1")

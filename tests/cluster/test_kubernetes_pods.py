@@ -98,6 +98,7 @@ def start(job: Job, pods: Pods, pod: str) -> subprocess.Popen[bytes]:
     return job.agents[-1]
 
 
+@pytest.mark.long
 def test_a_pod_that_is_added_joins_one_that_is_deleted_leaves_in_its_grace_and_its_replacement_trains_on(
     jobs: MakeJob, lab: Lab, pods: Pods, tmp_path: Path
 ) -> None:

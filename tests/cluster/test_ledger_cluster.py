@@ -39,6 +39,7 @@ def check_sums(book: Book) -> None:
     assert book.why_wrong(0) == ""
 
 
+@pytest.mark.long
 def test_with_a_kill_a_join_saves_and_an_outage_of_etcd_every_workers_accounts_sum_to_its_wall_time(
     jobs: MakeJob, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_run_with_fifteen_seconds_saves_stops_with_75_and_goes_on_under_its_id
     goes_on(job, step, undisturbed, *where)
 
 
+@pytest.mark.long
 def test_a_notice_in_the_middle_of_the_run_is_met_with_a_save_in_every_tier(
     jobs: MakeJob, tmp_path: Path, undisturbed: torch.Tensor
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_notice_in_the_middle_of_the_run_is_met_with_a_save_in_every_tier(
     goes_on(job, step, undisturbed, "--standalone")
 
 
+@pytest.mark.long
 def test_a_host_whose_deadline_is_near_leaves_and_the_others_go_on(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, tmp_path: Path
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job
 from torchelastic.rendezvous.server import EtcdServer
@@ -27,6 +29,7 @@ def place_of(job: Job, rank: int) -> int:
     return int(next(event["worker"] for event in job.of("synced", round=1, rank=rank)))
 
 
+@pytest.mark.long
 def test_as_json_every_line_of_a_run_is_an_object_and_each_event_says_rank_round_and_step(jobs: MakeJob) -> None:
     job = jobs([KILL])
     job.start("--standalone", "--log-format=json", nproc=2)

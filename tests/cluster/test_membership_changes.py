@@ -26,6 +26,7 @@ def host(etcd: EtcdServer, run_id: str) -> list[str]:
     return [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--nnodes=1:3", "--last-call=0.5"]
 
 
+@pytest.mark.long
 def test_hosts_join_in_mid_run_and_leave_and_come_back(jobs: MakeJob, etcd: EtcdServer, run_id: str) -> None:
     # at which of the steps after 60 it is agreed that one leaves, depends on the load of the machine
     alone_at = [6, *range(62, 150)]
@@ -48,6 +49,7 @@ def test_hosts_join_in_mid_run_and_leave_and_come_back(jobs: MakeJob, etcd: Etcd
     assert [worlds[number] for number in rounds(job)] == [1, 2, 1, 2]
 
 
+@pytest.mark.long
 def test_spares_wait_and_step_in_and_end_well_with_the_run(jobs: MakeJob) -> None:
     kill = Fault("kill", "backward", rank=1, step=20)
     job = jobs([kill], gates=[10, 35])
@@ -80,6 +82,7 @@ def test_a_worker_that_comes_when_the_run_is_over_ends_well(jobs: MakeJob) -> No
     assert late["pid"] == job.of("started")[-1]["pid"]
 
 
+@pytest.mark.long
 def test_a_slow_checkpoint_makes_no_round_and_a_torn_one_is_passed_over(jobs: MakeJob, tmp_path: Path) -> None:
     """First run: a save that takes three times the time-out of collectives, then all are killed. Second run: resume."""
     folder = tmp_path / "checkpoints"

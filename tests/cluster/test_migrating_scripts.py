@@ -137,6 +137,7 @@ def test_plain_ddp_ends_with_these_weights(start: Callable[..., Started], tmp_pa
     check_last_epoch(checkpoint)
 
 
+@pytest.mark.long
 def test_what_plain_ddp_becomes_ends_with_the_same_weights_though_rank_0_is_killed(
     start: Callable[..., Started], tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def job(tmp_path: Path) -> Any:
     made.stop()
 
 
+@pytest.mark.long
 def test_the_page_of_a_standalone_run_shows_its_members_its_ledger_a_kill_and_its_end(job: PageJob) -> None:
     agent = job.start("--standalone", "--rdzv-id=job7", f"--log-dir={job.folder / 'logs'}", nproc=2)
     url = job.url()

@@ -119,6 +119,7 @@ def test_an_agent_that_stands_still_for_less_than_its_time_to_live_is_not_notice
 # --- long pauses ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leads", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["follower", "leader"])
 def test_when_an_agent_stands_still_the_others_go_on_without_its_worker_which_joins_again_later(
     make_hosts: Callable[..., Hosts], leads: bool

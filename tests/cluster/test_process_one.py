@@ -27,6 +27,7 @@ def why_impossible() -> str:
     return f"no PID namespace, as root on Linux: {done.stderr.strip()}" if done.returncode else ""
 
 
+@pytest.mark.long
 def test_sigterm_to_process_one_lets_its_workers_leave_and_nothing_stays(jobs: MakeJob) -> None:
     if impossible := why_impossible():
         pytest.skip(impossible)

@@ -78,6 +78,7 @@ def check_dashboard(prometheus: Prometheus, instance: str) -> None:
             prometheus.wait_for_some(chosen)
 
 
+@pytest.mark.long
 def test_prometheus_the_push_gateway_and_the_ledger_say_the_same_of_a_run_that_lost_a_worker(
     jobs: MakeJob, gateway: str, tmp_path: Path
 ) -> None:

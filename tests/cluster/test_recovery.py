@@ -32,6 +32,7 @@ def assert_all_struck(job: Job, faults: Sequence[Fault]) -> None:
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_each_worker_killed_in_turn_costs_no_sample_and_no_newcomer_overwrites_the_survivors(
     jobs: MakeJob, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -63,6 +64,7 @@ def test_two_workers_killed_in_the_same_step_leave_one_that_goes_on(jobs: MakeJo
     assert 1 in {event["world"] for event in job.of("drawn")}
 
 
+@pytest.mark.long
 def test_kills_on_the_way_into_a_group_and_while_it_forms_only_cost_another_round(jobs: MakeJob) -> None:
     faults = [
         # the first group of all: its round is published, its rank 0 dies with the store
@@ -80,6 +82,7 @@ def test_kills_on_the_way_into_a_group_and_while_it_forms_only_cost_another_roun
     assert len(job.of("started")) == 6
 
 
+@pytest.mark.long
 def test_a_receiver_and_a_source_that_die_in_the_middle_of_a_sync_leave_nobody_torn(jobs: MakeJob) -> None:
     faults = [
         Fault("kill", "backward", worker=2, step=5),
@@ -96,6 +99,7 @@ def test_a_receiver_and_a_source_that_die_in_the_middle_of_a_sync_leave_nobody_t
     assert source["pid"] in {event["pid"] for event in job.of("committed", step=5)}
 
 
+@pytest.mark.long
 def test_a_survivor_whose_source_dies_while_it_is_brought_level_goes_on_from_its_own_state(jobs: MakeJob) -> None:
     faults = [
         # after the gradients were exchanged: rank 0 commits the step, rank 1 goes back
@@ -113,6 +117,7 @@ def test_a_survivor_whose_source_dies_while_it_is_brought_level_goes_on_from_its
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_steps_and_formations_that_fail_are_repeated_with_the_same_bits(
     jobs: MakeJob, undisturbed: torch.Tensor
 ) -> None:
@@ -133,6 +138,7 @@ def test_steps_and_formations_that_fail_are_repeated_with_the_same_bits(
     assert repeated_s < times_out_s / 2, "somebody waited for the collective's time-out"
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_where_others_commit_draws_the_same_random_numbers_afterwards(jobs: MakeJob) -> None:
     options = {"seed": 5, "dropout": 0.2, "epochs": 2}
     undisturbed = run_standalone(jobs(**options)).check_identity(finishers=3)
@@ -153,6 +159,7 @@ def test_with_full_snapshots_even_a_failure_after_the_optimizer_is_repeated_with
     assert len(job.of("rolled_back")) == 6
 
 
+@pytest.mark.long
 def test_a_step_that_failed_after_everybodys_optimizer_stands(jobs: MakeJob) -> None:
     faults = [
         Fault("kill", "tail", rank=1, step=6, incarnation=None),
@@ -191,6 +198,7 @@ def test_the_same_step_failing_for_ever_ends_with_one_clear_error(jobs: MakeJob)
 # --- workers that live and do not come --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("verb", "rank"),
     [

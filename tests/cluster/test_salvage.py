@@ -60,6 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return run_standalone(Job(tmp_path_factory.mktemp("alone"), **SHARDED), nproc=1).final_weights()[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("salvage", ["recompute", pytest.param("discard", marks=pytest.mark.slow)])
 def test_with_logical_shards_three_workers_that_are_killed_end_with_the_bits_of_one(
     jobs: MakeJob, alone: torch.Tensor, salvage: str

@@ -53,6 +53,7 @@ def check_sums(status: dict[str, Any]) -> None:
     assert sum(seen["amounts_ns"].values()) == seen["worker_ns"] > 0
 
 
+@pytest.mark.long
 def test_status_shows_the_members_and_events_the_kill_of_a_worker(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, tmp_path: Path
 ) -> None:

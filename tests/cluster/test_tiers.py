@@ -58,6 +58,7 @@ def run_killed_and_restarted(job: Job, tier: str) -> None:
     run_standalone(job, nproc=WORLD)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tier",
     [
@@ -122,6 +123,7 @@ def test_a_checkpoint_of_two_is_restored_by_three(jobs: MakeJob, tmp_path: Path)
     job.check_identity(finishers=3)
 
 
+@pytest.mark.long
 def test_a_run_that_is_told_to_stop_saves_everywhere_before_it_goes(jobs: MakeJob, tmpfs: Path, tmp_path: Path) -> None:
     job = jobs(
         gates=[KILLED_IN], tiers=[f"memory={tmpfs / 'tier'}", f"disk={tmp_path / 'tier'}"], policy="on signal",

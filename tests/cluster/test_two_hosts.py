@@ -20,6 +20,7 @@ SCRIPT = ROOT / "deploy" / "hosts" / "two_hosts.py"
 STEPS_PER_EPOCH = 15
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("off", "epochs"),

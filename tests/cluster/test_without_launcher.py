@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.cluster.harness import Job, is_alive, wait_until
 from torchelastic.rendezvous.server import EtcdServer
@@ -21,6 +22,7 @@ def agent_of(pid: int) -> int:
     return int(agent)
 
 
+@pytest.mark.long
 def test_scripts_without_the_launcher_find_each_other_and_survive_a_kill(
     jobs: MakeJob, etcd: EtcdServer, run_id: str
 ) -> None:

@@ -476,6 +476,7 @@ def killed(folder: Path, ranks: int, kind: str, sync: bool, every: int) -> list[
     return outcomes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "kind", "sync", "every"), [(1, "plain", True, 2), (2, "ddp", False, 8), (2, "fsdp2", True, 8)]
 )

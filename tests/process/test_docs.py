@@ -25,6 +25,7 @@ def blocks(page: Path) -> list[str]:
 WITH_EXAMPLES = [page for page in READ_IN_ORDER if blocks(page)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"

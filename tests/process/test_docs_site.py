@@ -75,6 +75,7 @@ def reachable(pages: dict[str, str]) -> set[str]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_site_builds_without_a_warning_and_everything_in_it_leads_somewhere(tmp_path: Path) -> None:
     folder = tmp_path / "site"

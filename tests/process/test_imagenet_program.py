@@ -401,6 +401,7 @@ def train_alone(etcd: EtcdServer, name: str, folder: Path, digits_folder: Path, 
     return report
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_main_trains_alone_resumes_and_starts_afresh_when_told_to(tmp_path: Path, digits_folder: Path) -> None:
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]

@@ -103,6 +103,7 @@ def train_with(folder: Path, options: dict[str, Any]) -> Outcome:
     return train_ranks(folder, **options)
 
 
+@pytest.mark.long
 def test_a_killed_run_of_two_ranks_goes_on_from_memory_as_if_nothing_had_happened(crew: Crew, folder: Path) -> None:
     with crew_of(2) as killed, pytest.raises(EOFError):  # rank 1 is gone; rank 0 has answered with an error
         killed.run(train_with, folder, {"hosts": 2, "killed_at": 7, "every_n_steps": 1, "keep": False}, ranks=2)

@@ -114,6 +114,7 @@ def test_sessions_do_not_see_each_other(tmp_path: Path) -> None:
     assert one.local_ckpt_dir == tmp_path / "one" / "0"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("worker", ["thread", "persistent"])
 def test_the_background_may_be_a_thread_or_a_process(manager: LocalCheckpointManager, worker: Any) -> None:
     live = torch.full((100,), 1.0)

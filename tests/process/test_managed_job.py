@@ -44,6 +44,7 @@ def steps_done(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "done").read_text().split()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["exit_code", "without_close", "falls_off", "on_a_thread"])
 def test_a_life_is_reported_as_finished_only_when_the_run_has_finished(way: str, tmp_path: Path) -> None:
     report = simulated(way, tmp_path)

@@ -67,6 +67,7 @@ def killed() -> Iterator[tuple[str, dict[str, dict[str, torch.Tensor]]]]:
         yield folder, {kind: work.whole([shards for shards, _ in of_ranks]) for kind, of_ranks in answers.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["temporal", "persistent", "thread"])
 def test_a_killed_job_goes_on_with_the_values_at_the_call(crew: Crew, killed: Any, kind: str) -> None:
     folder, saved = killed
@@ -169,6 +170,7 @@ def lived(crew: Crew, request: pytest.FixtureRequest) -> list[work.Lived]:
         return succeeded(crew.run(work.live, folder, TWO, request.param, ranks=2))
 
 
+@pytest.mark.long
 def test_a_save_that_cannot_be_made_is_left_out_and_the_queue_goes_on(lived: list[work.Lived]) -> None:
     for rank in lived:
         assert rank.after == [("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-4_ckpt", 4.0)]

@@ -134,6 +134,7 @@ def test_tensors_that_are_not_stored_are_refused_at_once(alone: Saving, bad: tor
         alone.async_save({"n": {"bad": bad}}, 1)
 
 
+@pytest.mark.long
 def test_the_copy_itself_becomes_the_shard(alone: Saving) -> None:
     alone.async_save(state_of(1), 1).result(WAIT_S)
     alone.async_save(state_of(2), 2).result(WAIT_S)
@@ -283,6 +284,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
 @pytest.mark.parametrize("hosts", ["a", "ab"])
 def test_ranks_save_beside_the_training(crew: Crew, root: Path, hosts: str, kind: AsyncCheckpointerType) -> None:

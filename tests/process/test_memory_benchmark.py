@@ -32,6 +32,7 @@ def lines() -> dict[str, dict[str, Any]]:
     return {line["benchmark"].removeprefix("memory_tier."): line for line in printed}
 
 
+@pytest.mark.long
 def test_one_line_is_printed_for_each_part_with_the_load_of_the_machine(lines: dict[str, dict[str, Any]]) -> None:
     assert list(lines) == ["save", "async_thread", "replicated", "endurance"]
     assert all(line["environment"]["load_1min"] >= 0 for line in lines.values())

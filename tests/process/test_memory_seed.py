@@ -76,6 +76,7 @@ def shards(base: Path) -> set[str]:
     return {path.name for path in base.glob("step-21_ckpt/rank-*.shard")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [2, 3])
 def test_the_snippets_of_the_guide_run_on_one_host(memory: Path, tmp_path: Path, number: int) -> None:
     script = tmp_path / "page.py"
@@ -85,6 +86,7 @@ def test_the_snippets_of_the_guide_run_on_one_host(memory: Path, tmp_path: Path,
     assert [path.parent.name for path in base.glob("step-*/commit*.shard")] == ["step-21_ckpt"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [2, 3])
 def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: Path, number: int) -> None:
     first, again = tmp_path / "page.py", tmp_path / "again.py"

@@ -192,6 +192,7 @@ def start_s(here: Path) -> float:
     return time.monotonic() - began_s
 
 
+@pytest.mark.long
 def test_two_short_lives_have_the_bits_of_one_long_one(here: Path) -> None:
     words = ["--max_iters=1000000", "--eval_interval=100000", "--redundant_time=1", "--save_ckpt_time=0.5"]
     command = [sys.executable, str(TRAIN), *SMALL, *words, "--out_dir=lives"]

@@ -84,6 +84,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """Standard error, and loggers as in a new process; no fixture, for pytest adds handlers of its own after those."""
     logger, stream = logging.getLogger("torchelastic"), io.StringIO()
     before = (logger.handlers[:], logger.propagate)
+    logger.handlers[:], logger.propagate = [], True  # whatever tests before this one have left
     with monkeypatch.context() as patch:
         patch.setattr("sys.stderr", stream)
         patch.setattr(logging.getLogger(), "handlers", [])
@@ -93,10 +94,9 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 def test_without_a_launcher_nothing_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with new_process(monkeypatch):
-        before = logging.getLogger("torchelastic").handlers[:]
         set_up_worker_log(Position, {})
         set_up_worker_log(Position, {FORMAT_VARIABLE: "xml"})
-        assert logging.getLogger("torchelastic").handlers == before
+        assert logging.getLogger("torchelastic").handlers == []
 
 
 def test_a_workers_line_says_its_rank_round_and_step_until_the_script_sets_up_its_own_log(

@@ -102,6 +102,11 @@ class Place(NamedTuple):
     port: int
 
 
+#: What a job here would inherit and a user's would not: of another SLURM, and what coordinators that lived in this
+#: process have left (the loopback as gloo's interface: two nodes would never meet).
+NOT_FOR_JOBS = ("SLURM_", "SBATCH_", "TORCHELASTIC_", "GLOO_", "NCCL_")
+
+
 class Slurm:
     """The daemons, which end with the process that made them, and commands about jobs.
 
@@ -119,7 +124,7 @@ class Slurm:
         self.folder = folder
         self.names = [f"n{n}" for n in range(1, nodes + 1)]
         self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_JOBS)},
             "PATH": _path(),
             "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
         }

@@ -12,6 +12,7 @@ from tests.slurm.jobs import Job, assert_same
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 
 
+@pytest.mark.long
 def test_a_job_that_reaches_its_limit_requeues_itself_and_ends_with_the_same_weights(
     slurm: Slurm, uninterrupted: Job, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def assert_each_step_once(job: ElasticJob) -> None:
     assert set(Counter(event["step"] for event in job.of("committed")).values()) == {2}
 
 
+@pytest.mark.long
 def test_a_node_is_lost_and_one_is_added_in_mid_run_and_no_sample_is_lost_or_repeated(
     elastic: MakeElasticJob, hosts: SlurmHosts
 ) -> None:
