@@ -10,8 +10,8 @@ READY_NEMO := $(VENV_NEMO)/.ready
 
 help:
 	@echo "make demo      train on three workers, kill one, see the run end as if nothing had happened"
-	@echo "make test      lint, types and the tests of every day; a quarter of an hour on two cores"
-	@echo "make test-long the tests that take longest one by one, 20 minutes; CI runs them too"
+	@echo "make test      lint, types and the tests of every day, but for the longest"
+	@echo "make test-long the tests that take longest one by one; CI runs them too"
 	@echo "make test-all  all of these, and the slow ring: hours"
 	@echo "make test-slurm the tests with a real SLURM, the slow ones too; as root, with slurm-wlm and munge installed"
 	@echo "make test-nemo the adapter for NeMo, in an environment of its own (2.5 GB)"
