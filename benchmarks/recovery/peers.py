@@ -24,10 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
 from benchmarks.environment import summary
 from benchmarks.job.events import EventReader
+from benchmarks.job.processes import end_tree
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
@@ -94,7 +93,7 @@ class _Peer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._processes:
-            self.kill(process)
+            end_tree(process)
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[bytes]:
         variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -106,18 +105,6 @@ class _Peer:
             )
         self._processes.append(process)
         return process
-
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """SIGKILL a process that was started here, and all that it has started."""
-        if process.poll() is not None:
-            return
-        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for member in tree:
-            try:
-                member.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
-        process.wait()
 
     def wait_for_steps(self, members: int, steps: int, since_s: float, world: int, but: set[int]) -> float:
         """Wait until so many processes have committed so many steps in a world of this size; when the last one has.
@@ -190,7 +177,7 @@ def _shrink(peer: _Peer) -> Iterator[float]:
     peer.wait_for_steps(peer.workers, WARM_STEPS, 0.0, peer.workers, set())
     before = peer.pids()
     killed_s = time.monotonic()
-    peer.kill(agents[-1])
+    end_tree(agents[-1])
     yield 1000 * (peer.wait_for_steps(peer.workers - 1, 1, killed_s, peer.workers - 1, before) - killed_s)
 
 
@@ -219,7 +206,7 @@ def _torchft(peer: _Peer) -> Iterator[float]:
         peer.wait_for_steps(peer.workers, WARM_STEPS, began_s, peer.workers, set())
         killed_s = time.monotonic()
         victim = replicas.pop(0)
-        peer.kill(victim)
+        end_tree(victim)
         dead = {victim.pid}
         yield 1000 * (peer.wait_for_steps(peer.workers - 1, 1, killed_s, peer.workers - 1, dead) - killed_s)
         replicas.append(start_replica())

@@ -37,7 +37,8 @@ from typing import Any
 
 from benchmarks.environment import print_result, summary
 from benchmarks.job import models
-from benchmarks.job.controller import Job, Kill
+from benchmarks.job.controller import RECOVERY_LIMIT_S, Job, Kill
+from benchmarks.job.processes import exit_on_signals
 from benchmarks.storm import ledger, reference
 
 STEPS_PER_FAULT = 5.5
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0, help="of weights, data order and faults")
     options = parser.parse_args()
+    exit_on_signals()
     batch = models.SIZES["small"].samples_per_worker * options.workers
     samples = batch * max(2, round(options.faults * STEPS_PER_FAULT / EPOCHS))
     losses = [reference.plain_run(samples, EPOCHS, batch, seed) for seed in SEEDS]
@@ -86,14 +88,14 @@ def storm(mode: str, samples: int, options: argparse.Namespace) -> dict[str, Any
     """One run of one mode from its beginning to its end."""
     training: dict[str, Any] = {**MODES[mode], "model": "small", "samples": samples, "epochs": EPOCHS}
     training |= {"seed": options.seed, "rate": reference.RATE, "ledger": True}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         training_here = {**training, "spares": options.spares, "step_ms": options.step_ms}
         with Job(Path(folder), workers=options.workers, **training_here) as job:
             job.start()
             job.allow("import", 10 * options.faults)  # whoever is started again may import at once, and join
             job.allow("join", 10 * options.faults)
             kills, delayed = _rage(job, options)
-            job.wait_until(lambda: job.agent.poll() == 0, "the end of the run", 600)
+            job.wait_until(lambda: job.agent.poll() == 0, "the end of the run", RECOVERY_LIMIT_S)
             events = job.read.all()
             finals = reference.final_weights(Path(folder))
     book = ledger.read(events, {kill.pid for kill in kills}, samples, EPOCHS)
@@ -133,7 +135,7 @@ def _rage(job: Job, options: argparse.Namespace) -> tuple[list[Kill], int]:
         time.sleep(max(0.0, wait_s))
         if not job.full_group(1):
             delayed += 1
-            job.wait_until(lambda: job.full_group(1) or job.read.of("finished"), "a full group")
+            job.wait_until(lambda: job.full_group(1) or job.read.of("finished"), "a full group", RECOVERY_LIMIT_S)
             due_s = time.monotonic()
         if job.read.of("finished") or job.agent.poll() is not None:
             break

@@ -68,15 +68,6 @@ def battery_jobs(tmp_path: Path) -> Iterator[MakeJob]:
         job.stop()
 
 
-def hung(job: BatteryJob) -> int:
-    """How many survivors did not come out of a collective although their connections were cut, and were ended.
-
-    Seen in about one of twenty runs beside much other load, not in 25 quiet ones, with gloo of torch 2.13; why is
-    not known. They come back, and the result must be the same.
-    """
-    return job.output().count("did not get ready in time: its stacks follow")
-
-
 def run(job: BatteryJob, faults: Sequence[Fault], workers: int) -> dict[str, torch.Tensor]:
     """Run it; every fault must have struck, and who was killed must be back in the end."""
     job.start("--standalone", nproc=workers, PYTHONPATH=str(ROOT))  # the job imports the other job's parts
@@ -84,7 +75,9 @@ def run(job: BatteryJob, faults: Sequence[Fault], workers: int) -> dict[str, tor
     assert job.plan.struck() == list(range(len(faults))), job.output()[-3000:]
     assert min(job.rounds().values()) == workers - 1
     kills = sum(fault.verb == "kill" for fault in faults)
-    assert len(job.of("started")) == workers + kills + hung(job)
+    # nobody stays in a collective of gloo's whose connections were cut, so nobody has to be ended
+    assert "did not get ready in time" not in job.output()
+    assert len(job.of("started")) == workers + kills
     return job.check_batteries(finishers=workers)
 
 
@@ -102,9 +95,8 @@ def test_scaler_two_optimizers_accumulation_and_ema_at_once_in_a_loop_of_ones_ow
     final = run(job, faults, workers=3)
     assert final["scaler"][0] != 1024, "it has grown, and shrunk after the infinite step"
     assert "it stands" not in job.output()
-    if not hung(job):
-        told = [event["changes"] for event in job.of("finished")]
-        assert sorted(told) == [[[0, 3]], [[0, 3], [3, 2], [2, 3]], [[0, 3], [3, 2], [2, 3]]]
+    told = [event["changes"] for event in job.of("finished")]
+    assert sorted(told) == [[[0, 3]], [[0, 3], [3, 2], [2, 3]], [[0, 3], [3, 2], [2, 3]]]
 
 
 def test_batch_norm_and_an_ema_of_it(battery_jobs: MakeJob) -> None:

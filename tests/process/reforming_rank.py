@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.groups import ProcessGroups
 
 #: By then everything that is made once has been made.
@@ -23,6 +25,8 @@ EARLY = 20
 
 def open_now() -> dict[str, int]:
     gc.collect()
+    while abandoned.count:  # released on a thread of its own
+        time.sleep(0.01)
     folders = {"descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
     return {what: len(list(Path(folder).iterdir())) for what, folder in folders.items()}
 

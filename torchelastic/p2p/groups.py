@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.p2p.abandoned import abandoned
+from torchelastic.p2p.abortable import AbortableGroup
+from torchelastic.p2p.formation import Formation
 from torchelastic.processes.sockets import SocketSet
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,10 @@ class ProcessGroups:
         backend: of the default group; a backend that is not for CPU tensors gets a gloo group beside it.
         timeout: of collectives.
         is_foreign: see `SocketSet`.
+
+    Attributes:
+        control: the group for control collectives; None: there is no group at present.
+        is_forming: whether the default group is being made.
     """
 
     def __init__(
@@ -38,31 +45,45 @@ class ProcessGroups:
         self.backend = backend
         self.timeout = timeout
         self.control: dist.ProcessGroup | None = None
+        self.is_forming = False
         self._sockets = SocketSet(is_foreign)
-        self._watch_for_new_groups()
+        self._is_aborted = False
+        self._formation: Formation | None = None
+        _watch_for_new_groups()
 
     def form(self, store: Store, rank: int, world_size: int) -> None:
         """Make the default group and the one for control collectives. Raises RuntimeError if a peer does not come."""
+        global _in_use
+        _in_use = self
         self._sockets.clear()
         # by default torch ends the process whose NCCL collective was aborted or timed out; 2: it only cleans up
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         excepthook = sys.excepthook
+        self.is_forming = True
         try:
             dist.init_process_group(self.backend, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
         finally:
             # torch puts one more layer around it each time, and each prints its "[rankN]: " before every line
             sys.excepthook = excepthook
+            self.is_forming = False
         if self.backend == "gloo":
             self.control = dist.group.WORLD
         else:
             self.control = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def abort(self) -> int:
-        """Make every collective of the present groups fail, here and, through the closed connections, at the peers.
+        """Make every operation of the present groups fail: here, and at the peers through the closed connections.
 
-        Returns how many connections were cut. Idempotent.
+        Whoever waits in one is freed, and a group that is just being formed is given up. Returns how many connections
+        were cut. Idempotent.
         """
+        self._is_aborted = True
+        formation = self._formation
+        if formation is not None:
+            formation.give_up()
         cut = self._sockets.cut()
+        for group in _abortable_groups():
+            group.abort()
         if dist.is_initialized():
             _abort_communicators()
         return cut
@@ -72,45 +93,82 @@ class ProcessGroups:
         # torch names groups by a counter, part of every key in the store, and counts failed formations too: a rank that
         # had one more of them would wait for keys that nobody ever writes
         c10d._world.group_count = 0
-        if not dist.is_initialized():
-            return
-        self.abort()
-        self.control = None
-        try:
-            dist.destroy_process_group()
-        except (RuntimeError, ValueError, AssertionError) as error:
-            log.debug("destroying an aborted group: %s", error)
-        self._sockets.clear()
+        if dist.is_initialized():
+            self.abort()
+            self.control = None
+            groups = _abortable_groups()
+            try:
+                dist.destroy_process_group()
+            except (RuntimeError, ValueError, AssertionError) as error:
+                log.debug("destroying an aborted group: %s", error)
+            abandoned.add(groups)
+            self._sockets.clear()
+        self._is_aborted = False
 
-    def _watch_for_new_groups(self) -> None:
-        """Record the connections of every group, those that the user makes with `new_group` too.
+    @contextmanager
+    def making_group(self) -> Iterator[None]:
+        """While torch makes a group, the user's with `new_group` too: record its connections, and let it be given up.
 
-        There is no public hook; all ways of making a group go through this one function, by name since torch 1.8.
+        Raises:
+            RuntimeError: the present groups were given up.
         """
-        original = c10d._new_process_group_helper
-        recorders: list[SocketSet] = getattr(original, "torchelastic_recorders", [])
-        recorders.append(self._sockets)
-        if not hasattr(original, "torchelastic_recorders"):
-            c10d._new_process_group_helper = _recording(original, recorders)
+        formation, outer = Formation(), self._formation
+        self._formation = formation
+        if self._is_aborted:
+            formation.give_up()
+        try:
+            with self._sockets.recording(), formation.connecting():
+                yield
+        finally:
+            self._formation = outer
 
 
-def _recording(original: Callable[..., Any], recorders: list[SocketSet]) -> Callable[..., Any]:
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        with _all_recording(recorders):
+def _abortable_groups() -> list[AbortableGroup]:
+    return [group for group in list(c10d._world.pg_map) if isinstance(group, AbortableGroup)]
+
+
+#: Whose groups are those of `torch.distributed` at present; a process has one default group at a time.
+_in_use: ProcessGroups | None = None
+
+
+def _watch_for_new_groups() -> None:
+    """Have a say in how every group of this process is made, the user's too. Idempotent.
+
+    There is no public hook; all ways of making a group go through this one function, by name since torch 1.8.
+    """
+    original = c10d._new_process_group_helper
+    if not hasattr(original, "torchelastic_watches"):
+        c10d._new_process_group_helper = _watched(original)
+
+
+def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        backend = kwargs["backend"] if "backend" in kwargs else args[3]
+        with ExitStack() as stack:
+            if _in_use is not None and (_in_use.is_forming or dist.is_initialized()):  # else it is the user's own world
+                stack.enter_context(_in_use.making_group())
+                if _is_gloo_alone(backend):
+                    stack.enter_context(_groups_are(AbortableGroup))
             return original(*args, **kwargs)
 
-    recorded.torchelastic_recorders = recorders  # type: ignore[attr-defined]  # so that it is wrapped once
-    return recorded
+    watched.torchelastic_watches = True  # type: ignore[attr-defined]
+    return watched
+
+
+def _is_gloo_alone(backend: Any) -> bool:
+    """Whether all messages of a group with this backend go through gloo; NCCL's communicators can be aborted."""
+    return set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values()) == {"gloo"}
 
 
 @contextmanager
-def _all_recording(recorders: list[SocketSet]) -> Iterator[None]:
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        for recorder in recorders:
-            stack.enter_context(recorder.recording())
+def _groups_are(kind: type[dist.ProcessGroup]) -> Iterator[None]:
+    """Have torch construct groups of this class, which then stand wherever it keeps groups."""
+    usual = c10d.ProcessGroup
+    c10d.ProcessGroup = kind  # type: ignore[misc]
+    try:
         yield
+    finally:
+        c10d.ProcessGroup = usual  # type: ignore[misc]
 
 
 def _abort_communicators() -> None:

@@ -1,0 +1,398 @@
+"""A gloo process group whose waits can be given up: `abort` frees whoever waits in it, whatever its messages do.
+
+gloo cannot do that. When a connection fails it wakes those whose message was still queued, but not the operation that
+was half sent or half received at that moment (gloo/transport/tcp/pair.cc, `Pair::signalException`, as of torch 2.13):
+its waiter stays for the time-out of the collective. So nobody waits in there alone:
+
+* A collective runs on a thread of gloo's; its waiter waits for that thread in slices and checks between two of them
+  whether the group was aborted. A slice that times out harms nothing.
+* A message from rank to rank (send, recv) is waited for in gloo itself, where a time-out would end the whole group. A
+  small one is, on the calling thread: it is taken or given by the kernel in one piece. A large one is waited for on a
+  thread of the group's own.
+* A future of a collective (DDP's own reduction of gradients waits for those, in C++) is one of ours, which the end of
+  the operation or the abort completes, whichever comes first.
+
+`abort` shuts no connection: see `torchelastic.p2p.groups`, which also cuts those, so that the peers are freed too.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+#: An aborted group frees whoever waits within this time. A slice that times out costs 0.2 ms of processor time.
+SLICE = timedelta(milliseconds=20)
+#: A message of at most this many bytes fits the smallest send buffer of a Linux socket as a whole.
+SMALL_MESSAGE_BYTES = 16 * 2**10
+#: So many operations are remembered before those are looked for that have ended without anybody having waited for them.
+FORGET_AFTER = 32
+
+_COLLECTIVES = (
+    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced",
+    "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter",
+)  # fmt: skip
+_MESSAGES = ("recv", "recv_anysource", "send")
+
+
+class GroupAbortedError(RuntimeError):
+    """The group was given up while, or before, this operation was under way."""
+
+
+class AbortableGroup(dist.ProcessGroup):
+    """A group of torch's, around another one that does the work; torch's code is given this one.
+
+    Constructed as `torch.distributed.ProcessGroup` is, by torch itself (see `torchelastic.p2p.groups`). All methods but
+    `abort`, `is_idle` and `held_bytes` are for the threads that use the group.
+
+    Args:
+        store: of the group alone.
+        rank: of this process in the group.
+        size: of the group.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's types lack the form for subclasses
+        self._inner = dist.ProcessGroup(store, rank, size)
+        self._lock = threading.Lock()
+        self._aborted = threading.Event()
+        self._operations: dict[int, tuple[dist.Work, object]] = {}
+        self._forget_at = FORGET_AFTER
+        self._futures: set[torch.futures.Future[Any]] = set()
+        self._waiter: _Waiter | None = None
+        self._has_large_messages = False
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the group was given up."""
+        return self._aborted.is_set()
+
+    def abort(self) -> None:
+        """Free every thread that waits for an operation of this group, within `SLICE`. From any thread; idempotent.
+
+        What waits raises GroupAbortedError, unless the operation has failed, or succeeded, by itself. No further
+        operation begins. Those that are under way go on in the background until gloo ends them: see `is_idle`.
+        """
+        if self._aborted.is_set():
+            return
+        self._aborted.set()
+        with self._lock:
+            futures, self._futures = self._futures, set()
+        for future in futures:
+            future.set_result(GroupAbortedError(_ABORTED))
+        if self._waiter is not None:
+            self._waiter.wake()
+
+    def is_idle(self) -> bool:
+        """Whether no operation is under way any more, so that nothing stays for whoever releases the group."""
+        with self._lock:
+            self._forget_ended()
+            is_waiting = self._waiter is not None and self._waiter.is_busy
+            return not self._operations and not is_waiting
+
+    def held_bytes(self) -> int:
+        """How large the tensors are that operations under way hold."""
+        with self._lock:
+            held = [arguments for _, arguments in self._operations.values()]
+        tensors = {tensor.data_ptr(): tensor for arguments in held for tensor in _tensors_in(arguments)}
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
+
+    def shutdown(self) -> None:
+        """As torch's; an aborted group's connections are cut already, and must not be waited for."""
+        if self._waiter is not None:
+            self._waiter.end()
+        if not self.is_aborted:
+            self._inner.shutdown()
+
+    # --- for torch's code: what it sets on a group goes to both, what it asks of one comes from the inner one ---------
+
+    def _register_backend(self, device: torch.device, backend_type: Any, backend: Any) -> None:
+        super()._register_backend(device, backend_type, backend)
+        self._inner._register_backend(device, backend_type, backend)
+
+    def _set_default_backend(self, backend_type: Any) -> None:
+        super()._set_default_backend(backend_type)
+        self._inner._set_default_backend(backend_type)
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._inner._set_group_name(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        super()._set_group_desc(desc)
+        self._inner._set_group_desc(desc)
+
+    def get_group_store(self) -> Store:
+        """As torch's."""
+        return self._inner.get_group_store()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """As torch's."""
+        self._inner.set_timeout(timeout)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's, which waits for messages from all ranks."""
+        self._raise_if_aborted()
+        inner: Any = self._inner  # torch's types lack it
+        self._on_waiter(lambda: inner.monitored_barrier(*args, **kwargs))
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbortableWork:
+        self._raise_if_aborted()
+        inner = getattr(self._inner, name)(*args, **kwargs)
+        with self._lock:
+            if len(self._operations) >= self._forget_at:
+                self._forget_ended()
+                self._forget_at = max(FORGET_AFTER, 2 * len(self._operations))
+            self._operations[id(inner)] = inner, args
+        return AbortableWork(self, inner)
+
+    def _begin_message(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbortableWork:
+        self._raise_if_aborted()
+        # from then on a small message too: it may have to wait behind a large one
+        self._has_large_messages |= any(tensor.nbytes > SMALL_MESSAGE_BYTES for tensor in _tensors_in(args))
+        return AbortableMessage(self, getattr(self._inner, name)(*args, **kwargs))
+
+    def _forget(self, inner: dist.Work) -> None:
+        with self._lock:
+            self._operations.pop(id(inner), None)
+
+    def _forget_ended(self) -> None:
+        ended = [key for key, (inner, _) in self._operations.items() if inner.is_completed()]
+        for key in ended:
+            del self._operations[key]
+
+    def _raise_if_aborted(self) -> None:
+        if self._aborted.is_set():
+            raise GroupAbortedError(_ABORTED)
+
+    def _future_of(self, inner: dist.Work) -> torch.futures.Future[Any]:
+        """A future that the end of an operation completes, or the abort of the group."""
+        first: torch.futures.Future[Any] = torch.futures.Future()
+        # errors reach waiters in C++ only as those of a callback: an exception that Python sets is a value there
+        result = first.then(_value_or_raise)
+        with self._lock:
+            is_aborted = self._aborted.is_set()
+            if not is_aborted:
+                self._futures.add(first)
+        if is_aborted:
+            first.set_result(GroupAbortedError(_ABORTED))
+            return result
+
+        def ended(future: torch.futures.Future[Any]) -> None:
+            with self._lock:
+                is_first = first in self._futures
+                self._futures.discard(first)
+            self._forget(inner)
+            if is_first:
+                first.set_result(_outcome(future))
+
+        inner.get_future().add_done_callback(ended)
+        return result
+
+    def _on_waiter(self, wait: Callable[[], object]) -> None:
+        """Have `wait` called on the group's own thread, and wait for it or for the abort."""
+        if self._waiter is None:
+            self._waiter = _Waiter()
+        self._waiter.wait(wait, self._raise_if_aborted)
+
+
+class AbortableWork(dist.Work):
+    """A collective of an `AbortableGroup`. Everything but waiting is the inner operation's."""
+
+    def __init__(self, group: AbortableGroup, inner: dist.Work) -> None:
+        super().__init__()
+        self._group, self._inner = group, inner
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end of the operation. Raises RuntimeError if it failed, GroupAbortedError if it was given up.
+
+        Args:
+            timeout: raise RuntimeError after this time, and leave the operation as it is; 0: that of the group.
+        """
+        inner, left = self._inner, timeout or None
+        while True:
+            try:
+                inner.wait(SLICE if left is None else min(SLICE, left))
+            except RuntimeError:
+                if inner.is_completed():  # failed, or ended just after the slice
+                    self._group._forget(inner)
+                    return inner.wait()
+                self._group._raise_if_aborted()
+                if left is not None:
+                    left -= SLICE
+                    if left <= timedelta(0):
+                        raise
+            else:
+                self._group._forget(inner)
+                return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns, or raises, without waiting."""
+        return self._inner.is_completed() or self._group.is_aborted
+
+    def is_success(self) -> bool:
+        """Whether the operation has succeeded."""
+        return self._inner.is_completed() and self._inner.is_success()
+
+    def exception(self) -> Any:
+        """Why the operation failed."""
+        if not self._inner.is_completed() and self._group.is_aborted:
+            return GroupAbortedError(_ABORTED)
+        return self._inner.exception()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completed with the operation, or with the abort of the group."""
+        if self._future is None:
+            self._future = self._group._future_of(self._inner)
+        return self._future
+
+    def synchronize(self) -> None:
+        """As torch's: makes the current stream of a GPU wait; nothing without one."""
+        self._inner.synchronize()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors of an operation that has ended."""
+        return self._inner.result()
+
+    def source_rank(self) -> int:
+        """Who has sent what was received."""
+        return self._inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._inner._source_rank()
+
+
+class AbortableMessage(AbortableWork):
+    """A message to or from one rank. No thread of gloo's works at it: whoever waits for it does."""
+
+    _has_ended = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """As `AbortableWork.wait`, but a time-out ends the whole group, as gloo has it."""
+        if not self._has_ended:
+            self._group._raise_if_aborted()
+            if self._group._has_large_messages:
+                self._group._on_waiter(lambda: self._inner.wait(timeout))
+            else:
+                self._inner.wait(timeout)
+            self._has_ended = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it was waited for; gloo tells no more."""
+        return self._has_ended or self._group.is_aborted
+
+    def is_success(self) -> bool:
+        """Whether it was waited for, and arrived."""
+        return self._has_ended
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As torch's, which has none for messages."""
+        return self._inner.get_future()
+
+
+class _Waiter:
+    """A thread that waits in another one's stead, one wait after the other."""
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._present: _Call | None = None
+        threading.Thread(target=self._run, name="torchelastic-messages", daemon=True).start()
+
+    def wait(self, wait: Callable[[], object], raise_if_aborted: Callable[[], None]) -> None:
+        call = self._present = _Call(wait)
+        self._calls.put(call)
+        raise_if_aborted()  # an abort before the line above has woken nobody
+        call.woken.acquire()
+        if not call.has_ended:
+            raise_if_aborted()
+        if call.error is not None:
+            raise call.error
+
+    def wake(self) -> None:
+        """Free who waits; from any thread."""
+        call = self._present
+        if call is not None:
+            call.wake()
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self.is_busy = True
+            try:
+                call.wait()
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                call.error = error
+            call.has_ended = True
+            call.wake()
+            self.is_busy = False
+            del call
+
+
+class _Call:
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
+        self.error: BaseException | None = None
+        self.has_ended = False
+        self.woken = threading.Lock()
+        self.woken.acquire()
+
+    def wake(self) -> None:
+        try:
+            self.woken.release()
+        except RuntimeError:
+            pass  # the end and the abort came together
+
+
+_ABORTED = "the process group was given up while this operation was under way: another worker was lost or hangs"
+
+
+def _value_or_raise(future: torch.futures.Future[Any]) -> Any:
+    outcome = future.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _outcome(future: torch.futures.Future[Any]) -> Any:
+    try:
+        return future.value()
+    except Exception as error:  # noqa: BLE001 - handed on
+        return error
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _delegated(name: str, begin: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    def operation(self: AbortableGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return begin(self, name, args, kwargs)
+
+    operation.__name__ = name
+    operation.__doc__ = "As torch's, but waiting for it ends with the group."
+    return operation
+
+
+for _names, _begin in ((_COLLECTIVES, AbortableGroup._begin), (_MESSAGES, AbortableGroup._begin_message)):
+    for _name in _names:
+        if hasattr(dist.ProcessGroup, _name):  # not in every version of torch
+            setattr(AbortableGroup, _name, _delegated(_name, _begin))
