@@ -69,6 +69,7 @@ class BaseCheckpointManager(ABC):
         self._timeout_s = timeout_s
         self._roll = RollCall(process_group, timeout_s)
         self._world: object = _NOBODY
+        self._formation = 0  # how many groups there were
         self._survey = Survey()
         self._complete: dict[Save, float] = {}
         self._unreadable: set[Save] = set()
@@ -216,7 +217,7 @@ class BaseCheckpointManager(ABC):
         save = Save(self._generation, iteration, self.world_size, str(token))
         self._pending[save] = 0
         request = self._save(prepared[0], save.shard(self.rank), float(saved_s), is_async=is_async)
-        request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s))])
+        request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s), self._formation)])
         if is_async:
             return request
         self._finish(request, save, f"{call}, writing")
@@ -236,6 +237,7 @@ class BaseCheckpointManager(ABC):
         if is_new:
             self._arrive(call)
             self._world = source
+            self._formation += 1
         if is_new or look:
             self._look(call)
 
@@ -337,9 +339,13 @@ class BaseCheckpointManager(ABC):
         for finalize_fn in request.finalize_fns:
             finalize_fn()
 
-    def _finalize(self, save: Save, saved_s: float) -> None:
-        """All ranks have written it. Called on the thread that trains."""
+    def _finalize(self, save: Save, saved_s: float, formation: int) -> None:
+        """All ranks of the present group have written it. Called on the thread that trains."""
         self._pending.pop(save, None)
+        if formation != self._formation or self._world is not self._roll.source:
+            # a rank that is not in the group any more may have died before it wrote its shard: nothing older may go
+            log.warning("the process group was re-formed during %s: find_latest() finds out if it is complete", save)
+            return
         self._complete[save] = saved_s
         self.latest_iteration = max(self._complete).iteration
         for older in [older for older in self._pending if older < save]:

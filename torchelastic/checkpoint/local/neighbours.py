@@ -22,6 +22,8 @@ from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 
 #: For how long a peer may be silent in a transfer, at most.
 MOST_SILENCE_S = 30.0
+#: And as a part of the manager's timeout: whoever gives up on a silent peer must not be missed by the others meanwhile.
+_SILENCE_PART = 1 / 4
 
 _LEAST_TRANSFERS = 16
 
@@ -69,7 +71,7 @@ def meet(folder: ShardFolder, together: Together, call: str, timeout_s: float, r
         f"{call}, meeting", lambda: {"host": host_id(), "root": root_id(folder.root), "token": secrets.token_hex(32)}
     )
     hosts, roots, token = [each["host"] for each in found], [each["root"] for each in found], str(found[0]["token"])
-    peers = Peers({}, token, min(timeout_s, MOST_SILENCE_S))
+    peers = Peers({}, token, min(_SILENCE_PART * timeout_s, MOST_SILENCE_S))
     if len(found) == 1:
         return Neighbours(hosts, roots, peers)
     servers: list[ReplicaServer] = []

@@ -7,6 +7,7 @@ collectives of training.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +28,14 @@ _POLL_S = 0.0002
 _SLOW_POLL_S = 0.01
 #: A rank that waits longer than this says so in the store, for those who ask who is missing.
 _MARK_AFTER_S = 1.0
+#: How often it asks the store whether another rank has noticed a loss: gloo notices only on the ranks next to the lost.
+_ASK_S = 1.0
+#: For how long a rank that has noticed a loss waits for reports of the others, to name the one that does not report.
+#: Longer than a save tries to reach a lost peer.
+_NAMING_S = 10.0
 _NAMED_RANKS = 8
+#: In place of a rank in a key: a rank has noticed that another one was lost.
+_SEEN = "seen"
 
 #: How many gloo groups were made for each group of the program: part of the key under which its ranks meet.
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -78,7 +86,7 @@ class RollCall:
         self._source: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._round = 0
-        self._broken = ""
+        self._broken = self._nonce = self._own_nonce = ""  # the nonce is rank 0's own one
 
     @property
     def source(self) -> dist.ProcessGroup | None:
@@ -106,14 +114,14 @@ class RollCall:
 
         Raises:
             OutOfStepError: a rank calls something else, or did not come within the time limit (names it); or the group
-                is broken, for example because a rank has died.
+                is broken, for example because a rank has died (names it if the store still answers).
         """
         if self.world_size == 1:
             return [json.loads(json.dumps(payload))]
         group = self._meet(call)
         body = json.dumps(payload, separators=(",", ":")).encode()
         inline = body if len(body) <= _INLINE_BYTES else b""
-        frame = json.dumps([call[:200], len(body)]).encode() + b"\n" + inline
+        frame = json.dumps([call[:200], len(body), self._own_nonce]).encode() + b"\n" + inline
         frames = [data.partition(b"\n") for data in self._all_gather(group, frame, FRAME_BYTES, call)]
         heads = [json.loads(head) for head, _, _ in frames]
         calls = [str(head[0]) for head in heads]
@@ -122,6 +130,7 @@ class RollCall:
                 f"the ranks are out of step: {describe_calls(calls)}. All ranks have to call the same methods of the "
                 "manager in the same order, with the same iteration; nothing was done"
             )
+        self._nonce = self._nonce or str(heads[0][2])  # the store may have keys of a former group of this name
         sizes = [int(head[1]) for head in heads]
         if max(sizes) <= _INLINE_BYTES:
             return [json.loads(answer) for _, _, answer in frames]
@@ -140,6 +149,7 @@ class RollCall:
             raise CheckpointError("there is no process group any more: form one anew, or end its managers before it")
         if self._source is not source:
             self._group, self._source, self._broken, self._round = None, source, "", 0
+            self._nonce, self._own_nonce = "", secrets.token_hex(4)
         if self._broken:
             raise OutOfStepError(f"the ranks have lost step before: {self._broken}. Form the process group anew")
         if self._group is None:
@@ -176,25 +186,49 @@ class RollCall:
                 raise ValueError("this rank is not in the manager's process_group: make it on the members only")
             self._wait(group, work, call)
         except RuntimeError as error:
-            self._broken = f"a rank was lost ({error})"
-            raise OutOfStepError(f"the ranks could not agree on {call}, because a rank was lost: {error}") from error
+            self._broken = f"a rank was lost: {self._lost(group)} ({error})"
+            raise OutOfStepError(f"the ranks could not agree on {call}, because {self._broken}") from error
         answers = [tensor.numpy().tobytes() for tensor in gathered]
         return [answer[8 : 8 + int.from_bytes(answer[:8], "little")] for answer in answers]
 
     def _wait(self, group: dist.ProcessGroup, work: dist.Work, call: str) -> None:
-        start_s, is_marked = self._clock(), False
+        start_s, ask_s = self._clock(), min(_MARK_AFTER_S, self._timeout_s / 2)
         meeting = f"{group.group_name}-round-{self._round}"
         while not work.is_completed():
             waited_s = self._clock() - start_s
-            if not is_marked and waited_s >= min(_MARK_AFTER_S, self._timeout_s / 2):
-                is_marked = True
-                c10d._get_default_store().set(_key(group, meeting, dist.get_rank(group)), "1")
-            if waited_s >= self._timeout_s:
+            if waited_s >= ask_s:
+                ask_s = waited_s + _ASK_S
                 store = c10d._get_default_store()
-                ranks = range(dist.get_world_size(group))
-                self._raise_missing([rank for rank in ranks if not store.check([_key(group, meeting, rank)])], call)
+                store.set(_key(group, meeting, dist.get_rank(group)), "1")
+                if self._nonce and store.check([_key(group, self._loss, _SEEN)]):
+                    raise RuntimeError("another rank has lost its connection to it")
+            if waited_s >= self._timeout_s:
+                self._raise_missing(_unmarked(group, meeting), call)
             self._sleep(_POLL_S if waited_s < 0.1 else _SLOW_POLL_S)
         work.wait()  # raises what went wrong
+
+    @property
+    def _loss(self) -> str:
+        """The meeting of those that are left when a rank is lost; there is one at most for each group."""
+        return f"loss-{self._nonce}"
+
+    def _lost(self, group: dist.ProcessGroup) -> str:
+        """Notifies the other ranks of a loss, and names the lost rank: the one that does not report in `_NAMING_S`.
+
+        What a rank reported while it waited does not count: it may be the lost one.
+        """
+        deadline_s = self._clock() + min(_NAMING_S, self._timeout_s)
+        try:
+            store = c10d._get_default_store()
+            for who in (_SEEN, dist.get_rank(group)):
+                store.set(_key(group, self._loss, who), "1")
+            while len(missing := _unmarked(group, self._loss)) > 1 and self._clock() < deadline_s:
+                self._sleep(_SLOW_POLL_S)
+        except RuntimeError:
+            missing = []  # the store was lost with it
+        if not missing:
+            return "which one is not known"
+        return listed(missing) if len(missing) == 1 else f"at least one of {listed(missing)}"
 
     def _raise_missing(self, missing: Sequence[int], call: str) -> None:
         who = listed(missing) if missing else "another rank"
@@ -204,5 +238,11 @@ class RollCall:
         )
 
 
-def _key(group: dist.ProcessGroup, meeting: str, rank: int) -> str:
-    return f"torchelastic.checkpoint.local/{group.group_name}/{meeting}/{rank}"
+def _unmarked(group: dist.ProcessGroup, meeting: str) -> list[int]:
+    """The ranks that the store has nothing of. Raises: RuntimeError if the store is lost."""
+    store = c10d._get_default_store()
+    return [rank for rank in range(dist.get_world_size(group)) if not store.check([_key(group, meeting, rank)])]
+
+
+def _key(group: dist.ProcessGroup, meeting: str, who: int | str) -> str:
+    return f"torchelastic.checkpoint.local/{group.group_name}/{meeting}/{who}"

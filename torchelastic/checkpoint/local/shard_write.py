@@ -1,4 +1,4 @@
-"""The background part of a save: checksums, header, the file's name, and copies to the peers.
+"""The background part of a save: checksums, header, the file's name, and replicas at the peers.
 
 In a thread of the trainer it works on the slot, which is mapped there. In a process of its own it knows only the path,
 and maps the file anew (a page fault per page, which takes longer than the checksums).
@@ -6,6 +6,7 @@ and maps the file anew (a page fault per page, which takes longer than the check
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Iterator
@@ -17,13 +18,26 @@ from typing import Any
 import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.replication import ReplicaClient
+from torchelastic.checkpoint.local.names import Shard
+from torchelastic.checkpoint.replication import (
+    AuthenticationError,
+    PeerLostError,
+    PeerStalledError,
+    ReplicaBusyError,
+    ReplicaClient,
+)
 from torchelastic.checkpoint.shards import Disk, Entry, Header, Stage
 from torchelastic.checkpoint.shards.batches import over_batches
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header, encode_preamble
+from torchelastic.metrics import publish_metric
 
-#: For how long a save tries to reach a peer that is lost, before it fails.
+log = logging.getLogger(__name__)
+
+#: For how long a save tries to reach a peer that is lost, before it goes on without that replica.
 PUSH_RETRY_S = 3.0
+#: The peer is dead, unreachable, replaced by another process, or still busy with a broken transfer. Anything else (it
+#: has no room, the content changed under the transfer) fails the save.
+_UNREACHABLE = (PeerLostError, PeerStalledError, AuthenticationError, ReplicaBusyError)
 
 
 @dataclass(frozen=True)
@@ -79,10 +93,15 @@ class ShardWrite:
         return {**self.__dict__, "stage": None}
 
     def run(self) -> None:
-        """Does it all; when it returns, the shard is here and at all peers.
+        """Does it all; when it returns, the shard is here, and at all peers that could be reached.
+
+        A peer that cannot be reached costs its replica and not the save: a warning names it, and the metric
+        checkpoint.replication.failures counts it. It is retried for `PUSH_RETRY_S` at most, and no wait for it takes
+        longer than the peers' `timeout_s`.
 
         Raises:
-            CheckpointError: the disk or a peer failed. The shard is removed here; peers may have it.
+            CheckpointError: the disk failed, or a peer refused the replica. The shard is removed here; peers may have
+                it.
         """
         try:
             self._seal_and_send()
@@ -136,9 +155,20 @@ class ShardWrite:
             return f"{xxhash.xxh3_64_intdigest(data):016x}"
 
     def _send(self, content: memoryview) -> None:
-        for rank in self.peers.addresses:
+        for rank, (host, port) in self.peers.addresses.items():
+            client = self.peers.client(rank, min(PUSH_RETRY_S, self.peers.timeout_s))
             try:
-                self.peers.client(rank, PUSH_RETRY_S).push(self.target.name, content, token_round=self.generation)
+                client.push(self.target.name, content, token_round=self.generation)
+            except _UNREACHABLE as error:
+                publish_metric("torchelastic", "checkpoint.replication.failures", 1)
+                log.warning(
+                    "%s has no replica on rank %d at %s:%d, which could not be reached (%s): it is saved without",
+                    Shard.parse(self.target.name) or self.target.name,
+                    rank,
+                    host,
+                    port,
+                    error,
+                )
             except CheckpointError as error:
                 raise CheckpointError(f"rank {rank} could not get a copy of {self.target.name}: {error}") from error
 

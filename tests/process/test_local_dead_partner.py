@@ -1,0 +1,369 @@
+"""Replicated local saves with a partner that is dead: saved without the replica, with a warning; SIGKILL is real."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.replica_relays import UNBOUNDED, relay_to
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError, neighbours
+from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.replication.incoming import IncomingObject
+from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
+from torchelastic.checkpoint.shards import Disk
+from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
+
+STATE_BYTES = 8 << 20
+#: Of the manager; a silent partner is given up after a quarter of it.
+TIMEOUT_S = 30.0
+#: On a machine that is busy, for processes that have to import torch first.
+ANSWER_S = 240
+#: For a save without its replica; far below `TIMEOUT_S`, after which the group would be given up.
+BOUND_S = 25.0
+
+
+# What the ranks save
+
+
+def state_of(rank: int, iteration: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1000 * iteration + rank)
+    weight = torch.randint(-128, 128, (STATE_BYTES,), generator=generator, dtype=torch.int8)
+    return {"weight": weight, "of": [rank, iteration]}
+
+
+def is_state_of(state: Any, rank: int, iteration: int) -> bool:
+    tree, expected = state.to_tree(), state_of(rank, iteration)
+    return bool(torch.equal(tree["weight"], expected["weight"])) and tree["of"] == expected["of"]
+
+
+def manager_at(root: Path, rank: int, *, replicated: bool = True, disk: Disk = REAL_DISK) -> LocalCheckpointManager:
+    strategy = LazyCliqueReplicationStrategy(1, 2) if replicated else None
+    return LocalCheckpointManager(
+        root / f"host-{rank}", "session", strategy, timeout_s=TIMEOUT_S, replica_host="127.0.0.1", disk=disk
+    )
+
+
+def save(manager: LocalCheckpointManager, iteration: int, rank: int, is_async: bool) -> float:
+    """Saves to the end, and returns how long it took, in seconds."""
+    start_s = time.monotonic()
+    request = manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration, is_async=is_async)
+    if request is not None:
+        with AsyncCallsQueue(worker="thread", timeout_s=TIMEOUT_S) as queue:
+            queue.schedule_async_request(request)
+    return time.monotonic() - start_s
+
+
+def shards(root: Path, host: int, iteration: int, of_rank: int) -> list[Path]:
+    return sorted((root / f"host-{host}").glob(f"session/*/iter_{iteration:07d}_{of_rank:04d}_of_*.shard"))
+
+
+@contextmanager
+def warnings_of_saves() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchelastic.checkpoint.local")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+class CountedFailures(MetricHandler):
+    """How many replicas could not be made."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def emit(self, metric_data: MetricData) -> None:
+        if metric_data.name == "checkpoint.replication.failures":
+            self.count += metric_data.value
+
+
+# A partner whose replica server is cut off, while its rank still trains: the network of the replicas is another one
+
+
+class RelayedServer(ReplicaServer):
+    """Tells the others the address of its relay."""
+
+    port = 0
+    port_file = Path()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.port_file.write_text(str(self.address[1]))
+        self.address = (self.address[0], self.port)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(2) as started:
+        yield started
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("fate", ["killed before the save", "killed in the transfer", "stopped before the save"])
+def test_a_save_succeeds_on_all_ranks_without_the_replica_of_an_unreachable_partner(
+    crew: Crew, tmp_path: Path, fate: str, is_async: bool
+) -> None:
+    dies_after_bytes = STATE_BYTES * 3 // 2 if fate == "killed in the transfer" else UNBOUNDED
+    fault = {"killed before the save": signal.SIGKILL, "stopped before the save": signal.SIGSTOP}.get(fate)
+    with relay_to(tmp_path / "port", dies_after_bytes) as relay:
+        answers = succeeded(crew.run(save_without_partner, tmp_path, relay.port, relay.pid, fault, is_async, ranks=2))
+        assert fault == signal.SIGSTOP or relay.was_killed()
+    (took_s, warnings, failures, *loaded), (other_took_s, other_warnings, other_failures, *other_loaded) = answers
+    assert took_s < BOUND_S
+    assert other_took_s < BOUND_S
+    (warning,) = warnings
+    assert warning.startswith(
+        f"the shard of rank 0 of iteration 4 (save 1 of 2 rank(s)) has no replica on rank 1 at 127.0.0.1:{relay.port}"
+    )
+    assert (failures, other_warnings, other_failures) == (1, [], 0)
+    assert loaded == other_loaded == [4, 4, True], "saved, found and loaded"
+    assert len(shards(tmp_path, 0, 4, 0)) == len(shards(tmp_path, 0, 4, 1)) == len(shards(tmp_path, 1, 4, 1)) == 1
+    assert shards(tmp_path, 1, 4, 0) == [], "the replica of rank 0"
+    assert shards(tmp_path, 0, 3, 0) == shards(tmp_path, 1, 3, 1) == [], "the older checkpoint is pruned as usual"
+
+
+def save_without_partner(
+    root: Path, port: int, pid: int, fault: signal.Signals | None, is_async: bool
+) -> tuple[float, list[str], float, int, int, bool]:
+    rank = dist.get_rank()
+    metrics = CountedFailures()
+    configure(metrics, "torchelastic")
+    if rank == 1:
+        RelayedServer.port, RelayedServer.port_file = port, root / "port"
+        neighbours.ReplicaServer = RelayedServer  # type: ignore[attr-defined]
+    try:
+        manager = manager_at(root, rank)
+        save(manager, 3, rank, is_async)
+        assert len(shards(root, 1, 3, 0)) == 1, "the first replica was made, through the relay"
+        dist.barrier()
+        if rank == 0 and fault is not None:
+            os.kill(pid, fault)
+        dist.barrier()
+        with warnings_of_saves() as warnings:
+            took_s = save(manager, 4, rank, is_async)
+        saved, found = manager.latest_iteration, manager.find_latest()
+        state, _ = manager.load()
+        dist.barrier()
+        manager.close()
+        return took_s, warnings, metrics.count, saved, found, is_state_of(state, rank, 4)
+    finally:
+        neighbours.ReplicaServer = ReplicaServer  # type: ignore[attr-defined]
+        initialize_metrics()
+
+
+# A partner that is killed as a rank of the group
+
+
+@contextmanager
+def ranks_of(work: Callable[..., Any], world_size: int, *arguments: Any) -> Iterator[Callable[[list[int]], list[Any]]]:
+    """Processes that run a module's function with their rank; gives what awaits the answers of some of them."""
+    context = multiprocessing.get_context("spawn")
+    ends: list[Connection] = []
+    processes: list[BaseProcess] = []
+    for rank in range(world_size):
+        here, there = context.Pipe(duplex=False)
+        processes.append(context.Process(target=answer_with, args=(there, work, rank, world_size, *arguments)))
+        processes[-1].start()
+        there.close()
+        ends.append(here)
+
+    def answers_of(ranks: list[int]) -> list[Any]:
+        answers = []
+        for rank in ranks:
+            assert ends[rank].poll(ANSWER_S), f"rank {rank} does not answer"
+            answers.append(ends[rank].recv())
+        return succeeded(answers)
+
+    try:
+        yield answers_of
+        killed = [rank for rank, process in enumerate(processes) if _exit_code(process) == -signal.SIGKILL]
+        assert killed == [VICTIM], "the victim was killed, and no other rank"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(20)
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    process.join(20)
+    return process.exitcode
+
+
+def answer_with(end: Connection, work: Callable[..., Any], rank: int, world_size: int, *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        answer = work(rank, world_size, *arguments)
+    except BaseException as error:
+        answer = Failed(type(error).__name__, f"{error}\n{traceback.format_exc()}")
+    end.send(answer)
+
+
+VICTIM = 1
+SURVIVORS = [0, 2, 3]
+
+
+def form_group(root: Path, name: str, rank: int, world_size: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root / name}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+    )
+
+
+def die_in_the_middle_of_a_transfer() -> None:
+    """Has this process kill itself when half of a replica has arrived and its own shard is at its partner."""
+    has_sent = threading.Event()
+    push, accept = ReplicaClient.push, IncomingObject.accept
+
+    def push_and_tell(self: ReplicaClient, *arguments: Any, **options: Any) -> Any:
+        sent = push(self, *arguments, **options)
+        has_sent.set()
+        return sent
+
+    def accept_and_die(self: IncomingObject, chunk: memoryview, running_digest: int) -> None:
+        accept(self, chunk, running_digest)
+        if self.verified_bytes > STATE_BYTES // 2:
+            assert has_sent.wait(TIMEOUT_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ReplicaClient.push, IncomingObject.accept = push_and_tell, accept_and_die  # type: ignore[method-assign]
+
+
+def survive(rank: int, world_size: int, root: Path, is_async: bool, when: str) -> dict[str, Any]:
+    """Saves iteration 3, then 4 while rank 1 dies; the others form a new group, and look what there is."""
+    form_group(root, "store", rank, world_size)
+    manager = manager_at(root, rank)
+    save(manager, 3, rank, is_async=False)
+    if rank == VICTIM and when == "in the transfer":
+        die_in_the_middle_of_a_transfer()
+    dist.barrier()
+    if rank == VICTIM and when == "before the save":
+        os.kill(os.getpid(), signal.SIGKILL)
+    told: dict[str, Any] = {"error": ""}
+    start_s = time.monotonic()
+    with warnings_of_saves() as warnings, AsyncCallsQueue(worker="thread", timeout_s=TIMEOUT_S) as queue:
+        try:
+            request = manager.save(BasicTensorAwareStateDict(state_of(rank, 4)), 4, is_async=is_async)
+        except OutOfStepError as error:
+            told["error"], request = str(error), None
+        if rank == VICTIM and when == "before the transfer":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == VICTIM:
+            assert request is not None
+            request.work()
+            threading.Event().wait()
+        if request is not None:
+            queue.schedule_async_request(request)
+        dist.destroy_process_group()
+        form_group(root, "store-of-survivors", SURVIVORS.index(rank), len(SURVIVORS))
+        told["finalized"] = queue.maybe_finalize_async_calls(blocking=True)
+        told["took_s"] = time.monotonic() - start_s
+    told["warnings"] = warnings
+    told["own"] = len(shards(root, rank, 4, rank))
+    manager.close()
+    # every survivor on its host; the ranks have moved up
+    reader = manager_at(root, rank, replicated=False)
+    told["found"] = reader.find_latest(), reader.latest_world_size
+    told["loaded"] = [part.rank for state, part in reader.load_all() if is_state_of(state, part.rank, part.iteration)]
+    dist.barrier()
+    reader.close()
+    return told
+
+
+def test_an_asynchronous_save_survives_its_partner_that_is_killed_in_the_middle_of_the_transfer(tmp_path: Path) -> None:
+    with ranks_of(survive, 4, tmp_path, True, "in the transfer") as answers_of:
+        answers = answers_of(SURVIVORS)
+    for told in answers:
+        assert told["finalized"] == [1], "the save succeeded on the survivors"
+        assert told["took_s"] < BOUND_S
+        assert told["own"] == 1, "the own shard is published"
+        assert told["found"] == (4, 4), "every shard is somewhere: that of rank 1 on rank 0"
+        assert told["loaded"] == [0, 1, 2, 3]
+    of_rank_0 = " ".join(answers[0]["warnings"])
+    assert (
+        "the shard of rank 0 of iteration 4 (save 1 of 4 rank(s)) has no replica on rank 1 at 127.0.0.1:" in of_rank_0
+    )
+    assert all("no replica" not in " ".join(told["warnings"]) for told in answers[1:])
+
+
+def test_an_older_checkpoint_stays_where_the_shard_of_a_killed_partner_is_missing(tmp_path: Path) -> None:
+    with ranks_of(survive, 4, tmp_path, True, "before the transfer") as answers_of:
+        answers = answers_of(SURVIVORS)
+    for told in answers:
+        assert (told["finalized"], told["own"]) == ([1], 1)
+        assert told["took_s"] < BOUND_S
+        assert "the process group was re-formed during iteration 4" in " ".join(told["warnings"])
+        assert told["found"] == (3, 4), "the shard of rank 1 is missing from iteration 4"
+        assert told["loaded"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("when", ["before the save", "in the transfer"])
+def test_a_synchronous_save_names_the_killed_rank_on_all_others_and_keeps_what_it_wrote(
+    tmp_path: Path, when: str
+) -> None:
+    """A rank of the group that takes no part in the agreement is an error; what was written before stays."""
+    with ranks_of(survive, 4, tmp_path, False, when) as answers_of:
+        answers = answers_of(SURVIVORS)
+    iteration = 4 if when == "in the transfer" else 3
+    for told in answers:
+        assert "because a rank was lost: rank 1 (" in told["error"]
+        assert told["took_s"] < BOUND_S
+        assert told["own"] == (iteration == 4)
+        assert told["found"] == (iteration, 4)
+        assert told["loaded"] == [0, 1, 2, 3]
+
+
+# What still fails a save
+
+
+class FullDisk(Disk):
+    is_full = False
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        if self.is_full:
+            raise CheckpointError("no space left")
+        super().sync(descriptor, path)
+
+
+def test_a_disk_that_is_full_still_fails_the_save_on_all_ranks(crew: Crew, tmp_path: Path) -> None:
+    own, other = succeeded(crew.run(save_on_a_full_disk, tmp_path, ranks=2))
+    assert own == ("no space left", 3), "said by the rank itself"
+    assert other[1] == 3
+    assert "failed on rank 0: CheckpointError: no space left" in other[0]
+
+
+def save_on_a_full_disk(root: Path) -> tuple[str, int]:
+    rank, disk, told = dist.get_rank(), FullDisk(), ""
+    manager = manager_at(root, rank, disk=disk)
+    save(manager, 3, rank, is_async=False)
+    disk.is_full = rank == 0
+    try:
+        save(manager, 4, rank, is_async=False)
+    except CheckpointError as error:
+        told = str(error)
+    found = manager.find_latest()
+    dist.barrier()
+    manager.close()
+    return told, found
