@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def join(round_number: int = 1) -> GroupPeers:
         store = TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
     wait = store.wait
 
-    def wait_for_key(key: str) -> None:
+    def wait_for_key(key: str, _waited_for: Callable[[], str]) -> None:
         wait([key], timedelta(seconds=30))
 
     assert dist.group.WORLD is not None

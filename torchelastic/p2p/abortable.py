@@ -313,9 +313,12 @@ class _Waiter:
 
     def wait(self, wait: Callable[[], object], raise_if_aborted: Callable[[], None]) -> None:
         call = self._present = _Call(wait)
-        self._calls.put(call)
-        raise_if_aborted()  # an abort before the line above has woken nobody
-        call.woken.acquire()
+        try:
+            self._calls.put(call)
+            raise_if_aborted()  # an abort before the first line has woken nobody
+            call.woken.acquire()
+        finally:
+            self._present = None
         if not call.has_ended:
             raise_if_aborted()
         if call.error is not None:
@@ -337,10 +340,15 @@ class _Waiter:
                 call.wait()
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 call.error = error
+            call.wait = _nothing  # it holds the message's memory, which is the caller's again
             call.has_ended = True
-            call.wake()
             self.is_busy = False
+            call.wake()
             del call
+
+
+def _nothing() -> None:
+    """What is left of a wait that has ended."""
 
 
 class _Call:

@@ -20,6 +20,7 @@ from torchelastic.p2p import stands
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
+from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.keys import wait_for_key
 from torchelastic.p2p.options import (
     checked_backend,
@@ -32,6 +33,7 @@ from torchelastic.p2p.options import (
 )
 from torchelastic.p2p.peers import peers_of
 from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
+from torchelastic.p2p.saving import SaveTurns
 from torchelastic.p2p.stragglers import StragglerPolicy, gather_rates
 from torchelastic.p2p.stragglers import report as report_progress_rate
 from torchelastic.p2p.termination import leave_on_sigterm
@@ -111,7 +113,7 @@ class CoordinatorP2P(Coordinator):
         self._committed_steps = 0
         self._standing = Standing.FRESH
         self._failed = False
-        self._saves = 0
+        self._saves = SaveTurns(self._wait_for_key)
         self.last_recovery: Recovery | None = None
         self._timer = RecoveryTimer(time.monotonic)
         self._witness = LossWitness()
@@ -172,7 +174,7 @@ class CoordinatorP2P(Coordinator):
         self._witness.begins(self.rendezvous.joined)
         self._watchdog.came_back(nobody_was_lost=not any(loss.member for loss in lost))
         self._timer.because(lost)
-        self._saves = 0
+        self._saves.new_round()
         self._timer.reached("agree")
         self.is_worker_straggler, self._times_straggler = False, 0
         self._failed = False
@@ -186,12 +188,14 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._raise_if_broken()
         choose_interface(self.rendezvous.address)
+        self._watchdog.enter("forming the group", Heartbeat(self.store, self.rank, self.world_size))
         if self._watchdog.stand is not None:
             stands.tell(self.store, self.rank, self._watchdog.stand, self._watchdog.has_noticed_hang)
         self._groups.form(self.store, self.rank, self.world_size)
         if self.rank == 0:
             stands.log_odd_ones(stands.ask(self.store, self.world_size))
         self._watchdog.new_round()
+        self._watchdog.enter("bringing the states in sync")
         group, number = (self._groups.control if self.world_size > 1 else None), self._joined_round
         self._agreement = StepAgreement(group)
         self._peers = peers_of(
@@ -238,8 +242,6 @@ class CoordinatorP2P(Coordinator):
         """Rank 0 saves if it finds a checkpoint due; the others wait, however long it takes, and lose nothing by it.
 
         With `everywhere` all save, and nobody waits for the others.
-
-        They wait for a key of the round's store and not in a collective, whose time-out a slow disk would exceed.
         """
         if self.world_size > 1:
             flag = torch.tensor([int(due)])
@@ -247,17 +249,9 @@ class CoordinatorP2P(Coordinator):
             due = bool(flag[0])
         if not due:
             return
-        self._saves += 1
-        key = f"saved/{self._saves}"
+        assert self.store is not None
         with self._watchdog.resting(), this_worker().saving():
-            if everywhere:
-                save()
-            elif rank == 0:
-                save()
-                assert self.store is not None
-                self.store.set(key, "1")
-            else:
-                self._wait_for_key(key)
+            self._saves.run(self.store, rank, save, everywhere=everywhere)
 
     def peers(self) -> Peers:
         """The present group, for saving and restoring together; one object for as long as it stands."""
@@ -393,6 +387,7 @@ class CoordinatorP2P(Coordinator):
         """On the watchdog's thread."""
         self._timer.noticed()
         self._groups.abort()
+        self.rendezvous.interrupt()
 
     def _raise_if_broken(self) -> None:
         round_ = self.rendezvous.round
@@ -415,6 +410,6 @@ class CoordinatorP2P(Coordinator):
             self._groups.destroy()
             self.rendezvous.close()
 
-    def _wait_for_key(self, key: str) -> None:
+    def _wait_for_key(self, key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
         assert self.store is not None
-        wait_for_key(self.store, key, self._raise_if_broken)
+        wait_for_key(self.store, key, self._raise_if_broken, waited_for, bound_s)

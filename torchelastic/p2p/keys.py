@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,21 +10,32 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-#: While another rank works (rank 0 writes a checkpoint), those who wait look this often whether they are still members.
+log = logging.getLogger(__name__)
+
+#: While another rank works (rank 0 writes a checkpoint), who waits checks this often whether it still is a member.
 LOOK_S = 10.0
 
 
-def wait_for_key(store: Store, key: str, raise_if_broken: Callable[[], None]) -> None:
-    """Return when somebody has set the key, however long that takes.
+def wait_for_key(
+    store: Store,
+    key: str,
+    raise_if_broken: Callable[[], None],
+    waited_for: Callable[[], str],
+    bound_s: float | None = None,
+) -> None:
+    """Return when somebody has set the key; who is waited for is logged after 10 s, 20 s, 40 s and so on.
 
     Args:
         store: of the round.
         key: to wait for.
         raise_if_broken: raises RuntimeError if the round is no more.
+        waited_for: says whom, and what for, in words.
+        bound_s: how long to wait at most; None: for as long as the round stands.
 
     Raises:
-        RuntimeError: the round broke, or the store is gone.
+        RuntimeError: the round broke, the store is gone, or the bound is over.
     """
+    first_s, next_log_s = time.monotonic(), LOOK_S
     while True:
         began_s = time.monotonic()
         try:
@@ -34,3 +46,9 @@ def wait_for_key(store: Store, key: str, raise_if_broken: Callable[[], None]) ->
                 raise  # no time-out: the connection is gone
         else:
             return
+        waited_s = time.monotonic() - first_s
+        if bound_s is not None and waited_s >= bound_s:
+            raise RuntimeError(f"waited {waited_s:.0f} s for {waited_for()}")
+        if waited_s >= next_log_s:
+            log.warning("waiting for %s, for %.0f s so far", waited_for(), waited_s)
+            next_log_s *= 2

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.checkpoint.tiered.peers import Alone, Mailbox, Peers
+from torchelastic.p2p.stands import listed_ranks
 
 #: How much one message carries: each has to arrive within the time-out of collectives.
 CHUNK_BYTES = 64 * 2**20
@@ -24,7 +25,7 @@ class GroupPeers:
         rank: of this worker.
         world_size: of the group.
         round_number: of the rendezvous.
-        wait_for_key: waits for a key of the store, and raises RuntimeError if the round breaks.
+        wait_for_key: waits for a key of the store, given who is waited for; raises RuntimeError if the round breaks.
         address: at which the other hosts reach this one; empty: there are none.
     """
 
@@ -35,7 +36,7 @@ class GroupPeers:
         rank: int,
         world_size: int,
         round_number: int,
-        wait_for_key: Callable[[str], None],
+        wait_for_key: Callable[[str, Callable[[], str]], None],
         address: str = "",
     ) -> None:
         self.address = address or "127.0.0.1"
@@ -87,9 +88,15 @@ class GroupPeers:
         """Wait for all on a key of the store, not in a collective, whose time-out a slow disk would exceed."""
         self._meetings += 1
         key = f"met/{self._meetings}"
+        self._store.set(f"{key}/{self.rank}", "1")
         if self._store.add(f"{key}/count", 1) == self.world_size:
             self._store.set(key, "1")
-        self._wait_for_key(key)
+
+        def missing() -> str:
+            ranks = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
+            return f"{listed_ranks(ranks)} to come as far as this one with a checkpoint"
+
+        self._wait_for_key(key, missing)
 
     def mailbox(self) -> Mailbox:
         """Notes in the store of the round, on a connection of their own, so that no wait holds them up."""
@@ -128,7 +135,7 @@ def peers_of(
     rank: int,
     world_size: int,
     round_number: int,
-    wait_for_key: Callable[[str], None],
+    wait_for_key: Callable[[str, Callable[[], str]], None],
     address: str,
 ) -> Peers:
     """The peers of a group; where there is none (None), this worker is alone. Arguments as for `GroupPeers`."""

@@ -26,6 +26,8 @@ _WAITING = (
     f"{_OURS}p2p/",
     f"{_OURS}distributed/",
 )
+#: What stands between the user's call of a collective and torch's, and tells a reader nothing.
+_WRAPPER = f"{_OURS}p2p/abortable.py"
 #: Of a line of a program, for people.
 MAX_WHERE = 200
 
@@ -73,7 +75,7 @@ def where(lines: Sequence[Line]) -> str:
     """
     for depth, line in enumerate(lines):
         if _is_users(line):
-            ours = next((inner for inner in lines[:depth] if inner.file.startswith(_OURS)), None)
+            ours = next((one for one in lines[:depth] if one.file.startswith(_OURS) and one.file != _WRAPPER), None)
             return (f"{line}" if ours is None else f"{line} > {ours}")[:MAX_WHERE]
     return ""
 

@@ -88,7 +88,9 @@ def describe(stands: Sequence[Stand]) -> str:
     places: dict[tuple[int, str], list[int]] = defaultdict(list)
     for stand in (*odd, *(stand for stand in stands if stand not in odd)):
         places[stand.step, stand.where].append(stand.rank)
-    parts = [f"{_ranks(ranks)} in {where} (step {step})" for (step, where), ranks in list(places.items())[:MAX_RANKS]]
+    parts = [
+        f"{listed_ranks(ranks)} in {where} (step {step})" for (step, where), ranks in list(places.items())[:MAX_RANKS]
+    ]
     return ", ".join(parts).replace(" in ", " was in " if len(next(iter(places.values()))) == 1 else " were in ", 1)
 
 
@@ -126,6 +128,7 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)[:MAX_WHERE]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """For people: not all of 10,000."""
     named = ", ".join(map(str, ranks[:MAX_RANKS])) + (" and more" if len(ranks) > MAX_RANKS else "")
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

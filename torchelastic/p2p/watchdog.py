@@ -1,7 +1,8 @@
 """Notices that a step does not end: a thread that nearly always sleeps, and looks when one is late.
 
 The coordinator tells it of rounds and steps, on the training thread, at the cost of a few attribute writes per step.
-What is done about a late step is decided in `hangs.py`.
+What is done about a late step is decided in `hangs.py`. Between steps (forming a group, the sync, a save) nothing is
+late: some of that takes as long as it takes. There it watches the signs of life of the other ranks instead.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from contextlib import contextmanager
 
 from torchelastic.metrics import publish_metric
 from torchelastic.p2p.hangs import LOOK_SHARE, Act, HangPolicy, Look, Place, Suspicion, has_stood_since_s
+from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
 from torchelastic.p2p.stacks import lines_of_error, look_at, where
-from torchelastic.p2p.stands import Stand
+from torchelastic.p2p.stands import Stand, listed_ranks
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.rendezvous.loss import is_time_out
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 EXIT_CODE = 70
 #: Looks are not more frequent, however short the bound.
 MIN_PAUSE_S = 0.02
+#: What lies between steps and takes no longer is not watched.
+SHORT_PHASE_S = 1.0
 
 
 class Watchdog:
@@ -65,6 +69,11 @@ class Watchdog:
         self._look: Look | None = None
         self._stood_since_s: float | None = None
         self._done = Act.NOTHING
+        # between steps
+        self._phase: tuple[str, float] | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._silence_bound_s = min(policy.floor_s, timeout_s)
+        self._has_cut_phase = False
 
     # --- told by the coordinator, on the training thread ----------------------------------------------------------
 
@@ -81,6 +90,16 @@ class Watchdog:
         """
         return self._patience_bound_s
 
+    def enter(self, phase: str, heartbeat: Heartbeat | None = None) -> None:
+        """Between steps: something begins that needs all ranks; until the next `enter`, `begin`, `leave` or `failed`.
+
+        Args:
+            phase: what, in words.
+            heartbeat: of the group that does it, until `leave`; None: as before.
+        """
+        self._heartbeat = heartbeat or self._heartbeat
+        self._begin_phase(phase)
+
     def new_round(self) -> None:
         """A group is being formed."""
         self._step.new_round()
@@ -91,21 +110,27 @@ class Watchdog:
         """The state is level after `step` committed steps: the first one of this round begins."""
         self._rank, self._is_alone, self._first_step = rank, world_size == 1, step
         self._training_thread = threading.get_ident()
+        self._end_phase()
         self._step.begin()
         self._patience_bound_s = self.bound_s
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="torchelastic-watchdog", daemon=True)
-            self._thread.start()
-        self._wake.set()
+        self._wake_up()
 
     def leave(self) -> None:
         """The group is left, for whatever reason: nothing is timed before the next `begin`."""
         if self._step.began_s is not None:
             self._patience_bound_s = self.bound_s
         self._step.rest()
+        self._end_phase()
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+            self._heartbeat = None
 
     def failed(self, error: BaseException) -> None:
-        """The step has failed, or what followed it."""
+        """The step has failed, or what followed it, or a phase between steps."""
+        if self._phase is not None and self._silent(0.5 * self._silence_bound_s):
+            # a peer has noticed it a moment earlier, and its cut is the error
+            self._patience_bound_s = self._silence_bound_s
+        self._end_phase()
         if self._step.began_s is None:
             return
         self._patience_bound_s = self.bound_s
@@ -117,21 +142,42 @@ class Watchdog:
     def came_back(self, nobody_was_lost: bool) -> None:
         """The next round is known: a step that was given up though all came back was only a long one."""
         self._step.counts_failure(nobody_was_lost)
+        if self._has_cut_phase and nobody_was_lost:  # who was silent was only busy
+            self._silence_bound_s = min(2 * self._silence_bound_s, self._timeout_s)
+        self._has_cut_phase = False
 
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Time nothing inside: a checkpoint takes as long as it takes. The step begins anew afterwards."""
         self._step.rest()
         self._patience_bound_s = self._timeout_s
+        self._begin_phase("saving a checkpoint")
         yield
+        self._end_phase()
         self._step.begin()
         self._patience_bound_s = self.bound_s
         self._wake.set()
 
     def end(self) -> None:
         """The run is over for this worker. Idempotent."""
-        self._step.rest()
+        self.leave()
         self._is_over = True
+        self._wake.set()
+
+    def _begin_phase(self, phase: str) -> None:
+        self._end_phase()
+        self._phase = phase, time.monotonic()
+        self._wake_up()
+
+    def _end_phase(self) -> None:
+        self._phase = None
+        if self._heartbeat is not None:
+            self._heartbeat.rest()
+
+    def _wake_up(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchelastic-watchdog", daemon=True)
+            self._thread.start()
         self._wake.set()
 
     def _stand(self, line: str) -> Stand:
@@ -141,15 +187,20 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._is_over:
-            self._wake.wait(None if self._step.began_s is None else self._pause_s())
+            self._wake.wait(self._pause_s())
             self._wake.clear()
             try:
                 self._watch()
+                self._watch_phase()
             except Exception:  # a watchdog that fails must not end silently, nor end the training
                 log.exception("the watchdog could not look at the training thread")
 
-    def _pause_s(self) -> float:
+    def _pause_s(self) -> float | None:
         """Until the next look, by the shortest bound that may hold by then: the first steps of a round end soon."""
+        if self._phase is not None:
+            return BEAT_S
+        if self._step.began_s is None:
+            return None
         shortest_s = self.policy.bound_s(self._step.slowest_s or 0.0, self._timeout_s)
         return max(MIN_PAUSE_S, LOOK_SHARE * shortest_s)
 
@@ -175,6 +226,32 @@ class Watchdog:
         if act.value > self._done.value and self._step.began_s == began_s:
             self._done = act
             self._do(act, suspicion, line)
+
+    def _watch_phase(self) -> None:
+        present = self._phase
+        if present is None:
+            return
+        phase, began_s = present
+        if time.monotonic() - began_s < SHORT_PHASE_S:
+            return
+        hung = self._silent(self._silence_bound_s)
+        if not hung or self._phase is not present:
+            return
+        self._phase = None
+        self._patience_bound_s = self._silence_bound_s
+        self._has_cut_phase = self.has_cut = self.has_noticed_hang = True
+        log.warning(
+            "%s: no sign of life from %s for %.1f s, a guess that there is a hang; the group is given up",
+            phase,
+            listed_ranks(list(hung)),
+            max(hung.values()),
+        )
+        self._cut()
+
+    def _silent(self, bound_s: float) -> dict[int, float]:
+        """The ranks that have given no sign of life for so long, and for how long."""
+        silent_s = {} if self._heartbeat is None else self._heartbeat.silent_s()
+        return {rank: s for rank, s in silent_s.items() if s >= bound_s}
 
     def _do(self, act: Act, suspicion: Suspicion, line: str) -> None:
         text = f"no step for {suspicion.step_s:.1f} s (bound {suspicion.bound_s:.1f} s), a guess that there is a hang"

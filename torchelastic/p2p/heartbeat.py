@@ -1,0 +1,102 @@
+"""Signs of life of the ranks of a group, for the times in which no step says that all of them live.
+
+A process that is stopped, or that hangs with the interpreter's lock held, gives none. Each rank counts up a key of the
+round's store; who has begun to doubt reads those of the others. That a rank is silent is a guess that it hangs: code
+that keeps the interpreter's lock for seconds looks the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import cached_property
+
+from torch.distributed.distributed_c10d import Store
+
+log = logging.getLogger(__name__)
+
+#: Between two signs of life.
+BEAT_S = 0.5
+
+
+class Heartbeat:
+    """The signs of life of one group, given and read on a thread of its own. One object for each round.
+
+    Args:
+        store: of the round.
+        rank: of this process.
+        world_size: of the group.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of_round, self._rank, self._world_size, self._clock = store, rank, world_size, clock
+        self._ended, self._talking = threading.Event(), threading.Lock()
+        # Python ends its threads wherever they are; one that is inside the store then would abort the process
+        weakref.finalize(self, _hush, self._ended, self._talking)
+        self._is_asked = False
+        self._beats = 0
+        self._seen: dict[int, bytes] = {}
+        self._last_s: dict[int, float] = {}
+        self._answered_s = clock()
+        if world_size > 1:
+            threading.Thread(target=self._run, name="torchelastic-heartbeat", daemon=True).start()
+
+    def end(self) -> None:
+        """The group is over. Does not wait; from any thread."""
+        self._ended.set()
+
+    def silent_s(self) -> dict[int, float]:
+        """For how long each of the other ranks has given no sign, counted from the first call; from any thread."""
+        now_s = self._clock()
+        if not self._is_asked:
+            self._last_s = {rank: now_s for rank in range(self._world_size) if rank != self._rank}
+            self._answered_s = now_s
+            self._is_asked = True
+        # as far as it is known: what rank 0's store did not answer says nothing of the others, but of rank 0
+        silent_s = {rank: self._answered_s - last_s for rank, last_s in self._last_s.items()}
+        if 0 in silent_s:
+            silent_s[0] = max(silent_s[0], now_s - self._answered_s)
+        return silent_s
+
+    def rest(self) -> None:
+        """Nobody wants to know any more: only give signs. From any thread."""
+        self._is_asked = False
+
+    @cached_property
+    def _store(self) -> Store:
+        """A connection of its own: one that waits for a key on the round's would hold every sign up."""
+        clone = getattr(self._of_round, "clone", None)  # torch 2.7 and later
+        return self._of_round if clone is None else clone()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(BEAT_S):
+                self._beats += 1
+                with self._talking:
+                    self._store.set(_key(self._rank), str(self._beats))
+                    if self._is_asked:
+                        self._look()
+        except RuntimeError as error:
+            log.debug("no signs of life any more: %s", error)  # rank 0 is gone, and with it the round
+
+    def _look(self) -> None:
+        ranks = [rank for rank in self._last_s if self._store.check([_key(rank)])]
+        beats = self._store.multi_get([_key(rank) for rank in ranks]) if ranks else []
+        now_s = self._clock()
+        for rank, beat in zip(ranks, beats, strict=True):
+            if self._seen.get(rank) != beat:
+                self._seen[rank], self._last_s[rank] = beat, now_s
+        self._answered_s = now_s
+
+
+def _hush(ended: threading.Event, talking: threading.Lock) -> None:
+    ended.set()
+    talking.acquire(timeout=2 * BEAT_S)
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat/{rank}"
