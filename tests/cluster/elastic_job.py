@@ -361,6 +361,7 @@ def main() -> None:
         torch.save(weights, options.out / f"weights-{os.getpid()}.pt")
     foreign = [name for name in AGENTS_MODULES if name in sys.modules]
     log("finished", step=state.step, seen=state.extra["seen"], rank=coordinator.rank, foreign=foreign)
+    plan.reach("end", rank=coordinator.rank)
 
 
 if __name__ == "__main__":

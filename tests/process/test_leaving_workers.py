@@ -5,48 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import Awaitable, Callable
 
+from tests.process.supervised import PATIENCE_S, pid_of, supervise, until
 from torchelastic.agent.causes import Failed
 from torchelastic.agent.supervisor import Supervisor
-
-PATIENCE_S = 20.0
-WAITS = [sys.executable, "-c", "import time; time.sleep(60)"]
-
-
-def supervise(nproc: int, scenario: Callable[[Supervisor], Awaitable[None]]) -> None:
-    async def run() -> None:
-        supervisor = Supervisor(
-            WAITS,
-            nproc,
-            environment=dict(os.environ),
-            max_restarts=3,
-            log_dir=None,
-            may_restart=lambda _pid: True,
-            on_exit=lambda _worker, _pid: None,
-        )
-        supervisor.start()
-        try:
-            await scenario(supervisor)
-        finally:
-            await supervisor.stop(1.0)
-
-    asyncio.run(run())
-
-
-def pid_of(supervisor: Supervisor, local_rank: int) -> int:
-    process = supervisor.workers[local_rank].process
-    assert process is not None
-    return process.pid
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async def poll() -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(poll(), PATIENCE_S)
 
 
 def test_a_worker_that_leaves_is_not_started_again_though_it_is_killed_and_the_other_one_is() -> None:
@@ -78,7 +40,8 @@ def test_when_all_have_left_all_is_over() -> None:
 def test_those_that_have_not_asked_for_a_group_are_ended_and_none_is_started_any_more() -> None:
     async def scenario(supervisor: Supervisor) -> None:
         joined, starting = pid_of(supervisor, 0), pid_of(supervisor, 1)
-        supervisor.stop_if_idle({joined})
+        supervisor.has_asked(joined, 0)
+        supervisor.stop_starting()
         await until(lambda: supervisor.workers[1].exit_code == -signal.SIGTERM)
         assert supervisor.workers[0].process is not None, "it leaves by itself"
         os.kill(joined, signal.SIGKILL)

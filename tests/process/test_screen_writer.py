@@ -113,7 +113,7 @@ def run_workers(script: str, nproc: int, terminal: Terminal, log_dir: Path | Non
             environment=dict(os.environ),
             max_restarts=0,
             log_dir=log_dir,
-            may_restart=lambda _pid: False,
+            run_is_over=lambda: False,
             on_exit=lambda _worker, _pid: None,
             on_failure=failures.append,
             terminal=terminal,

@@ -284,6 +284,21 @@ def test_a_loss_elsewhere_that_was_told_long_ago_is_still_the_cause_when_no_grou
     assert isinstance(told.first, LostElsewhere)
 
 
+def test_a_failure_after_the_end_of_the_run_is_told_alone_and_once() -> None:
+    gathered = Gathered()
+    gathered.explaining.failed(failed(0, 90.0))
+    assert gathered.explaining.after_end() is None, "the run went on without it"
+    gathered.explaining.failed(failed(1, 100.0, had_finished=True))
+    told = gathered.explaining.after_end()
+    assert told is not None
+    assert told.text().splitlines() == [
+        "worker 1 failed: exit code 1 after it had finished training (rank 11, round 3, step 12)",
+        *BOOM[1:],
+    ]
+    gathered.explaining.close()
+    assert [(one.first.who, one.others) for one in gathered.said] == [("worker 0", ())]
+
+
 def test_a_store_that_does_not_answer_keeps_no_words_back() -> None:
     def away() -> list[Member]:
         raise StoreUnavailableError("away")

@@ -16,7 +16,9 @@ from torchelastic.rendezvous.worker_rules import (
     is_granted,
     is_over_for,
     is_replaced,
+    late_start_s,
     may_go,
+    may_restart,
 )
 
 FIVE = Round(5, RoundState.RUNNING, ("a", "b"), "h:1", step=40)
@@ -121,3 +123,24 @@ def test_a_worker_leaves_before_it_must_not_commit_and_both_before_it_can_be_rep
 )
 def test_who_leaves_and_waits_for_a_round_goes_when_that_costs_the_others_none(known: Round | None, may: bool) -> None:
     assert may_go(replace(asking(known), leaving=True), known) == may
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "has_asked", "may"),
+    [
+        (1, True, True),
+        (-9, True, True),
+        (1, False, False),  # a typo would fail again and again
+        (-9, False, True),  # a signal says nothing of the script
+        (-11, False, True),
+    ],
+)
+def test_a_failed_worker_is_started_again_unless_its_script_fails_before_it_asks(
+    exit_code: int, *, has_asked: bool, may: bool
+) -> None:
+    assert may_restart(exit_code, has_asked=has_asked, run_is_over=False) is may
+    assert not may_restart(exit_code, has_asked=has_asked, run_is_over=True)
+
+
+def test_a_start_is_late_by_the_measure_of_the_others_on_its_host() -> None:
+    assert [late_start_s(slowest_s) for slowest_s in (0.0, 12.0, 30.0)] == [60.0, 60.0, 150.0]

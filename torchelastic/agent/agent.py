@@ -21,7 +21,8 @@ from torchelastic.agent.explaining import Explaining, read_members
 from torchelastic.agent.exposing import Exposing
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.showing import Showing
-from torchelastic.agent.supervisor import Supervisor, Worker, process_end
+from torchelastic.agent.starting import Starting
+from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor, Worker, process_end
 from torchelastic.agent.telling import Telling
 from torchelastic.ledger.meter import LEDGER_VARIABLE
 from torchelastic.lifetime.requeue import STOPPED_EARLY
@@ -39,9 +40,6 @@ from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
-#: Between SIGTERM and SIGKILL to a worker that did not end by itself.
-KILL_GRACE_S = 5.0
-
 
 @dataclass(frozen=True)
 class AgentOptions:
@@ -53,7 +51,8 @@ class AgentOptions:
         owner_pid: of a private agent: the process that it serves and ends with.
         metrics_address: (host, port) to serve Prometheus metrics at; port 0 takes any free one; None: not served.
         push_gateway: URL of a Prometheus push gateway to push them to; None: not pushed.
-        term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM to this agent.
+        term_grace_s: how long workers may take to leave the run and to end by themselves after SIGTERM to this agent,
+            and those that never asked for a group to end by themselves after the end of the run.
         ledger_dir: where the ledger of this host is written, see docs/ledger.md; None: it is kept in memory only.
         page: the live page, see docs/observing.md; None: not served.
         address: at which the others reach this host; empty: as the environment chooses, else on the way to etcd.
@@ -91,7 +90,7 @@ class Agent:
     Args:
         options: see `AgentOptions`.
         store: a connection to the run's etcd, owned by the agent from now on.
-        make_supervisor: builds the supervisor of this host's workers from (may_restart, on_exit); None: a private
+        make_supervisor: builds the supervisor of this host's workers from (run_is_over, on_exit); None: a private
         agent.
     """
 
@@ -99,12 +98,13 @@ class Agent:
         self,
         options: AgentOptions,
         store: CoordinationStore,
-        make_supervisor: Callable[[Callable[[int], bool], Callable[[Worker, int], None]], Supervisor] | None = None,
+        make_supervisor: Callable[[Callable[[], bool], Callable[[Worker, int], None]], Supervisor] | None = None,
     ) -> None:
         self._options = options
         self._store = store
         self._make_supervisor = make_supervisor
         self._exposing = Exposing(options.url.run_id, socket.gethostname())
+        self.supervisor: Supervisor | None = None
         self._books: Bookkeeping | None = None
         self._showing: Showing | None = None
         self._stop_signal: int | None = None
@@ -199,10 +199,10 @@ class Agent:
             on_drain=self.connections.leave,
             clock=boot_time_s,
         )
-        self.supervisor = (
-            None if self._make_supervisor is None else self._make_supervisor(self._may_restart, self._on_worker_exit)
-        )
-        if self.supervisor is not None:
+        if self._make_supervisor is not None:
+            self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, self._on_worker_exit)
+            self.connections.on_ask = self.supervisor.has_asked
+            self.connections.on_done = self.supervisor.has_finished
             self._books = self._open_books(self.supervisor, host, incarnation)
         self._telling = Telling(
             self._store, Keys(url.root), host=host, incarnation=incarnation,
@@ -258,19 +258,13 @@ class Agent:
             self._books.died(pid)
 
     def _on_worker_exit(self, worker: Worker, pid: int) -> None:
+        worker.has_finished = worker.has_finished and self.membership.round.state is RoundState.CLOSED
         self.connections.process_gone(pid)
         if self._books is not None:
             self._books.ended(worker, pid)
         self._telling.view.ended(worker.local_rank)
         if self.supervisor is not None:
             self._exposing.record("torchelastic", "agent.worker_restarts", self.supervisor.total_restarts)
-
-    def _may_restart(self, pid: int) -> bool:
-        """A script that fails before it ever asks for a group fails the next time too.
-
-        Say so now, not after k tries.
-        """
-        return pid in self.connections.ever_joined and not self.membership.round.is_over
 
     def _on_metrics(self, local_rank: int | None, items: list[Any]) -> None:
         for group, name, value, *_ in items:
@@ -341,7 +335,10 @@ class Agent:
         self.supervisor.start()
         if self._books is not None:
             self._books.start()
+        starting = Starting(self.supervisor, lambda: self.membership.round, self._options.term_grace_s)
+        starting.start()
         await _first_of(self.supervisor.all_over.wait(), self._draining.wait(), self._interrupted.wait())
+        starting.stop()
         if self._draining.is_set():
             await self._drain()
         if self._stop_signal is not None:
@@ -349,6 +346,9 @@ class Agent:
             await self._leave_in_order()
             return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
         await self._leave_in_order()
+        failed = self._explaining.after_end()
+        if failed is not None:
+            return Outcome(1, failed.text(), detail=failed.to_plain())
         codes = {worker.exit_code for worker in self.supervisor.workers}
         if self.membership.round.is_over or codes == {0}:
             return Outcome(0)
@@ -361,7 +361,7 @@ class Agent:
         """All workers of this host leave the run; returns when they have ended, or `term_grace_s` later."""
         assert self.supervisor is not None
         self.connections.leave_all()
-        self.supervisor.stop_if_idle(self.connections.ever_joined)
+        self.supervisor.stop_starting()
         patience = asyncio.sleep(self._options.term_grace_s)
         await _first_of(self.supervisor.all_over.wait(), self._interrupted.wait(), patience)
         if not self.supervisor.all_over.is_set() and not self._interrupted.is_set():
@@ -409,6 +409,8 @@ def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": options.url.run_id,
         "LOCAL_WORLD_SIZE": str(nproc),
         "PYTHONUNBUFFERED": "1",
+        # the stacks of a worker that crashes, or that hangs before it has a coordinator, see the supervisor
+        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
         LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
         FORMAT_VARIABLE: options.log_form,
         # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event

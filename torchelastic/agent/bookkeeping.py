@@ -113,7 +113,9 @@ class Bookkeeping:
         self.keeper.ended(
             pid, exit_code=code, is_loss=code != 0 and not has_left, cause="" if code is None else describe_exit(code)
         )
-        if has_left and name:
+        # who was killed before it ever asked for a group did not leave in order: its agent ended it after the run
+        was_ended = worker.asked_s is None and code is not None and code < 0
+        if has_left and name and not was_ended:
             life = self.keeper.book.lives[name].tally
             self.keeper.note(Drain(at_ns=life.since_ns, worker=name, rank=life.rank, round=life.round, step=life.step))
         tally = self.keeper.book.lives[name].tally if name in self.keeper.book.lives else None

@@ -41,6 +41,7 @@ class Failed:
         restarts: how often its process had been started again before.
         gave_up: whether it is not started again.
         is_hang: whether it was ended because it hung.
+        had_finished: whether it had finished the run before, which was closed by then.
         lines: the last lines of its standard error.
         log: path of its log; empty: there is none.
     """
@@ -52,6 +53,7 @@ class Failed:
     restarts: int = 0
     gave_up: bool = True
     is_hang: bool = False
+    had_finished: bool = False
     lines: tuple[str, ...] = ()
     log: str = ""
 
@@ -63,7 +65,8 @@ class Failed:
     @property
     def how(self) -> str:
         """How it ended."""
-        return "hung, and was ended" if self.is_hang else describe_exit(self.exit_code)
+        after = " after it had finished training" if self.had_finished else ""
+        return "hung, and was ended" if self.is_hang else describe_exit(self.exit_code) + after
 
     @property
     def last_error(self) -> str:

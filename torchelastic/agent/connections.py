@@ -71,6 +71,10 @@ class Connections:
         on_leave: called with the process of a worker that is to leave the run, however it then ends.
         on_metrics: called with (local rank, the message's items).
         on_gone: called with a process that is known to be dead, as soon as that is known; maybe more than once.
+
+    Attributes:
+        on_ask: called with the process and the local rank of a worker that asks for a group, if it gets one or not.
+        on_done: called with those of a worker that says that it has finished.
     """
 
     def __init__(
@@ -92,13 +96,14 @@ class Connections:
         self.by_member: dict[str, Connection] = {}
         self.round: Round | None = None
         self.run_was_closed = False
-        self.ever_joined: set[int] = set()
         self.emptied = asyncio.Event()
         self.address = address
         self._path, self._host, self._incarnation = socket_path, host, incarnation
         self._clock, self._declare, self._withdraw = clock, declare, withdraw
         self._until_written, self._on_join, self._on_leave = until_written, on_join, on_leave
         self._on_metrics, self._on_gone = on_metrics, on_gone
+        self.on_ask: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
+        self.on_done: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
@@ -274,6 +279,7 @@ class Connections:
             self._stop(connection)
         elif op == "done":
             connection.waiting_since_s = None
+            self.on_done(connection.pid, connection.local_rank)
             connection.member = finishes(connection.member, self.round, int(message["step"]))
             self._declare(connection.member)
             await self._until_written()
@@ -283,7 +289,7 @@ class Connections:
 
     def _join(self, connection: Connection, message: wire.Message) -> None:
         connection.waiting_since_s = self._clock()
-        self.ever_joined.add(connection.pid)
+        self.on_ask(connection.pid, connection.local_rank)
         connection.member = asks(
             connection.member,
             self.round,

@@ -57,6 +57,7 @@ class Explaining:
         self._lost: dict[str, LostElsewhere] = {}
         self._troubles: list[Trouble] = []
         self._gave_up: list[Failed] = []
+        self._after_end: list[Failed] = []
         self._opened_s = self._newest_s = self._joined_s = 0.0
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -94,7 +95,9 @@ class Explaining:
 
     def failed(self, failed: Failed) -> None:
         """A worker of this host has failed."""
-        if failed.gave_up:
+        if failed.had_finished:
+            self._after_end.append(failed)
+        elif failed.gave_up:
             self._gave_up.append(failed)
         self._add(failed)
 
@@ -127,6 +130,11 @@ class Explaining:
         troubles = dict.fromkeys([*self._gave_up, *self._lost.values(), *self._troubles])
         self._troubles = []
         return report_of(list(troubles), is_over=True)
+
+    def after_end(self) -> Report | None:
+        """What of this host failed after it had finished the run; None: nothing. What is in it is not said again."""
+        self._troubles = [trouble for trouble in self._troubles if trouble not in self._after_end]
+        return report_of(self._after_end, is_over=True)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

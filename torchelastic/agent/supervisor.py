@@ -9,20 +9,23 @@ import asyncio
 import collections
 import logging
 import os
+import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
 from torchelastic.agent.causes import Failed, begins_traceback, describe_exit, failed_at_s
+from torchelastic.agent.passing_on import catches
 from torchelastic.agent.terminal import Terminal
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.main_thread import signal_main_thread
+from torchelastic.rendezvous.worker_rules import may_restart
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,13 @@ TAIL_LINES = 60
 TICK_S = 1.0
 #: Sent to a worker that hangs, before it is ended: `CoordinatorP2P` has registered a dump of all stacks for it.
 DUMP_STACK_SIGNAL = signal.SIGRTMIN + 5
+#: For a worker that has no coordinator yet: with PYTHONFAULTHANDLER, which the launcher sets, Python dumps all stacks
+#: on SIGABRT, and the process ends by it.
+ABORT_SIGNAL = signal.SIGABRT
+#: A worker that hangs may take so long to write its stacks before it is ended.
+DUMP_S = 1.0
+#: Between SIGTERM and SIGKILL to a worker that did not end by itself.
+KILL_GRACE_S = 5.0
 
 
 def restart_delay_s(restarts: int) -> float:
@@ -52,6 +62,9 @@ class Worker:
         leaves: it was asked to leave the run, or stopped before a deadline: however it ends, it has not failed and will
             not be started again.
         is_hung: its present process is being ended because it hung.
+        started_s: when its present process was started, by the monotonic clock.
+        asked_s: when that process first asked for a group; None: it has not.
+        has_finished: that process has said that it has finished; once it has ended: and the run was closed then.
         position: where its last process stood when it ended, if the agent has said so.
         traceback_s: when its present process last began a traceback, in Unix seconds.
         ended_s: when its last process ended.
@@ -65,6 +78,9 @@ class Worker:
     gave_up: bool = False
     leaves: bool = False
     is_hung: bool = False
+    started_s: float = 0.0
+    asked_s: float | None = None
+    has_finished: bool = False
     position: Position = NOWHERE
     traceback_s: float | None = None
     ended_s: float = 0.0
@@ -86,6 +102,7 @@ class Worker:
             restarts=self.restarts,
             gave_up=self.gave_up,
             is_hang=self.is_hung,
+            had_finished=self.has_finished,
             lines=tuple(self.tail),
             log="" if self.log_path is None else str(self.log_path),
         )
@@ -100,7 +117,7 @@ class Supervisor:
         environment: for all of them; LOCAL_RANK and TORCHELASTIC_RESTART_COUNT are added for each.
         max_restarts: per worker.
         log_dir: where their output goes as files, None: only to the screen.
-        may_restart: asked with the pid of a worker that has failed.
+        run_is_over: whether the run is closed or closing, so that none is started again.
         on_exit: called with the worker and its former pid as soon as a process has ended.
         on_failure: called with what has failed, once all that it had said was read and it is known whether it is
             started again.
@@ -115,17 +132,19 @@ class Supervisor:
         environment: Mapping[str, str],
         max_restarts: int,
         log_dir: Path | None,
-        may_restart: Callable[[int], bool],
+        run_is_over: Callable[[], bool],
         on_exit: Callable[[Worker, int], None],
         on_failure: Callable[[Failed], None] = lambda _failed: None,
         terminal: Terminal | None = None,
     ) -> None:
         self.workers = [Worker(local_rank) for local_rank in range(nproc)]
         self.total_restarts = 0
+        #: the slowest start-up so far, in seconds from the start of a process to its first request for a group
+        self.slowest_start_s = 0.0
         self.all_over = asyncio.Event()
         self._command, self._environment = list(command), dict(environment)
         self._max_restarts, self._log_dir = max_restarts, log_dir
-        self._may_restart, self._on_exit = may_restart, on_exit
+        self._run_is_over, self._on_exit = run_is_over, on_exit
         self.on_failure = on_failure
         self._terminal = terminal or Terminal()
         self._stopping = asyncio.Event()
@@ -142,12 +161,31 @@ class Supervisor:
         for worker in self.workers:
             worker.leaves = worker.leaves or (worker.process is not None and worker.process.pid == pid)
 
-    def stop_if_idle(self, joined: Collection[int]) -> None:
+    def has_asked(self, pid: int, local_rank: int | None) -> None:
+        """A process asks for a group: a worker, or the process that a worker has started to train in its place."""
+        worker = self._worker(pid, local_rank)
+        if worker is not None:
+            worker.has_finished = False  # it had, and one more round is needed
+            if worker.asked_s is None:
+                worker.asked_s = time.monotonic()
+                self.slowest_start_s = max(self.slowest_start_s, worker.asked_s - worker.started_s)
+
+    def has_finished(self, pid: int, local_rank: int | None) -> None:
+        """A process says that it has finished; arguments as for `has_asked`."""
+        worker = self._worker(pid, local_rank)
+        if worker is not None:
+            worker.has_finished = True
+
+    @property
+    def starting(self) -> list[Worker]:
+        """The workers whose processes have not asked for a group yet."""
+        return [worker for worker in self.workers if worker.process is not None and worker.asked_s is None]
+
+    def stop_starting(self) -> None:
         """Start none any more, and end those by SIGTERM whose processes have not asked for a group yet."""
         self._stopping.set()
-        for worker in self.workers:
-            if worker.process is not None and worker.process.pid not in joined:
-                _signal_group(worker, signal.SIGTERM)
+        for worker in self.starting:
+            _signal_group(worker, signal.SIGTERM)
 
     async def stop(self, grace_s: float) -> None:
         """End all workers: SIGTERM, then after `grace_s` SIGKILL, to them and to what they have started."""
@@ -161,17 +199,33 @@ class Supervisor:
 
     def end_hung(self, pid: int) -> None:
         """Have a worker that hangs write where it hangs, then end it; it is started again like any other."""
-        for worker in self.workers:
-            if worker.process is not None and worker.process.pid == pid:
-                log.error(
-                    "worker %d (pid %d) did not get ready in time: its stacks follow in its log", worker.local_rank, pid
-                )
-                signal_main_thread(pid, DUMP_STACK_SIGNAL)  # before SIGCONT: it dumps before it does anything else
-                worker.is_hung = True
-                os.kill(pid, signal.SIGCONT)  # a stopped process must run to write anything
-                asyncio.get_running_loop().call_later(1.0, _signal_group, worker, signal.SIGKILL)
+        worker = self._worker(pid)
+        if worker is not None and worker.process is not None:
+            log.error("worker %d (pid %d) did not get ready in time: %s", worker.local_rank, pid, _dump_stacks(pid))
+            worker.is_hung = True
+            self._task(_end(worker, worker.process, (DUMP_S, signal.SIGKILL)))
+
+    def end_starting(self, worker: Worker, why: str) -> None:
+        """End a worker that nobody needs any more, and that does not end by itself: it has not failed.
+
+        Args:
+            worker: one of `starting`.
+            why: for the log, after its name.
+        """
+        if worker.process is not None:
+            pid = worker.process.pid
+            log.warning("worker %d (pid %d) %s: %s", worker.local_rank, pid, why, _dump_stacks(pid))
+            worker.leaves = True
+            ends = (DUMP_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)
+            self._task(_end(worker, worker.process, *ends))
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _worker(self, pid: int, local_rank: int | None = None) -> Worker | None:
+        """The worker with this process, or else the one with this number, if one is given."""
+        by_pid = [worker for worker in self.workers if worker.process is not None and worker.process.pid == pid]
+        by_number = [worker for worker in self.workers if worker.local_rank == local_rank]
+        return next(iter((*by_pid, *by_number)), None)
 
     def _spawn(self, worker: Worker) -> None:
         environment = self._environment | {
@@ -188,6 +242,7 @@ class Supervisor:
         )
         worker.tail.clear()
         worker.is_hung, worker.position, worker.traceback_s = False, NOWHERE, None
+        worker.started_s, worker.asked_s, worker.has_finished = time.monotonic(), None, False
         file = self._open_log(worker)
         readers = [
             self._task(self._pass_on(worker, worker.process.stdout, "stdout", file)),
@@ -213,9 +268,10 @@ class Supervisor:
         # the others are told before anything else is done: their recovery waits for nothing here
         worker.process, worker.ended_s = None, time.time()
         self._on_exit(worker, process.pid)
+        # its data loaders, if it left any; before it is reaped, for then its number may become another process's
+        _signal_group_id(process.pid, signal.SIGKILL)
         worker.exit_code = process.wait()
         worker.leaves = worker.leaves or worker.exit_code == STOPPED_EARLY
-        _signal_group_id(process.pid, signal.SIGKILL)  # its data loaders, if it left any
         await asyncio.wait(readers, timeout=1.0)
         self._terminal.ended(worker.local_rank)
         if file is not None:
@@ -223,9 +279,12 @@ class Supervisor:
         await self._decide(worker, process.pid)
 
     async def _decide(self, worker: Worker, pid: int) -> None:
+        assert worker.exit_code is not None
         if worker.exit_code != 0 and not self._stopping.is_set() and not worker.leaves:
             log.info("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
-            worker.gave_up = worker.restarts >= self._max_restarts or not self._may_restart(pid)
+            worker.gave_up = worker.restarts >= self._max_restarts or not may_restart(
+                worker.exit_code, has_asked=worker.asked_s is not None, run_is_over=self._run_is_over()
+            )
             self.on_failure(worker.failed())
             if not worker.gave_up:
                 worker.restarts += 1
@@ -301,6 +360,31 @@ async def process_end(pid: int) -> None:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _dump_stacks(pid: int) -> str:
+    """Have a process that hangs write its stacks to its log, stopped or not; returns what to say of that."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        number = next((one for one in (DUMP_STACK_SIGNAL, ABORT_SIGNAL) if catches(status, one)), None)
+        if number == ABORT_SIGNAL:
+            _, hard = resource.prlimit(pid, resource.RLIMIT_CORE)
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, hard))  # the stacks are wanted, and no core file
+        if number is not None:
+            signal_main_thread(pid, number)  # before SIGCONT: it dumps before it does anything else
+        os.kill(pid, signal.SIGCONT)  # a stopped process must run to write anything
+    except (FileNotFoundError, ProcessLookupError):
+        return "it has just ended by itself"
+    return "it cannot write its stacks" if number is None else "its stacks follow in its log"
+
+
+async def _end(worker: Worker, process: subprocess.Popen[bytes], *signals: tuple[float, int]) -> None:
+    """Send each signal so many seconds after the one before, to this process of a worker and never to its successor."""
+    for after_s, number in signals:
+        await asyncio.sleep(after_s)
+        if worker.process is not process:
+            return
+        _signal_group(worker, number)
 
 
 def _signal_group(worker: Worker, number: int) -> None:

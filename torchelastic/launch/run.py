@@ -34,8 +34,8 @@ EXAMPLES = """examples:
   torchelastic run --standalone --nproc-per-node 3 train.py --epochs 10
   torchelastic run --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --nnodes 2:4 --nproc-per-node 8 train.py
 
-exit codes: 0 the run is finished, 1 it failed, 2 wrong words, 75 stopped before a deadline: start it again (see
-docs/lifetime.md), 128 + N stopped by signal N
+exit codes: 0 the run is finished, 1 it or a worker failed, 2 wrong words, 75 stopped before a deadline: start it again
+(see docs/lifetime.md), 128 + N stopped by signal N
 """
 
 
@@ -113,14 +113,14 @@ def execute(options: argparse.Namespace) -> int:
             log_form=run_log.form,
         )
 
-        def make_supervisor(may_restart: Callable[[int], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
+        def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
             return Supervisor(
                 command,
                 options.nproc_per_node,
                 environment={**worker_environment(agent_options, options.nproc_per_node), **end, **network.variables},
                 max_restarts=options.max_restarts,
                 log_dir=options.log_dir,
-                may_restart=may_restart,
+                run_is_over=run_is_over,
                 on_exit=on_exit,
                 terminal=run_log.terminal,
             )
@@ -135,7 +135,7 @@ def execute(options: argparse.Namespace) -> int:
 async def _run_agent(
     options: AgentOptions,
     credentials: Credentials,
-    make_supervisor: Callable[[Callable[[int], bool], Callable[[Worker, int], None]], Supervisor],
+    make_supervisor: Callable[[Callable[[], bool], Callable[[Worker, int], None]], Supervisor],
 ) -> Outcome:
     return await Agent(options, connect(options.url, credentials), make_supervisor).run()
 

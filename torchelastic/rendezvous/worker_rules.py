@@ -14,6 +14,9 @@ from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
 #: when it must not commit the step any more that it is in. The rest is for clocks that run at different speeds.
 LEAVE_SHARE = 0.7
 COMMIT_SHARE = 0.8
+#: A worker is late with its first request for a group after so many seconds, or so many times the slowest start-up.
+LATE_START_FLOOR_S = 60.0
+LATE_START_FACTOR = 5.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,30 @@ def is_replaced(joined: Round, now: Round) -> bool:
     if now.number == joined.number and now.roster != joined.roster:
         return True  # a store that had lost its data gave the number out again
     return now.number > joined.number or (now.number == joined.number and now.state is RoundState.BROKEN)
+
+
+def may_restart(exit_code: int, *, has_asked: bool, run_is_over: bool) -> bool:
+    """Whether a worker process that has failed may be started again, restarts permitting.
+
+    A script that fails with an error before it first asks for a group (a typo, a missing file) fails the next time too:
+    that is reported now, not after k restarts. A signal (the out-of-memory killer, a crash in native code) is no error
+    of the script, so it may go better the next time.
+
+    Args:
+        exit_code: as subprocess has it (negative: a signal).
+        has_asked: whether the process had asked for a group.
+        run_is_over: whether the run is closed or closing.
+    """
+    return not run_is_over and (has_asked or exit_code < 0)
+
+
+def late_start_s(slowest_start_s: float) -> float:
+    """Seconds after its start at which a worker that has not asked for a group yet is late.
+
+    Args:
+        slowest_start_s: the slowest start-up of the workers of this host that did ask; 0: none has asked yet.
+    """
+    return max(LATE_START_FLOOR_S, LATE_START_FACTOR * slowest_start_s)
 
 
 def _runs(round_: Round) -> bool:

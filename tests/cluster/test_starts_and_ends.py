@@ -1,0 +1,75 @@
+"""Workers that fail or hang before they ask for their first group, and workers that fail after the last step."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.cluster.conftest import MakeJob
+from tests.cluster.harness import run_standalone
+from torchelastic.testing.faults import Fault
+
+# --- before the first group -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verb", "stack"), [("hang", "in reach"), ("spin", "in _spin")])
+def test_a_worker_that_hangs_before_it_asks_for_a_group_is_ended_after_the_run_has_finished(
+    jobs: MakeJob, verb: str, stack: str
+) -> None:
+    job = jobs([Fault(verb, "start", worker=1)], epochs=1)
+    job.start("--standalone", "--last-call=0.5", "--term-grace=1", nproc=2)
+    assert job.wait() == [0], job.output()[-3000:]
+    assert job.plan.struck() == [0]
+    job.check_identity(finishers=1)
+    output, (hung,) = job.output(), job.of("started", worker=1)
+    name = rf"worker 1 \(pid {hung['pid']}\)"
+    assert re.search(rf"the run has finished, and {name} has not asked for a group: waiting 1 s for it", output)
+    assert len(re.findall(rf"{name} did not end within 1 s .*its stacks follow in its log", output)) == 1
+    assert stack in output, "the stacks of the worker that hung are missing"
+    assert not re.search("worker 1 failed|worker 1.*(lost|left the run in order)", output), "neither failed nor left"
+
+
+def test_a_worker_killed_by_a_signal_before_it_asks_for_a_group_is_started_again(jobs: MakeJob) -> None:
+    job = jobs([Fault("kill", "start", worker=1)], epochs=1)
+    run_standalone(job, "--min-workers=2", nproc=2)
+    assert job.plan.struck() == [0]
+    job.check_identity(finishers=2)
+    assert [event["restart"] for event in job.of("started", worker=1)] == [0, 1]
+
+
+def test_a_worker_killed_at_every_start_is_given_up_after_max_restarts(jobs: MakeJob) -> None:
+    job = jobs([Fault("kill", "start", incarnation=None, times=10)])
+    job.start("--standalone", "--max-restarts=1", nproc=1)
+    assert job.wait() == [1]
+    assert [event["restart"] for event in job.of("started")] == [0, 1]
+    assert job.output().rstrip().splitlines()[-1].startswith("worker 0 failed: killed by SIGKILL")
+
+
+# --- after the last step ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "how"), [("crash", "exit code 1"), ("exit", "exit code 3"), ("kill", "killed by SIGKILL")]
+)
+def test_a_worker_that_fails_after_training_makes_the_launcher_fail_with_its_error(
+    jobs: MakeJob, verb: str, how: str
+) -> None:
+    # the run survives the first loss: it is not what the launcher fails of
+    faults = [Fault("kill", "backward", worker=2, step=5), Fault(verb, "end", rank=1)]
+    job = jobs(faults, epochs=1)
+    job.start("--standalone", "--max-restarts=0")
+    assert job.wait() == [1], job.output()[-3000:]
+    assert job.plan.struck() == [0, 1]
+    job.check_identity(finishers=2)
+    (finished,) = job.of("finished", rank=1)
+    first = f"worker {finished['worker']} failed: {how} after it had finished training"
+    last_words = job.output()[job.output().rindex(first) :]
+    assert ("ValueError: injected" in last_words) == (verb == "crash")
+    assert "worker 2" not in last_words
+
+
+def test_losses_that_the_run_survived_leave_exit_code_0(jobs: MakeJob) -> None:
+    job = run_standalone(jobs([Fault("crash", "backward", rank=1, step=9)], epochs=1), "--max-restarts=0", nproc=2)
+    assert job.plan.struck() == [0], "in the last step"
+    job.check_identity(finishers=1)

@@ -1,0 +1,54 @@
+"""Runs a real `Supervisor` with small real processes, for the tests of what it does to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+
+from torchelastic.agent.supervisor import Supervisor
+
+PATIENCE_S = 20.0
+WAITS = "import time; time.sleep(60)"
+
+
+def supervise(
+    nproc: int, scenario: Callable[[Supervisor], Awaitable[None]], script: str = WAITS, **environment: str
+) -> None:
+    """Run the scenario beside so many workers with this script, which are ended with it."""
+
+    async def run() -> None:
+        supervisor = Supervisor(
+            [sys.executable, "-c", script],
+            nproc,
+            environment={**os.environ, **environment},
+            max_restarts=3,
+            log_dir=None,
+            run_is_over=lambda: False,
+            on_exit=lambda _worker, _pid: None,
+        )
+        supervisor.start()
+        try:
+            await scenario(supervisor)
+        finally:
+            await supervisor.stop(1.0)
+
+    asyncio.run(run())
+
+
+def pid_of(supervisor: Supervisor, local_rank: int) -> int:
+    """The present process of a worker."""
+    process = supervisor.workers[local_rank].process
+    assert process is not None
+    return process.pid
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition, not for seconds."""
+
+    async def poll() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), PATIENCE_S)

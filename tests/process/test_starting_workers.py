@@ -1,0 +1,178 @@
+"""Workers that have not asked for a group yet, and workers that hang: who is named, who is ended, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+
+import pytest
+
+from tests.process.supervised import pid_of, supervise, until
+from torchelastic.agent import supervisor as supervising
+from torchelastic.agent.causes import Failed
+from torchelastic.agent.starting import Starting
+from torchelastic.agent.supervisor import Supervisor
+from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState
+from torchelastic.rendezvous.worker_rules import LATE_START_FLOOR_S
+
+RUNNING = Round(1, RoundState.RUNNING, ("h-0", "h-1"))
+CLOSED = Round(1, RoundState.CLOSED, ("h-0", "h-1"))
+#: Nothing but SIGKILL ends it, and it writes no stacks.
+STUBBORN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+class Watched:
+    """A `Starting` whose clock and round the test moves."""
+
+    def __init__(self, supervisor: Supervisor, grace_s: float = 10.0) -> None:
+        self.round, self.ahead_s = NO_ROUND, 0.0
+        self.starting = Starting(supervisor, lambda: self.round, grace_s, clock=lambda: time.monotonic() + self.ahead_s)
+
+    def check(self, ahead_s: float, round_: Round) -> None:
+        self.ahead_s, self.round = ahead_s, round_
+        self.starting.check()
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
+
+
+# --- the process that is meant ----------------------------------------------------------------------------------------
+
+
+def test_the_successor_of_a_hung_worker_that_died_by_itself_is_not_killed_in_its_place() -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        dies, hangs = pid_of(supervisor, 0), pid_of(supervisor, 1)
+        supervisor.end_hung(dies)
+        os.kill(dies, signal.SIGKILL)
+        await until(lambda: supervisor.workers[0].restarts == 1 and supervisor.workers[0].process is not None)
+        successor = pid_of(supervisor, 0)
+        assert supervisor.workers[1].restarts == 0
+        supervisor.end_hung(hangs)  # later than the other, so it is killed later
+        await until(lambda: supervisor.workers[1].restarts == 1)
+        assert (pid_of(supervisor, 0), supervisor.workers[0].restarts) == (successor, 1)
+
+    supervise(2, scenario)
+
+
+def test_a_hung_worker_that_is_still_there_is_killed_and_started_again() -> None:
+    failures: list[Failed] = []
+
+    async def scenario(supervisor: Supervisor) -> None:
+        supervisor.on_failure = failures.append
+        worker = supervisor.workers[0]
+        await until(lambda: "ready" in worker.tail)
+        os.kill(pid_of(supervisor, 0), signal.SIGSTOP)
+        supervisor.end_hung(pid_of(supervisor, 0))
+        await until(lambda: worker.restarts == 1)
+
+    supervise(1, scenario, STUBBORN, PYTHONFAULTHANDLER="")
+    assert [(failed.exit_code, failed.is_hang) for failed in failures] == [(-signal.SIGKILL, True)]
+
+
+# --- while the run goes on --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("round_", "others"), [(RUNNING, "the others train without it"), (NO_ROUND, "no group is training yet")]
+)
+def test_a_worker_that_is_late_with_its_first_request_is_named_once_and_not_ended(
+    caplog: pytest.LogCaptureFixture, round_: Round, others: str
+) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        asks, late = pid_of(supervisor, 0), pid_of(supervisor, 1)
+        supervisor.has_asked(asks, 0)
+        watched = Watched(supervisor)
+        watched.check(LATE_START_FLOOR_S - 30.0, round_)
+        assert warnings(caplog) == []
+        for more_s in (2.0, 1000.0):
+            watched.check(LATE_START_FLOOR_S + more_s, round_)
+        (line,) = warnings(caplog)
+        assert line.startswith(f"worker 1 (pid {late}) has not asked for a group after 62 s; {others}")
+        assert pid_of(supervisor, 1) == late
+        supervisor.has_asked(late, 1)
+        assert supervisor.starting == []
+
+    supervise(2, scenario)
+
+
+def test_a_process_that_a_worker_has_started_asks_in_its_place() -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        supervisor.has_asked(os.getpid(), 1)
+        assert [worker.local_rank for worker in supervisor.starting] == [0]
+        supervisor.has_asked(os.getpid(), None)  # started by hand
+        assert len(supervisor.starting) == 1
+
+    supervise(2, scenario)
+
+
+def test_where_workers_start_slowly_one_may_take_longer_before_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(supervisor: Supervisor) -> None:
+        supervisor.workers[0].started_s -= 30.0
+        supervisor.has_asked(pid_of(supervisor, 0), 0)
+        watched = Watched(supervisor)
+        watched.check(145.0, RUNNING)
+        assert warnings(caplog) == []
+        watched.check(160.0, RUNNING)
+        assert len(warnings(caplog)) == 1
+
+    supervise(2, scenario)
+
+
+# --- after the run has finished ---------------------------------------------------------------------------------------
+
+
+def test_after_the_run_has_finished_a_late_worker_has_its_grace_and_is_ended_with_its_stacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures: list[Failed] = []
+
+    async def scenario(supervisor: Supervisor) -> None:
+        supervisor.on_failure = failures.append
+        asked, late = supervisor.workers
+        supervisor.has_asked(pid_of(supervisor, 0), 0)
+        await until(lambda: "ready" in late.tail)
+        watched = Watched(supervisor, grace_s=10.0)
+        for ahead_s in (0.0, 9.0):
+            watched.check(ahead_s, CLOSED)
+        (line,) = warnings(caplog)
+        assert f"worker 1 (pid {pid_of(supervisor, 1)}) has not asked for a group: waiting 10 s for it" in line
+        assert not late.leaves
+        for ahead_s in (11.0, 12.0):
+            watched.check(ahead_s, CLOSED)
+        await until(lambda: late.is_over)
+        assert late.exit_code == -signal.SIGABRT
+        assert any("Fatal Python error: Aborted" in line for line in late.tail), "its stacks"
+        assert len(warnings(caplog)) == 2
+        assert asked.process is not None, "it is in the user's code after training"
+
+    supervise(2, scenario, STUBBORN, PYTHONFAULTHANDLER="1")
+    assert failures == []
+
+
+def test_who_ignores_sigterm_and_cannot_write_its_stacks_is_killed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "DUMP_S", 0.1)
+    monkeypatch.setattr(supervising, "KILL_GRACE_S", 0.3)
+
+    async def scenario(supervisor: Supervisor) -> None:
+        (worker,) = supervisor.workers
+        await until(lambda: "ready" in worker.tail)
+        os.kill(pid_of(supervisor, 0), signal.SIGSTOP)
+        watched = Watched(supervisor, grace_s=0.0)
+        watched.check(0.0, CLOSED)
+        watched.check(0.0, CLOSED)
+        await asyncio.wait_for(supervisor.all_over.wait(), 20.0)
+        assert worker.exit_code == -signal.SIGKILL
+        assert "it cannot write its stacks" in warnings(caplog)[-1]
+
+    supervise(1, scenario, STUBBORN, PYTHONFAULTHANDLER="")

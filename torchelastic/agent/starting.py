@@ -1,0 +1,101 @@
+"""Workers of this host that have not asked for a group yet: names those that are late, ends them after the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.rendezvous.records import Round, RoundState
+from torchelastic.rendezvous.worker_rules import late_start_s
+
+log = logging.getLogger(__name__)
+
+#: Between two checks.
+CHECK_S = 0.5
+
+
+class Starting:
+    """Use it on the agent's event loop.
+
+    While the run goes on nobody is ended: imports and the preparation of data may take long. Once it has finished, a
+    group is there for nobody any more, and the launcher must not wait for ever for who hangs on the way to one.
+
+    Args:
+        supervisor: of this host's workers.
+        round_: the newest round that this host knows.
+        grace_s: how long a worker is waited for after the end of the run, in seconds.
+        clock: monotonic seconds, as of `Worker.started_s`.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        round_: Callable[[], Round],
+        grace_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._supervisor, self._round = supervisor, round_
+        self._grace_s, self._clock = grace_s, clock
+        self._over_s: float | None = None
+        self._said: set[tuple[str, int, int]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Check from now on."""
+        self._task = asyncio.ensure_future(self._run())
+
+    def stop(self) -> None:
+        """Check no more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def check(self) -> None:
+        """Name those that are late; after the end of the run: wait for them, for a while, then end them."""
+        now_s, round_ = self._clock(), self._round()
+        if round_.is_over and self._over_s is None:
+            self._over_s = now_s
+        for worker in self._supervisor.starting:
+            if self._over_s is None:
+                self._name_if_late(worker, now_s - worker.started_s, round_)
+            elif self._is_first("waits", worker):
+                log.warning(
+                    "the run has finished, and %s has not asked for a group: waiting %g s for it to end (--term-grace)",
+                    _name(worker), self._grace_s,
+                )  # fmt: skip
+            elif now_s - max(self._over_s, worker.started_s) >= self._grace_s and self._is_first("ends", worker):
+                why = f"did not end within {self._grace_s:g} s after the run had finished, so it is ended"
+                self._supervisor.end_starting(worker, why)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.check()
+            except Exception:  # a bug in here must not end the agent, and with it the workers
+                log.exception("this is a bug in torchelastic: the start of the workers could not be checked")
+            await asyncio.sleep(CHECK_S)
+
+    def _name_if_late(self, worker: Worker, waiting_s: float, round_: Round) -> None:
+        if waiting_s < late_start_s(self._supervisor.slowest_start_s) or not self._is_first("late", worker):
+            return
+        trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
+        log.warning(
+            "%s has not asked for a group after %.0f s; %s. If it hangs, `kill -ABRT` with this pid writes its stacks "
+            "to its log and ends it, and it is started again (--max-restarts)",
+            _name(worker), waiting_s, "the others train without it" if trains else "no group is training yet",
+        )  # fmt: skip
+
+    def _is_first(self, what: str, worker: Worker) -> bool:
+        """Whether this was not said of this process of a worker before."""
+        key = (what, worker.local_rank, worker.restarts)
+        is_new = key not in self._said
+        self._said.add(key)
+        return is_new
+
+
+def _name(worker: Worker) -> str:
+    pid = "" if worker.process is None else f" (pid {worker.process.pid})"
+    return f"worker {worker.local_rank}{pid}"
