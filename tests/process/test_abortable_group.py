@@ -48,7 +48,13 @@ def run(operation: str, survivor: int, signal_name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("signal_name", ["SIGSTOP", "SIGKILL"])
 @pytest.mark.parametrize("survivor", [0, 1])
-@pytest.mark.parametrize("operation", list(OPERATIONS))
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(name, marks=() if name in ("broadcast", "message", "reduction") else pytest.mark.long)
+        for name in OPERATIONS
+    ],
+)
 def test_the_survivor_of_a_half_transferred_message_is_free_at_once(
     operation: str, survivor: int, signal_name: str
 ) -> None:

@@ -56,11 +56,15 @@ class Formation:
             has_ended = True
             self._changed.set()
 
+        self._raise_if_given_up()
         threading.Thread(target=run, name="torchelastic-formation", daemon=True).start()
         while not has_ended:
-            if self._is_given_up:
-                raise RuntimeError("the group was given up while it was being formed: another worker was lost or hangs")
+            self._raise_if_given_up()
             self._changed.wait()
             self._changed.clear()
         if errors:
             raise errors[0]
+
+    def _raise_if_given_up(self) -> None:
+        if self._is_given_up:
+            raise RuntimeError("the group was given up while it was being formed: another worker was lost or hangs")

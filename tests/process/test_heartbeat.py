@@ -1,0 +1,69 @@
+"""Signs of life over a real store: who gives them is not silent, who has stopped is, and so is a dead store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def make_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+
+
+def client_of(store: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=20), wait_for_workers=False)
+
+
+def test_a_rank_that_gives_no_sign_is_the_silent_one() -> None:
+    server = make_store()
+    ranks = [Heartbeat(client_of(server), rank, 3) for rank in range(3)]
+    assert ranks[0].silent_s() == {1: 0.0, 2: 0.0}, "before anybody asked nobody was silent"
+    wait_until(lambda: server.check([f"heartbeat/{rank}" for rank in range(3)]))
+    ranks[1].end()
+    wait_until(lambda: ranks[0].silent_s()[1] > 4 * BEAT_S)
+    assert ranks[0].silent_s()[2] < ranks[0].silent_s()[1]
+    ranks[0].rest()
+    assert ranks[0].silent_s() == {1: 0.0, 2: 0.0}, "a new question counts anew"
+    for rank in ranks:
+        rank.end()
+
+
+def test_who_was_never_heard_of_is_silent_too() -> None:
+    server = make_store()
+    first = Heartbeat(client_of(server), 0, 2)
+    first.silent_s()
+    wait_until(lambda: first.silent_s()[1] > 2 * BEAT_S)
+    first.end()
+
+
+class DeadStore:
+    """Answers nothing, like that of a rank 0 that is stopped."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def set(self, _key: str, _value: str) -> None:
+        while self.clock[0] < 100.0:
+            time.sleep(0.01)
+
+
+def test_a_store_that_does_not_answer_is_rank_0s_silence_and_nobody_elses() -> None:
+    clock = [0.0]
+    third = Heartbeat(DeadStore(clock), 2, 3, lambda: clock[0])  # type: ignore[arg-type]
+    third.silent_s()
+    clock[0] = 5.0
+    assert third.silent_s() == {0: 5.0, 1: 0.0}
+    clock[0] = 100.0
+    third.end()
