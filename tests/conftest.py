@@ -8,6 +8,8 @@ import os
 # this one. Anything imported below, or by a test, may import protobuf.
 os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
 
+import signal
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -25,6 +27,22 @@ hypothesis.settings.load_profile("torchelastic")
 def pytest_configure(config: pytest.Config) -> None:
     # some hundred lines from the import of etcd3's generated code, which nobody here can change
     config.addinivalue_line("filterwarnings", "ignore:Call to deprecated create function:DeprecationWarning")
+    # A shell without job control starts `make test &` with SIGINT ignored, and every process that a test starts would
+    # inherit that: none could be ended by Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One torch thread, as in the processes that tests start: results are bit-identical only for equal numbers of them.
+
+    Here, and not in a fixture: it comes before the fixtures of a module, which compute, too, and before each test, for
+    libraries such as Accelerate set another number. Tests of what needs no torch do not import it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -286,7 +286,6 @@ def test_the_epoch_reaches_the_data_set_through_prefetching_loaders(digits_folde
         assert torch.equal(pixels, torch.stack([data[epoch * 10 + index].pixels for index in indices]))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_slim_resnet_learns_the_digits(digits_folder: Path) -> None:
     index = index_images(digits_folder)
     train = ImageDataset(index.train, TrainTransform(8, min_area=0.6, flip=False), seed=0, cache=True)

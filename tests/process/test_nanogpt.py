@@ -37,7 +37,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with data, which the test is in."""
     write_corpus(tmp_path / "data" / "fox", TEXT, source="a test")
     monkeypatch.chdir(tmp_path)

@@ -51,7 +51,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_thousand_saves_take_two_files_and_no_memory(tmp_path: Path, one_thread: None) -> None:
+def test_a_thousand_saves_take_two_files_and_no_memory(tmp_path: Path) -> None:
     pool, process, inodes = SlotPool(tmp_path), psutil.Process(), set()
     for number in range(1000):
         save(pool, tmp_path / str(number), state(number, 5000))

@@ -69,17 +69,13 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A simulator whose job ignores SIGTERM and has started everything that it starts."""
     with (tmp_path / "stderr").open("wb") as stderr:
         command = [*SIMULATOR, "--cmd", job("ignore", tmp_path), *FOREVER, "--report", str(tmp_path / "report")]
-        process = subprocess.Popen(command, stderr=stderr, preexec_fn=_hear_of_control_c)
+        process = subprocess.Popen(command, stderr=stderr)
     try:
         wait_until((tmp_path / "pids").exists, "the job starts")
         yield process
     finally:
         process.kill()
         process.wait()
-
-
-def _hear_of_control_c() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 
 
 # --- how lives end --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -307,16 +308,38 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-class Terminal:
-    """A pseudo-terminal with `torchelastic top` in it."""
+SIGINT_IS_IGNORED = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+#: SIGINT arrives when this module is imported, in the callback of a weak reference: Python discards what that raises.
+SIGINT_AT_IMPORT = """
+import signal, sys, weakref
 
-    def __init__(self, *words: str) -> None:
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "{module}":
+            print("SIGINT arrives", file=sys.stderr)
+            weakref.finalize(type("One", (), {{}})(), self.interrupt)
+
+    def interrupt(self):
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(10):  # the interpreter calls handlers at the end of a loop's body
+            pass
+
+sys.meta_path.insert(0, Finder())
+"""
+CONSOLE = "from torchelastic.launch.main import console\nconsole()\n"
+
+
+class Terminal:
+    """A pseudo-terminal with `torchelastic top` in it; `first` is Python that its process runs before."""
+
+    def __init__(self, *words: str, first: str = "") -> None:
         self.master, self.slave = pty.openpty()
         self.resize(30, 100)
         self.modes = termios.tcgetattr(self.slave)
         environment = {k: v for k, v in os.environ.items() if k != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+        program = ["-c", first + CONSOLE] if first else ["-m", "torchelastic.launch"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_THE_TERMINAL, sys.executable, "-m", "torchelastic.launch", "top", *words],
+            [sys.executable, "-c", TAKE_THE_TERMINAL, sys.executable, *program, "top", *words],
             stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
             env={**environment, "TERM": "xterm-256color"},
         )  # fmt: skip
@@ -374,8 +397,8 @@ def _plain(text: str) -> str:
 
 
 @contextlib.contextmanager
-def top(*words: str) -> Iterator[Terminal]:
-    terminal = Terminal(*words)
+def top(*words: str, first: str = "") -> Iterator[Terminal]:
+    terminal = Terminal(*words, first=first)
     try:
         yield terminal
     finally:
@@ -421,6 +444,43 @@ def test_top_ends_cleanly(how: str, etcd: EtcdServer, run_id: str) -> None:
         assert terminal.wait() == (128 + signal.SIGTERM if how == "sigterm" else 0)
         check_left_as_it_was(terminal)
         assert "Traceback" not in terminal.text()
+
+
+def test_control_c_ends_top_where_its_shell_ignores_sigint(etcd: EtcdServer, run_id: str) -> None:
+    with running(etcd, run_id), top(*address(etcd, run_id), first=SIGINT_IS_IGNORED) as terminal:
+        terminal.wait_for(lambda text: f"run {run_id}" in text)
+        terminal.type(b"\x03")
+        assert terminal.wait() == 0
+        check_left_as_it_was(terminal)
+
+
+def test_a_sigint_whose_exception_python_discards_ends_top(etcd: EtcdServer, run_id: str) -> None:
+    with (
+        running(etcd, run_id),
+        top(*address(etcd, run_id), first=SIGINT_AT_IMPORT.format(module="rich.live")) as terminal,
+    ):
+        assert terminal.wait() == 0
+        assert "SIGINT arrives" in terminal.text()
+        assert termios.tcgetattr(terminal.slave) == terminal.modes
+
+
+def test_sigint_ends_a_command_that_is_still_being_imported() -> None:
+    first = SIGINT_AT_IMPORT.format(module="torchelastic.launch.top")
+    with top("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", first=first) as terminal:
+        assert terminal.wait() == -signal.SIGINT
+        assert "SIGINT arrives" in terminal.text()
+        assert "Traceback" not in terminal.text()
+
+
+def test_control_c_ends_top_while_etcd_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30.0)
+        port = silent.getsockname()[1]
+        with top(f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", "--connect-timeout=100") as terminal:
+            with silent.accept()[0]:
+                terminal.type(b"\x03")
+                assert terminal.wait() == 0
+            assert "Traceback" not in terminal.text()
 
 
 def test_top_waits_for_a_run_that_is_not_there_yet(etcd: EtcdServer, run_id: str) -> None:

@@ -41,6 +41,7 @@ def picture(state: torchelastic.ModelState) -> dict[str, Any]:
         "buffers": [buffer.clone() for buffer in state.module.buffers()],
         "random": torch.get_rng_state(),
         "step": state.step,
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -105,6 +106,7 @@ def test_drop_commits_what_the_survivor_has_computed(tmp_path: Path) -> None:
     assert found["step"] == 1
     for one, other in zip(found["weights"], expected["weights"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+    assert found["threads"] == expected["threads"], "results are bit-identical only for equal numbers of threads"
     for one, other in zip(found["buffers"], expected["buffers"], strict=True):
         assert torch.equal(one, other), "running statistics of padding"
     assert torch.equal(found["random"], found["after first"]["random"]), "random numbers of padding"

@@ -24,8 +24,6 @@ from tests.process.transformer_jobs import (
 )
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_a_full_disk_is_named_and_the_checkpoint_before_stays(kind: tuple[str, ...], corpus: Path) -> None:

@@ -29,9 +29,6 @@ from tests.process.transformer_jobs import (
     torn,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ----------------------------------------------------------------------------------------------------------- tools
 
 

@@ -31,8 +31,6 @@ from tests.process.transformer_jobs import (
     losses,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:

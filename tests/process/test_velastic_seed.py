@@ -136,7 +136,7 @@ def live(iterations: int, seed: int) -> dict[str, Any]:
 
 
 def test_the_snippets_save_before_the_deadline_and_the_next_life_has_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_numbers: list[torch.Tensor], one_thread: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_numbers: list[torch.Tensor]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(DEADLINE, f"{time.time() + 15:.3f}")  # 10 s for a save that was never measured, 5 s in reserve

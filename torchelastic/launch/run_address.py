@@ -40,23 +40,47 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[CoordinationStore, Ren
         options: those of `add_run`.
 
     Raises:
-        UsageError: they make no sense.
+        UsageError: invalid arguments.
         StoreError: etcd has not answered within `--connect-timeout`, or refuses.
+    """
+    with unanswered(options) as (store, url):
+        wait_for_answer(store, url)
+        yield store, url
+
+
+@contextmanager
+def unanswered(options: argparse.Namespace) -> Iterator[tuple[CoordinationStore, RendezvousUrl]]:
+    """As `opened`, but for the answer: nothing has been sent yet. Imports gRPC.
+
+    Args:
+        options: those of `add_run`.
+
+    Raises:
+        UsageError: invalid arguments.
     """
     url = url_of(options)
     store = connect(url, find_credentials(url, os.environ))
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     try:
-        retrying = Retrying(
-            retry=retry_if_exception_type(StoreUnavailableError),
-            stop=stop_after_delay(url.connect_timeout_s),
-            wait=wait_exponential(multiplier=0.05, max=1.0),
-            reraise=True,
-        )
-        retrying(store.get, Keys(url.root).round)
         yield store, url
     finally:
         store.close()
+
+
+def wait_for_answer(store: CoordinationStore, url: RendezvousUrl) -> None:
+    """Wait until etcd answers. Raises StoreError: not within `--connect-timeout`, or it refuses.
+
+    Args:
+        store: of the run's etcd.
+        url: of the run.
+    """
+    retrying = Retrying(
+        retry=retry_if_exception_type(StoreUnavailableError),
+        stop=stop_after_delay(url.connect_timeout_s),
+        wait=wait_exponential(multiplier=0.05, max=1.0),
+        reraise=True,
+    )
+    retrying(store.get, Keys(url.root).round)
 
 
 def url_of(options: argparse.Namespace) -> RendezvousUrl:

@@ -14,10 +14,11 @@ import threading
 import time
 import tty
 from collections.abc import Iterator
+from typing import Any
 
 from torchelastic.launch import status as status_command
 from torchelastic.launch.options import add
-from torchelastic.launch.run_address import add_run, opened
+from torchelastic.launch.run_address import add_run, unanswered, wait_for_answer
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.reading import StatusReader
@@ -28,7 +29,7 @@ EXAMPLES = """examples:
 
 q or Ctrl-C ends it. Where the output is no terminal, it prints the table once and ends.
 """
-#: Between two looks whether a key was pressed, or the terminal has another size.
+#: Between two checks for a signal, a key, or another size of the terminal.
 TICK_S = 0.2
 FOOTER = "q: quit"
 
@@ -48,20 +49,72 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Show it until the person has seen enough. Exit code 0; 1: etcd has not answered at all."""
+    """Show it until the person has seen enough. Exit code 0; 1: etcd has not answered at all; 143: ended by SIGTERM.
+
+    For the main thread: it handles SIGINT and SIGTERM.
+    """
     if not sys.stdout.isatty():
         return status_command.execute(options)
     logging.getLogger("torchelastic").addHandler(logging.NullHandler())
     logging.getLogger("torchelastic").propagate = False  # nothing else may write to the screen
-    try:
-        with opened(options) as (store, url):
-            _watch(Watched(store, url, max(0.1, options.interval)))
-    except StoreError as error:
-        print(f"torchelastic top: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
-        return 1
-    except KeyboardInterrupt:
-        pass
-    return 0
+    with Signals() as signals:
+        try:
+            with unanswered(options) as (store, url):
+                with signals.interrupting():
+                    wait_for_answer(store, url)
+                _watch(Watched(store, url, max(0.1, options.interval)), signals)
+        except StoreError as error:
+            print(f"torchelastic top: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
+            return 1
+        except KeyboardInterrupt:
+            pass
+        return 128 + signal.SIGTERM if signals.received == signal.SIGTERM else 0
+
+
+class Signals:
+    """Remembers, within its block, that SIGINT (Ctrl-C) or SIGTERM has arrived. For the main thread.
+
+    Nothing is raised, but in `interrupting`: an exception from a signal handler appears wherever the main thread is,
+    between two control sequences for the terminal for example; and in a `__del__` or in the callback of a weak
+    reference, as every import runs one, Python discards it, and the signal is lost.
+
+    A shell without job control starts its background commands with SIGINT ignored. Whoever sees the display has the
+    terminal, and types Ctrl-C to end it: so SIGINT is handled even then.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0  # the first one's number
+        self._interrupts = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within this block, which may wait for long, a signal raises KeyboardInterrupt, and so does an earlier one."""
+        self._interrupts = True
+        try:
+            self._check()
+            yield
+            self._check()  # Python may have discarded the exception
+        finally:
+            self._interrupts = False
+
+    def _receive(self, number: int, _frame: object) -> None:
+        self.received = self.received or number
+        if self._interrupts:
+            self._check()
+
+    def _check(self) -> None:
+        if self.received:
+            raise KeyboardInterrupt
 
 
 class Watched:
@@ -106,7 +159,7 @@ class Watched:
             self._enough.wait(max(self._interval_s, every_s(hosts) if hosts > 64 else 0.0))
 
 
-def _watch(watched: Watched) -> None:
+def _watch(watched: Watched, signals: Signals) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -123,19 +176,17 @@ def _watch(watched: Watched) -> None:
             return Text(f"{what}\n{FOOTER}")
         return Screen(status, height=console.size.height, away_s=away_s, footer=FOOTER)
 
-    ended = signal.signal(signal.SIGTERM, _end)
     watched.start()
     try:
         with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
             drawn: object = None
-            while not pressed(TICK_S):
+            while not signals.received and not pressed(TICK_S):
                 now = (watched.number, console.size, int(watched.away_s))
                 if now != drawn:
                     drawn = now
                     live.update(picture(), refresh=True)
     finally:
         watched.stop()
-        signal.signal(signal.SIGTERM, ended)
 
 
 @contextlib.contextmanager
@@ -176,7 +227,3 @@ class Pressed:
         except OSError:
             return True
         return not typed or b"q" in typed.lower()
-
-
-def _end(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)  # so that the terminal is left as it was
