@@ -17,7 +17,6 @@ its waiter stays for the time-out of the collective. So nobody waits in there al
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+
+from torchelastic.p2p.waiter import Waiter
 
 #: An aborted group frees whoever waits within this time. A slice that times out costs 0.2 ms of processor time.
 SLICE = timedelta(milliseconds=20)
@@ -67,7 +68,9 @@ class AbortableGroup(dist.ProcessGroup):
         self._operations: dict[int, tuple[dist.Work, object]] = {}
         self._forget_at = FORGET_AFTER
         self._futures: set[torch.futures.Future[Any]] = set()
-        self._waiter: _Waiter | None = None
+        # one for each thread of the user's that waits for a message at the same time
+        self._waiters: list[Waiter] = []
+        self._free_waiters: list[Waiter] = []
         self._has_large_messages = False
 
     @property
@@ -79,24 +82,25 @@ class AbortableGroup(dist.ProcessGroup):
         """Free every thread that waits for an operation of this group, within `SLICE`. From any thread; idempotent.
 
         What waits raises GroupAbortedError, unless the operation has failed, or succeeded, by itself. No further
-        operation begins. Those that are under way go on in the background until gloo ends them: see `is_idle`.
+        operation begins: waiting for one raises, as for one that has failed. Those that are under way go on in the
+        background until gloo ends them: see `is_idle`.
         """
         if self._aborted.is_set():
             return
         self._aborted.set()
         with self._lock:
             futures, self._futures = self._futures, set()
+            waiters = list(self._waiters)
         for future in futures:
             future.set_result(GroupAbortedError(_ABORTED))
-        if self._waiter is not None:
-            self._waiter.wake()
+        for waiter in waiters:
+            waiter.wake()
 
     def is_idle(self) -> bool:
         """Whether no operation is under way any more, so that nothing stays for whoever releases the group."""
         with self._lock:
             self._forget_ended()
-            is_waiting = self._waiter is not None and self._waiter.is_busy
-            return not self._operations and not is_waiting
+            return not self._operations and not any(waiter.is_busy for waiter in self._waiters)
 
     def held_bytes(self) -> int:
         """How large the tensors are that operations under way hold."""
@@ -107,8 +111,8 @@ class AbortableGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """As torch's; an aborted group's connections are cut already, and must not be waited for."""
-        if self._waiter is not None:
-            self._waiter.end()
+        for waiter in self._waiters:
+            waiter.end()
         if not self.is_aborted:
             self._inner.shutdown()
 
@@ -147,7 +151,8 @@ class AbortableGroup(dist.ProcessGroup):
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbortableWork:
-        self._raise_if_aborted()
+        if self.is_aborted:
+            return NeverBegun(self)
         inner = getattr(self._inner, name)(*args, **kwargs)
         with self._lock:
             if len(self._operations) >= self._forget_at:
@@ -157,7 +162,8 @@ class AbortableGroup(dist.ProcessGroup):
         return AbortableWork(self, inner)
 
     def _begin_message(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbortableWork:
-        self._raise_if_aborted()
+        if self.is_aborted:
+            return NeverBegun(self)
         # from then on a small message too: it may have to wait behind a large one
         self._has_large_messages |= any(tensor.nbytes > SMALL_MESSAGE_BYTES for tensor in _tensors_in(args))
         return AbortableMessage(self, getattr(self._inner, name)(*args, **kwargs))
@@ -200,10 +206,17 @@ class AbortableGroup(dist.ProcessGroup):
         return result
 
     def _on_waiter(self, wait: Callable[[], object]) -> None:
-        """Have `wait` called on the group's own thread, and wait for it or for the abort."""
-        if self._waiter is None:
-            self._waiter = _Waiter()
-        self._waiter.wait(wait, self._raise_if_aborted)
+        """Have `wait` called on a thread of the group's own, and wait for it or for the abort."""
+        with self._lock:
+            if not self._free_waiters:
+                self._free_waiters.append(Waiter())
+                self._waiters.append(self._free_waiters[-1])
+            waiter = self._free_waiters.pop()
+        try:
+            waiter.wait(wait, self._raise_if_aborted)
+        finally:
+            if not waiter.is_busy:
+                self._free_waiters.append(waiter)
 
 
 class AbortableWork(dist.Work):
@@ -273,6 +286,21 @@ class AbortableWork(dist.Work):
         return self._inner._source_rank()
 
 
+class NeverBegun(AbortableWork):
+    """An operation of a group that was given up before.
+
+    Not refused where it would begin: in a backward pass that would cost the gradients that this rank has yet to
+    compute, and that count in the next group.
+    """
+
+    def __init__(self, group: AbortableGroup) -> None:
+        super().__init__(group, dist.Work())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 - as torch's
+        """Raises GroupAbortedError."""
+        raise GroupAbortedError(_ABORTED)
+
+
 class AbortableMessage(AbortableWork):
     """A message to or from one rank. No thread of gloo's works at it: whoever waits for it does."""
 
@@ -300,70 +328,6 @@ class AbortableMessage(AbortableWork):
     def get_future(self) -> torch.futures.Future[Any]:
         """As torch's, which has none for messages."""
         return self._inner.get_future()
-
-
-class _Waiter:
-    """A thread that waits in another one's stead, one wait after the other."""
-
-    def __init__(self) -> None:
-        self.is_busy = False
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._present: _Call | None = None
-        threading.Thread(target=self._run, name="torchelastic-messages", daemon=True).start()
-
-    def wait(self, wait: Callable[[], object], raise_if_aborted: Callable[[], None]) -> None:
-        call = self._present = _Call(wait)
-        try:
-            self._calls.put(call)
-            raise_if_aborted()  # an abort before the first line has woken nobody
-            call.woken.acquire()
-        finally:
-            self._present = None
-        if not call.has_ended:
-            raise_if_aborted()
-        if call.error is not None:
-            raise call.error
-
-    def wake(self) -> None:
-        """Free who waits; from any thread."""
-        call = self._present
-        if call is not None:
-            call.wake()
-
-    def end(self) -> None:
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            self.is_busy = True
-            try:
-                call.wait()
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                call.error = error
-            call.wait = _nothing  # it holds the message's memory, which is the caller's again
-            call.has_ended = True
-            self.is_busy = False
-            call.wake()
-            del call
-
-
-def _nothing() -> None:
-    """What is left of a wait that has ended."""
-
-
-class _Call:
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait = wait
-        self.error: BaseException | None = None
-        self.has_ended = False
-        self.woken = threading.Lock()
-        self.woken.acquire()
-
-    def wake(self) -> None:
-        try:
-            self.woken.release()
-        except RuntimeError:
-            pass  # the end and the abort came together
 
 
 _ABORTED = "the process group was given up while this operation was under way: another worker was lost or hangs"
