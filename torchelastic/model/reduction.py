@@ -29,10 +29,13 @@ class Reduction:
 
     Attributes:
         world_size: of the present group.
+        ends_early: whether the backward pass ends with the first bucket that has failed; if not, it goes on, and
+            `take` has this rank's gradients.
     """
 
     def __init__(self, module: torch.nn.Module, sampler: Any) -> None:
         self.world_size = 1
+        self.ends_early = False
         self._module, self._sampler = module, sampler
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
         self._brought: Sums | None = None
@@ -112,6 +115,8 @@ class Reduction:
             self._add_brought(bucket, self._brought)
         work = dist.all_reduce(buffer, async_op=True)
         assert work is not None
+        if self.ends_early and work.is_completed() and not work.is_success():
+            work.wait()  # raises: the step is lost, and the rest of the backward pass would be for nothing
         result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._running.append((work, buffer, result))
         if bucket.is_last():

@@ -45,6 +45,8 @@ class StepGradients:
         if logical_shards is not None:
             sampler.set_logical_shards(logical_shards)
         self._source = Reduction(module, sampler) if logical_shards is None else LogicalShards(module, logical_shards)
+        if isinstance(self._source, Reduction):
+            self._source.ends_early = salvage == "discard"
         self._salvage = StepSalvage(salvage, self._source, sampler)
 
     @property

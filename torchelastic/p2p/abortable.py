@@ -138,6 +138,14 @@ class AbortableGroup(dist.ProcessGroup):
         """As torch's."""
         return self._inner.get_group_store()
 
+    def split_group(self, *args: Any, **kwargs: Any) -> dist.ProcessGroup | None:
+        """As torch's; what it returns is a group of torch's own."""
+        return self._inner.split_group(*args, **kwargs)
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        """As torch's; what it returns is a group of torch's own."""
+        return self._inner.merge_remote_group(*args, **kwargs)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """As torch's."""
         self._inner.set_timeout(timeout)
