@@ -28,7 +28,7 @@ from tests.process.manifests import (
     secrets_of_the_page,
     the,
 )
-from torchelastic.agent.agent import KILL_GRACE_S
+from torchelastic.agent.supervisor import KILL_GRACE_S
 from torchelastic.launch import run
 from torchelastic.lifetime import STOPPED_EARLY
 from torchelastic.lifetime.sources import detection

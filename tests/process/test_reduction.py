@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import torchelastic
 from tests.process.pairs import dies_at_reduction, survivor_of
+from torchelastic.data import ElasticBatchSampler
 from torchelastic.model import wrapping
 from torchelastic.model.reduction import Reduction
+from torchelastic.p2p.abortable import AbortableGroup, GroupAbortedError
 
 WIDTH = 640  # a layer is larger than DDP's first bucket
 
@@ -128,3 +131,43 @@ def test_a_rank_that_skips_its_reduction_is_named_before_it_changes_its_weights(
     reduction.begin_step()
     with pytest.raises(torchelastic.RetryableException, match="rank 1 steps its optimizer without"):
         reduction.check_reduced(rank=1)
+
+
+class Bucket:
+    """The first of two, of a model whose group was given up in the meantime."""
+
+    def buffer(self) -> torch.Tensor:
+        return torch.ones(4)
+
+    def is_last(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_backward_pass_goes_on_after_a_failure_where_its_gradients_count(
+    ends_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = AbortableGroup(HashStore(), 0, 1)
+    group.abort()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: group.allreduce([tensor]))
+    reduction = Reduction(make_model(), sampler=None)
+    reduction.ends_early = ends_early
+    reduction.begin_step()
+    bucket: Any = Bucket()
+    if ends_early:
+        with pytest.raises(GroupAbortedError):
+            reduction.hook(None, bucket)
+    else:
+        reduction.hook(None, bucket)
+
+
+@pytest.mark.parametrize(("salvage", "ends_early"), [("discard", True), ("drop", False), ("recompute", False)])
+def test_the_mode_of_salvage_says_whether_a_backward_pass_ends_early(salvage: str, ends_early: bool) -> None:
+    model = make_model()
+    sampler = ElasticBatchSampler(8, 4)
+    state = torchelastic.ModelState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), sampler=sampler, salvage=salvage
+    )
+    source = state._gradients._source
+    assert isinstance(source, Reduction)
+    assert source.ends_early is ends_early
