@@ -94,7 +94,7 @@ class GroupPeers:
 
         def missing() -> str:
             ranks = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
-            return f"{listed_ranks(ranks)} to come as far as this one with a checkpoint"
+            return f"{listed_ranks(ranks)} to reach the same point of saving or restoring a checkpoint"
 
         self._wait_for_key(key, missing)
 

@@ -16,8 +16,8 @@ class Waiter:
 
     def __init__(self) -> None:
         self.is_busy = False
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._present: _Call | None = None
+        self._calls: queue.SimpleQueue[_Wait | None] = queue.SimpleQueue()
+        self._present: _Wait | None = None
         threading.Thread(target=self._run, name="torchelastic-messages", daemon=True).start()
 
     def wait(self, wait: Callable[[], object], raise_if_aborted: Callable[[], None]) -> None:
@@ -25,7 +25,7 @@ class Waiter:
 
         Raises what `wait` raises; after `wake`, what `raise_if_aborted` raises.
         """
-        call = self._present = _Call(wait)
+        call = self._present = _Wait(wait)
         try:
             self.is_busy = True
             self._calls.put(call)
@@ -65,7 +65,7 @@ def _nothing() -> None:
     """What is left of a wait that has ended."""
 
 
-class _Call:
+class _Wait:
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait = wait
         self.error: BaseException | None = None
