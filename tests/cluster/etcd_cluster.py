@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
+from tests.unused_ports import unused_ports
 from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import find_etcd_binary
 
@@ -55,8 +55,8 @@ class Cluster:
         self._folder = folder
         # a member ends with the thread that started it: this one lasts, whoever calls
         self._starter = ThreadPoolExecutor(1, "etcd-starter")
-        with _free_ports(6) as ports:
-            self.clients, self._peers = ports[:3], ports[3:]
+        ports = unused_ports(6)
+        self.clients, self._peers = ports[:3], ports[3:]
         self._members = [self._start(member) for member in range(3)]
 
     def _start(self, member: int) -> subprocess.Popen[bytes]:
@@ -181,10 +181,3 @@ def _popen(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 def _url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
-
-
-@contextmanager
-def _free_ports(count: int) -> Iterator[list[int]]:
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        yield [listener.getsockname()[1] for listener in listeners]

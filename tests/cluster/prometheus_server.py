@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.harness import wait_until
+from tests.unused_ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 NEEDED = ("prometheus", "promtool", "prometheus-pushgateway")
@@ -126,8 +126,7 @@ def running_gateway(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _served(log: Path, *command: str) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{unused_ports(1)[0]}"
     with log.open("wb") as file:
         server = subprocess.Popen(
             dies_with_parent([*command, f"--web.listen-address={address}"]), stdout=file, stderr=file

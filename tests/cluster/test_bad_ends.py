@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from tests.cluster.harness import JOB, Job, is_alive, run_standalone, wait_until
+from tests.unused_ports import unused_ports
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
@@ -28,9 +28,7 @@ def last_line(job: Job) -> str:
 
 
 def unused_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{unused_ports(1)[0]}"
 
 
 def script(folder: Path, text: str) -> str:

@@ -7,7 +7,6 @@ import json
 import logging
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.unused_ports import unused_ports
 
 STEPS = 8
 MEMORY_EVERY, DURABLE_EVERY = 2, 4
@@ -62,9 +63,7 @@ class Run:
 
 def in_forks(count: int, function: str, *arguments: Any, log: Path) -> list[int | None]:
     """The exit codes of processes that call a function of `small_run` with their rank; they print into the log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = unused_ports(1)
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_one, args=(function, arguments, rank, count, port, log)) for rank in range(count)

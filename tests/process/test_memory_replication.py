@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
+from tests.unused_ports import unused_ports
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName, ShardName, save_id_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
@@ -243,8 +244,7 @@ def push_after_the_group_was_formed_anew(root: str, hosts: str, port: int) -> st
 
 
 def test_what_a_former_group_pushes_is_refused_on_the_same_port_and_the_new_one_goes_on(crew: Crew, root: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = unused_ports(1)
     text, _ = succeeded(crew.run(push_after_the_group_was_formed_anew, str(root), "ab", port, ranks=2))
     assert "rank 1 on host-b has no copy" in text
     assert "authentication failed" in text

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.unused_ports import unused_ports
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md"
 GUARD = 'if __name__ == "__main__":'
@@ -43,9 +44,7 @@ def memory(memory_folder: Path) -> Path:
 
 def run(script: Path, bases: Sequence[Path], long_term: Path) -> list[str]:
     """One rank per base; ranks with equal bases are on one host. Returns what each has printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = unused_ports(1)
     ranks = []
     for rank, base in enumerate(bases):
         environment = {

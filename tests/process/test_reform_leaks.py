@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.unused_ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +21,7 @@ SPARE = 3
 
 @pytest.mark.parametrize("times", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 def test_no_descriptor_and_no_thread_is_left_by_groups_that_were_given_up(times: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = unused_ports(1)
     command = [sys.executable, "-m", "tests.process.reforming_rank"]
     # torch looks up a name for the other end of each connection, for its log: a lost packet must not take 5 s each time
     environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.process.transformer_jobs import (
     losses,
     torn,
 )
+from tests.unused_ports import unused_ports
 
 # ----------------------------------------------------------------------------------------------------------- tools
 
@@ -147,9 +147,7 @@ def launch(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_tasks_of_srun_meet_and_train_together(corpus: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(*unused_ports(1))
     arguments = command(corpus, "srun", 3, "--distributed")
     tasks = [
         launch(

@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from tests.unused_ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 #: A busy machine takes 20 s to import torch, and a job has two runs.
@@ -254,8 +255,7 @@ class Slurm:
     def _places(self) -> list[Place]:
         """Where the controller listens, and each node."""
         host = socket.gethostname().partition(".")[0]
-        with _free_ports(1 + len(self.names)) as ports:
-            return [Place(host, "127.0.0.1", port) for port in ports]
+        return [Place(host, "127.0.0.1", port) for port in unused_ports(1 + len(self.names))]
 
     def _at(self, command: Sequence[str], node: str = "") -> list[str]:
         """What to start to run a command on a node, or where the controller is; here all of it is this host."""
@@ -333,10 +333,3 @@ def running_slurm(folder: Path, nodes: int = 2) -> Iterator[Slurm]:
         yield slurm
     finally:
         slurm.end()
-
-
-@contextmanager
-def _free_ports(count: int) -> Iterator[list[int]]:
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        yield [listener.getsockname()[1] for listener in listeners]
