@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.process.forked_ranks import run_ranks, values
+from tests.process.small_tmpfs import small_tmpfs
 from torchelastic import metrics
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
@@ -35,15 +34,8 @@ SIZE_BYTES = 12 * MIB
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 12 MiB."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small tmpfs ({done.stderr.strip()}): run `sudo make test`")
-    yield folder
-    while os.path.ismount(folder):
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_tmpfs(tmp_path / "memory", SIZE_BYTES) as folder:
+        yield folder
 
 
 class Collect(metrics.MetricHandler):

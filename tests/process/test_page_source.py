@@ -155,7 +155,7 @@ def test_an_agent_shows_more_events_of_its_host_than_it_tells_etcd_and_its_worke
         view.write(Save(at_ns=time.monotonic_ns(), worker="node-1/0.0", step=step), Book())
     assert [line.step for line in view.status(Book()).events] == list(range(20, 40))
     (tmp_path / "worker_0.0.log").write_text("first life\n")
-    worker = Worker(0, restarts=1, log_path=tmp_path / "worker_0.1.log")
+    worker = Worker(0, restarts=1, log_paths={life: tmp_path / f"worker_0.{life}.log" for life in range(2)})
     supervisor = types.SimpleNamespace(workers=[worker, Worker(1)])
 
     async def show() -> tuple[dict[str, Any], bytes]:

@@ -76,8 +76,7 @@ class Showing:
     def _log_paths(self) -> dict[str, Path]:
         """The logs of all lives of this host's workers; from any thread."""
         return {
-            f"{worker.local_rank}.{life}": worker.log_path.with_name(f"worker_{worker.local_rank}.{life}.log")
+            f"{worker.local_rank}.{life}": path
             for worker in self._supervisor.workers
-            if worker.log_path is not None
-            for life in range(worker.restarts + 1)
+            for life, path in tuple(worker.log_paths.items())
         }

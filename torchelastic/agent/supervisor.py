@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from torchelastic.agent.causes import Failed, begins_traceback, describe_exit, failed_at_s
 from torchelastic.agent.passing_on import catches
 from torchelastic.agent.terminal import Terminal
+from torchelastic.agent.worker_log import WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.processes.lifeline import dies_with_parent
@@ -69,6 +70,7 @@ class Worker:
         traceback_s: when its present process last began a traceback, in Unix seconds.
         ended_s: when its last process ended.
         tail: the last lines of its standard error.
+        log_paths: where its output was written to, by the number of restarts before it.
     """
 
     local_rank: int
@@ -85,7 +87,7 @@ class Worker:
     traceback_s: float | None = None
     ended_s: float = 0.0
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
-    log_path: Path | None = None
+    log_paths: dict[int, Path] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -104,7 +106,7 @@ class Worker:
             is_hang=self.is_hung,
             had_finished=self.has_finished,
             lines=tuple(self.tail),
-            log="" if self.log_path is None else str(self.log_path),
+            log=str(self.log_paths.get(self.restarts, "")),
         )
 
 
@@ -143,7 +145,8 @@ class Supervisor:
         self.slowest_start_s = 0.0
         self.all_over = asyncio.Event()
         self._command, self._environment = list(command), dict(environment)
-        self._max_restarts, self._log_dir = max_restarts, log_dir
+        self._max_restarts = max_restarts
+        self._logs = None if log_dir is None else WorkerLogs(log_dir)
         self._run_is_over, self._on_exit = run_is_over, on_exit
         self.on_failure = on_failure
         self._terminal = terminal or Terminal()
@@ -250,19 +253,18 @@ class Supervisor:
         ]
         self._task(self._watch(worker, worker.process, readers, file))
 
-    def _open_log(self, worker: Worker) -> BinaryIO | None:
-        if self._log_dir is None:
-            return None
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        worker.log_path = self._log_dir / f"worker_{worker.local_rank}.{worker.restarts}.log"
-        return worker.log_path.open("wb", buffering=0)
+    def _open_log(self, worker: Worker) -> WorkerLog | None:
+        file = None if self._logs is None else self._logs.opened(worker.local_rank, worker.restarts)
+        if file is not None:
+            worker.log_paths[worker.restarts] = file.path
+        return file
 
     async def _watch(
         self,
         worker: Worker,
         process: subprocess.Popen[bytes],
         readers: Sequence[asyncio.Task[None]],
-        file: BinaryIO | None,
+        file: WorkerLog | None,
     ) -> None:
         await process_end(process.pid)
         # the others are told before anything else is done: their recovery waits for nothing here
@@ -296,7 +298,7 @@ class Supervisor:
         if all(other.is_over for other in self.workers):
             self.all_over.set()
 
-    async def _pass_on(self, worker: Worker, pipe: IO[bytes] | None, stream: str, file: BinaryIO | None) -> None:
+    async def _pass_on(self, worker: Worker, pipe: IO[bytes] | None, stream: str, file: WorkerLog | None) -> None:
         assert pipe is not None
         reader = asyncio.StreamReader(limit=2**20)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
