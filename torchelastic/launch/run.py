@@ -22,12 +22,12 @@ from torchelastic.agent.supervisor import Supervisor, Worker
 from torchelastic.launch.interface import add_interface, meant_interface
 from torchelastic.launch.log import add_log, opened_log
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
+from torchelastic.launch.own_etcd import OwnEtcd
 from torchelastic.launch.page import add_page, opened_page
 from torchelastic.launch.time_limit import add_time_limit, limited
 from torchelastic.launch.torchrun_options import add_torchrun_options
 from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
-from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
 
 EXAMPLES = """examples:
@@ -167,7 +167,7 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
             raise UsageError("--standalone is for one host: leave it out to meet others at --rdzv-endpoint")
         if access(options):
             raise UsageError("--standalone has an etcd of its own: leave out --etcd-..., which is about another one")
-        endpoint = stack.enter_context(EtcdServer()).endpoint
+        endpoint = stack.enter_context(OwnEtcd()).endpoint
         run_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     else:
         if not options.rdzv_endpoint or not options.rdzv_id:

@@ -160,6 +160,22 @@ class EtcdServer:
             raise RuntimeError("the etcd server is not running: call start() first")
         return self._process.pid
 
+    @property
+    def log_tail(self) -> str:
+        """The end of its log."""
+        return _tail(self._log_path) if self._folder is not None and self._log_path.exists() else "(nothing)"
+
+    def wait_for_end(self) -> int | None:
+        """Wait until its process has ended, whoever ended it; any thread may, beside one that calls other methods.
+
+        Returns its exit code as subprocess has it (negative: a signal). None: it was not started, or was stopped.
+        """
+        process = self._process
+        if process is None:
+            return None
+        process.wait()
+        return process.status
+
     def start(self, timeout_s: float = 30.0) -> None:
         """Start it and wait until it serves. A server that runs already stays as it is.
 
@@ -196,18 +212,16 @@ class EtcdServer:
         return None
 
     def _start_on_port(self, binary: Path, port: int, deadline_s: float) -> None:
-        assert self._folder is not None
-        log_path = self._folder / "etcd.log"
         health = self._address, port
         command = self._command(binary, port)
         if self._tls is not None:
             health = "127.0.0.1", _free_port("127.0.0.1")
             command += [*self._tls.options(), "--listen-metrics-urls", f"http://127.0.0.1:{health[1]}"]
-        with log_path.open("wb") as log:
+        with self._log_path.open("wb") as log:
             self._process = _OwnedProcess(dies_with_parent([*command, *self._options]), log)
         while not (_is_healthy(*health) and _listens(self._process.pid, port)):
             if self._process.wait(_POLL_INTERVAL_S):
-                tail = _tail(log_path)
+                tail = _tail(self._log_path)
                 if "address already in use" in tail:
                     raise _PortTakenError(f"the port is taken, give another or none for a free one\n{tail}")
                 raise RuntimeError(
@@ -215,7 +229,7 @@ class EtcdServer:
                 )
             if time.monotonic() > deadline_s:
                 raise TimeoutError(
-                    f"etcd ({binary}) does not serve on port {port} yet; its log ends with\n{_tail(log_path)}"
+                    f"etcd ({binary}) does not serve on port {port} yet; its log ends with\n{_tail(self._log_path)}"
                 )
 
     @property
@@ -245,6 +259,11 @@ class EtcdServer:
         if self._data_dir is None and "--unsafe-no-fsync" in _options_of(binary):
             command.append("--unsafe-no-fsync")  # nobody reads this data after a crash of the host
         return command
+
+    @property
+    def _log_path(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "etcd.log"
 
     @property
     def _data_path(self) -> Path:
@@ -325,7 +344,7 @@ class _OwnedProcess:
     def is_alive(self) -> bool:
         return not self._exited.is_set()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         return self._exited.wait(timeout_s)
 
     def end(self, patience_s: float) -> None:

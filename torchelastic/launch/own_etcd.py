@@ -1,0 +1,111 @@
+"""The etcd of `--standalone`: starts and ends with the launcher, and is started again whenever it ends before."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+
+from tenacity import (
+    RetryCallState,
+    RetryError,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential,
+)
+
+from torchelastic.agent.causes import describe_exit
+from torchelastic.agent.supervisor import restart_delay_s
+from torchelastic.rendezvous.server import EtcdServer
+
+log = logging.getLogger(__name__)
+
+#: One that lasted so long did not end because of its start.
+GOOD_LIFE_S = 60.0
+#: A start may take so long; a normal one takes 0.4 s.
+START_TIMEOUT_S = 10.0
+
+
+class OwnEtcd:
+    """Starts it on entering, watches it on a thread of its own, ends both on leaving.
+
+    It comes back on the same port, with its data where that can be had: without, the agent registers all anew. Training
+    goes on meanwhile. Log lines say that it ended, and if it cannot be started again.
+
+    Raises:
+        FileNotFoundError, RuntimeError, TimeoutError: on entering, as `EtcdServer.start`.
+    """
+
+    def __init__(self) -> None:
+        self._server = EtcdServer()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # of the server: one thread at a time
+        self._thread = threading.Thread(target=self._watch, name="own-etcd", daemon=True)
+
+    def __enter__(self) -> OwnEtcd:
+        self._server.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        with self._lock:
+            self._server.stop()
+        self._thread.join()
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect, as "host:port"; it stays the same."""
+        return self._server.endpoint
+
+    def _watch(self) -> None:
+        restarts = 0
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            status = self._server.wait_for_end()
+            restarts = 1 if time.monotonic() - began_s > GOOD_LIFE_S else restarts + 1
+            if status is None or self._stopping.wait(restart_delay_s(restarts)):
+                return
+            with self._lock:
+                if not self._stopping.is_set():
+                    self._start_again(status)
+
+    def _start_again(self, status: int) -> None:
+        """Say that it ended, and try until it runs, or is not wanted any more."""
+        how = describe_exit(status)
+        if status >= 0:
+            how = f"{how}; its log ends with\n{self._server.log_tail}"
+        log.warning("the etcd of --standalone is started again, training goes on; it ended: %s", how)
+        retrying = Retrying(
+            retry=retry_if_exception_type((OSError, RuntimeError)),
+            wait=wait_exponential(max=30.0),
+            sleep=sleep_using_event(self._stopping),
+            stop=stop_when_event_set(self._stopping),
+            after=_say_first,
+        )
+        with suppress(RetryError):  # the run is over
+            retrying(self._restart)
+
+    def _restart(self) -> None:
+        port = self._server.port
+        try:
+            self._server.restart(START_TIMEOUT_S)
+        except (OSError, RuntimeError):
+            # what is left of that one is removed, in case that it is its data that cannot be used
+            self._server = EtcdServer(port=port)
+            self._server.start(START_TIMEOUT_S)
+
+
+def _say_first(state: RetryCallState) -> None:
+    if state.attempt_number == 1 and state.outcome is not None:
+        log.error(
+            "the etcd of --standalone cannot be started again: %s; training goes on, but a worker that is lost now is "
+            "not replaced before it runs; more attempts follow",
+            state.outcome.exception(),
+        )
