@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +18,7 @@ from tests.cluster.etcd_cluster import ask_etcd
 from tests.cluster.harness import RunRecords
 from tests.cluster.light_hosts import TTL_S, LightHost, form, play, until, until_all_run
 from tests.cluster.proxy import Proxy
-from torchelastic.rendezvous.records import Round
+from torchelastic.rendezvous.records import Member, Round, encode_member
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import COME_BACK_S, Settings
 
@@ -218,5 +220,43 @@ def test_keys_that_are_no_text_under_the_prefix_disturb_nobody(etcd: EtcdServer,
         await scene.start_over()
         scene.assert_nobody_noticed()
         await scene.change_members()
+
+    in_a_scene(etcd, run_id, scenario)
+
+
+#: It would clear the terminal, and begin a line of its own there.
+OBEYED = "\x1b[2J\nWARNING all is lost"
+
+
+def test_names_of_keys_that_a_terminal_would_obey_are_written_as_escapes_by_agents_and_commands(
+    etcd: EtcdServer, run_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(command: str) -> str:
+        options = [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "torchelastic.launch", command, *options], capture_output=True, text=True, timeout=60
+        )
+        return done.stdout + done.stderr
+
+    async def scenario(scene: Scene) -> None:
+        keys = scene.records.keys
+        garbage, forged = keys.member(f"garbage{OBEYED}"), keys.member(f"forged{OBEYED}")
+        scene.scribble(garbage, b"no record")
+        scene.scribble(forged, encode_member(Member("forged", "stranger", "127.0.0.1:1", ready_for=1)))
+        scene.scribble(f"{keys.status}stranger{OBEYED}", b"no record")
+        scene.scribble(f"{keys.agents}stranger{OBEYED}/1", b"no record")
+        names = [f"ignored: {keys.member(name)}" for name in ("garbage", "forged")]
+        await until(lambda: all(name in caplog.text for name in names), CHANGE_S, "they are reported")
+        await scene.change_members()
+        output = caplog.text
+        for command in ("status", "events"):
+            output += await asyncio.to_thread(told, command)
+        assert output.count("ignored: ") >= 6, "members at agents and commands, the status at the commands"
+        assert r"\x1b[2J\nWARNING all is lost" in output
+        assert "\x1b" not in output
+        assert not [line for line in output.splitlines() if line.startswith("WARNING all")]
+        assert not [
+            member for host in scene.hosts for one in host.rounds for member in one.roster if "forged" in member
+        ]
 
     in_a_scene(etcd, run_id, scenario)

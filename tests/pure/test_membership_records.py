@@ -76,6 +76,7 @@ def test_a_round_survives_the_store(number: int, state: RoundState, roster: list
         encode_member(Member("a", "h")).replace(b'"patience_s":15.0', b'"patience_s":NaN'),
         encode_member(Member("a", "h", leaving=True)).replace(b'"leaving":true', b'"leaving":1'),
         encode_member(Member("a", "h" * 2000)),
+        encode_member(Member("a", "h\x1b[2J")),
         b" " * 2_000_000,
         b"[" * 100_000,
     ],
@@ -113,3 +114,16 @@ def test_keys_of_a_run_stand_below_its_root() -> None:
     keys = Keys("/t/run")
     assert keys.drain_of(Member("m", "h")) == keys.drain_of_host("h") + "m" == "/t/run/drain/h/m"
     assert (keys.round, keys.leader, keys.member("m")) == ("/t/run/round", "/t/run/leader", "/t/run/members/m")
+
+
+def test_what_a_terminal_would_obey_is_in_no_record_and_in_no_error() -> None:
+    obeyed = "a\x1b[2J\nb"
+    with pytest.raises(RecordError) as refused:
+        decode_member(f"/x/members/{obeyed}", encode_member(Member("a", "h")), 0)
+    assert str(refused.value).startswith(r"/x/members/a\x1b[2J\nb: ")
+    for round_ in (Round(roster=(obeyed,)), Round(because=obeyed), Round(departed=(obeyed,))):
+        with pytest.raises(RecordError, match="cannot be printed"):
+            decode_round("/x/round", encode_round(round_))
+    with pytest.raises(RecordError) as long:
+        decode_round("/x/round", encode_round(Round()).replace(b'"broken"', b'"%s"' % (b"x" * 1_000_000)))
+    assert len(str(long.value)) < 3000

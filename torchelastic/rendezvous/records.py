@@ -21,8 +21,24 @@ MAX_TEXT = 1024
 MAX_COUNT = 2**53
 
 
+#: The text of an error is cut to so many characters.
+_MOST_ERROR = 2000
+
+
+def escaped(text: str) -> str:
+    r"""A text from the store as one line that no terminal obeys: what cannot be printed is written as escapes.
+
+    >>> escaped("job7\n\x1b[2J")
+    'job7\\n\\x1b[2J'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class RecordError(ValueError):
-    """A value in the store is not what this version writes."""
+    """A value in the store is not what this version writes; said in one printable line, whatever stands there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(escaped(text[:_MOST_ERROR]))
 
 
 class RoundState(str, enum.Enum):
@@ -208,8 +224,11 @@ def encode_member(member: Member) -> bytes:
 def decode_member(key: str, value: bytes, arrival: int) -> Member:
     """The inverse of `encode_member`; the id is the last part of the key. Raises RecordError."""
     document = _load(key, value)
+    member_id = key.rsplit("/", 1)[-1]
+    if not member_id.isprintable():
+        raise RecordError(f"{key}: the name of a member cannot be printed")
     return Member(
-        member_id=key.rsplit("/", 1)[-1],
+        member_id=member_id,
         host=_text(key, document, "host"),
         store_address=_text(key, document, "store"),
         ready_for=_count(key, document, "ready_for"),
@@ -311,6 +330,8 @@ def _text(source: str, document: Mapping[str, Any], name: str) -> str:
     value: str = _get(source, document, name, str)
     if len(value) > MAX_TEXT:
         raise RecordError(f"{source}: field {name!r} has {len(value)} characters; at most {MAX_TEXT} are taken")
+    if not value.isprintable():
+        raise RecordError(f"{source}: field {name!r} cannot be printed")
     return value
 
 
@@ -332,6 +353,8 @@ def _tuple_of(source: str, document: Mapping[str, Any], name: str, kind: type) -
     values = _get(source, document, name, list)
     if not all(type(value) is kind for value in values):
         raise RecordError(f"{source}: field {name!r} holds values of the wrong type")
+    if kind is str and not all(map(str.isprintable, values)):
+        raise RecordError(f"{source}: field {name!r} holds texts that cannot be printed")
     return tuple(values)
 
 

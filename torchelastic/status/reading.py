@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torchelastic.rendezvous.office import read_members
-from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
+from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round, escaped
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError
 from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.publishing import INCARNATION_LENGTH, LOOK_EVERY_S
@@ -153,7 +153,7 @@ class StatusReader:
 
     def _silent(self, key: str) -> HostStatus:
         """Of an agent that is there and tells nothing: yet, or because it is that of an earlier version."""
-        host, _, agent_id = key.removeprefix(self._keys.agents).partition("/")
+        host, _, agent_id = escaped(key.removeprefix(self._keys.agents)).partition("/")
         return HostStatus(host=host, incarnation=agent_id.rpartition("-")[2], at_s=0.0)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torchelastic.checkpoint.command.format import Advance
+from torchelastic.rendezvous.records import escaped
 
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGE_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
@@ -81,10 +82,8 @@ def age_text(age_s: float) -> str:
 
 
 def printable(text: str) -> str:
-    """What is stored may hold anything, also what a terminal would obey: such characters are written as escapes."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    """What is stored may hold anything, also what a terminal would obey: all but line ends is written as escapes."""
+    return "\n".join(map(escaped, text.split("\n")))
 
 
 def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
