@@ -23,8 +23,12 @@ from torchelastic.testing.etcd import running_etcd
 hypothesis.settings.register_profile("torchelastic", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("torchelastic")
 
+#: The environment in which the run of the tests began.
+_VARIABLES = pytest.StashKey[dict[str, str]]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_VARIABLES] = dict(os.environ)
     # some hundred lines from the import of etcd3's generated code, which nobody here can change
     config.addinivalue_line("filterwarnings", "ignore:Call to deprecated create function:DeprecationWarning")
     # A shell without job control starts `make test &` with SIGINT ignored, and every process that a test starts would
@@ -43,6 +47,21 @@ def pytest_runtest_setup() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """No test may leave variables behind: those that come after it in this process would depend on it."""
+    yield
+    changed = {name for name, _ in set(os.environ.items()) ^ set(item.config.stash[_VARIABLES].items())}
+    changed -= {"PYTEST_CURRENT_TEST"}
+    if changed:
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ.update(
+            {name: item.config.stash[_VARIABLES][name] for name in changed & item.config.stash[_VARIABLES].keys()}
+        )
+        raise AssertionError(f"this test, or a fixture of it, has left variables changed: {', '.join(sorted(changed))}")
 
 
 @pytest.fixture(scope="session")

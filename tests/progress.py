@@ -1,4 +1,4 @@
-"""How far a run of the tests is and how long it still takes, once in a while: `make test` runs with `-p tests.progress`.
+"""How far a run of the tests is and how long it still takes: `make test` runs pytest with `-p tests.progress`.
 
 It replaces pytest's dot for each test that passes. Tests of the rings take very different times, so that the share of
 tests that have ended says little: each counts with what a test of its ring takes on the average.

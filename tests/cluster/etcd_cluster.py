@@ -23,7 +23,7 @@ from tests.unused_ports import unused_ports
 from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import find_etcd_binary
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def ask_etcd(endpoint: str, method: str, question: dict[str, Any], timeout_s: float = 1.0) -> dict[str, Any]:

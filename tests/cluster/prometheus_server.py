@@ -20,7 +20,7 @@ from torchelastic.processes import dies_with_parent
 NEEDED = ("prometheus", "promtool", "prometheus-pushgateway")
 INSTALL = "apt-get install --no-install-recommends prometheus prometheus-pushgateway"
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 _CONFIGURATION = """\
 global: {{scrape_interval: 1s, evaluation_interval: 1s}}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 #: So much of what a client has sent lately is looked at for the request in question.
 REMEMBERED_BYTES = 65536
 

@@ -13,7 +13,7 @@ from tests.cluster.etcd_cluster import Cluster, running_cluster
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.store import StoreError, StoreEvent, StoreUnavailableError
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

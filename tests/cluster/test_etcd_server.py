@@ -20,7 +20,7 @@ from torchelastic.rendezvous import server as server_module
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import BINARY_VARIABLE, EtcdServer, find_etcd_binary
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -36,7 +36,7 @@ from torchelastic.rendezvous.store import (
 )
 from torchelastic.testing.etcd import python_protobuf_env, running_etcd
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 PASSWORD = "hunter2-must-stay-secret"
 
 

@@ -31,7 +31,7 @@ from torchelastic.rendezvous.store import (
 )
 from torchelastic.testing.clock import FakeClock
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 UNKNOWN_LEASE = 424242424242
 
 

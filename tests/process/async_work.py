@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 def wait_for(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 NOON_S = 1_795_262_400.0  # 2026-11-21T12:00:00Z
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
 
 TOKEN = "the secret of this run, shared by all"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SIZE_BYTES = 3_000_001
 CHUNK_BYTES = 65536
 

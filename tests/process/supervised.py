@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from torchelastic.agent.supervisor import Supervisor
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 WAITS = "import time; time.sleep(60)"
 
 

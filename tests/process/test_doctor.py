@@ -162,8 +162,9 @@ def as_nobody(act: Callable[[], Any]) -> Any:
 
 
 def test_a_folder_that_this_user_may_not_write_is_an_error(tmp_path: Path) -> None:
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)  # so that nobody gets there at all
+    for folder in (tmp_path, *tmp_path.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(0o755)  # so that nobody gets there at all
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
 

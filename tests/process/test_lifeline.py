@@ -14,7 +14,7 @@ import pytest
 
 from torchelastic.processes import dies_with_parent
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 FOREVER = ["sleep", "600"]
 
 

@@ -21,7 +21,7 @@ from torchelastic.rendezvous.store import (
 )
 from torchelastic.testing.clock import FakeClock
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

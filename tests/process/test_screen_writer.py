@@ -20,7 +20,7 @@ from torchelastic.agent.screen_writer import ScreenWriter
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.terminal import Terminal
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def lost(lines: int) -> str:

@@ -416,7 +416,7 @@ def test_top_lives_follows_the_size_of_the_terminal_and_survives_etcd() -> None:
         terminal.wait_for(lambda text: "run job7" in text and "productive 100.0 %" in text and "q: quit" in text)
         steps = terminal.wait_for(lambda text: len(set(re.findall(r"step (\d+)", text))) >= 3)
         assert "etcd has not answered" not in steps
-        assert any("restarts" in line for line in terminal.picture())
+        terminal.wait_for(lambda _: any("restarts" in line for line in terminal.picture()))
         assert 50 < max(map(len, terminal.picture())) <= 100
         terminal.resize(30, 50)
         terminal.wait_for(lambda _: terminal.picture()[-1:] == ["q: quit"] and max(map(len, terminal.picture())) <= 50)

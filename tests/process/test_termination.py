@@ -13,7 +13,7 @@ import pytest
 from tests.process.sigterm_cases import ENDED_BY_SIGTERM, Rendezvous, exit_code_of
 from torchelastic.p2p.termination import leave_on_sigterm
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def term(pid: int = 0) -> None:

@@ -35,7 +35,18 @@ def test_the_time_left_follows_from_the_share_of_the_work(done_s: float, all_s: 
 def test_a_run_says_how_far_it_is_and_still_names_what_fails(tmp_path: Path, workers: str) -> None:
     (tmp_path / "conftest.py").write_text("import tests.progress\ntests.progress._EVERY_S = 0.0\n")
     (tmp_path / "test_them.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.progress", "-n", workers, "--rootdir", tmp_path, tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.progress",
+        "-n",
+        workers,
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()

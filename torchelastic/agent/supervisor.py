@@ -13,7 +13,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -124,6 +124,7 @@ class Supervisor:
         on_failure: called with what has failed, once all that it had said was read and it is known whether it is
             started again.
         terminal: shows what they say.
+        hidden: (local rank, "stdout" or "stderr") of what it does not show.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Supervisor:
         on_exit: Callable[[Worker, int], None],
         on_failure: Callable[[Failed], None] = lambda _failed: None,
         terminal: Terminal | None = None,
+        hidden: Set[tuple[int, str]] = frozenset(),
     ) -> None:
         self.workers = [Worker(local_rank) for local_rank in range(nproc)]
         self.total_restarts = 0
@@ -149,7 +151,7 @@ class Supervisor:
         self._logs = None if log_dir is None else WorkerLogs(log_dir)
         self._run_is_over, self._on_exit = run_is_over, on_exit
         self.on_failure = on_failure
-        self._terminal = terminal or Terminal()
+        self._terminal, self._hidden = terminal or Terminal(), hidden
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -316,7 +318,8 @@ class Supervisor:
             if file is not None:
                 file.write(line)
             text = line.decode(errors="replace").rstrip("\n")
-            self._terminal.said(worker.local_rank, stream, text)
+            if (worker.local_rank, stream) not in self._hidden:
+                self._terminal.said(worker.local_rank, stream, text)
             if stream == "stderr":
                 worker.tail.append(text)
                 if begins_traceback(text):

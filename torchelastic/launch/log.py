@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -52,13 +52,16 @@ def add_log(parser: argparse.ArgumentParser) -> None:
     add(parser, "log-repeats", action="store_true", help="show a line each time, however often workers say it")
 
 
-def opened_log(options: argparse.Namespace, environment: Mapping[str, str], stack: ExitStack) -> RunLog:
+def opened_log(
+    options: argparse.Namespace, environment: Mapping[str, str], stack: ExitStack, notes: Sequence[str] = ()
+) -> RunLog:
     """Set up this process's logging, and the screen of its workers.
 
     Args:
         options: of the command line.
         environment: variables of this process.
         stack: writes out what is left.
+        notes: lines to begin with.
 
     Raises:
         UsageError: the environment's form is none.
@@ -85,4 +88,6 @@ def opened_log(options: argparse.Namespace, environment: Mapping[str, str], stac
     repeats = None if options.log_repeats else Repeats()
     run_log = RunLog(form, Terminal(writer.write, form=form, repeats=repeats, host=host), host)
     stack.callback(run_log.terminal.close)
+    for note in notes:
+        run_log.say("note", note)
     return run_log

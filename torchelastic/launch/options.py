@@ -22,10 +22,10 @@ class UsageError(Exception):
     """The command's words do not make sense together; the message says what to change."""
 
 
-def add(parser: argparse.ArgumentParser, name: str, **settings: object) -> None:
-    """Add an option; dashes and underscores in its name are the same."""
+def add(parser: argparse.ArgumentParser, name: str, *, short: str | None = None, **settings: object) -> None:
+    """Add an option, perhaps with a short name, too; dashes and underscores in its name are the same."""
     spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
-    parser.add_argument(*sorted(spellings), dest=name.replace("-", "_"), **settings)  # type: ignore[arg-type]  # passed through
+    parser.add_argument(*sorted(spellings), *filter(None, [short]), dest=name.replace("-", "_"), **settings)  # type: ignore[arg-type]  # passed through
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:

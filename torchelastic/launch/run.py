@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
@@ -25,7 +27,13 @@ from torchelastic.launch.options import UsageError, access, add, add_access, fin
 from torchelastic.launch.own_etcd import OwnEtcd
 from torchelastic.launch.page import add_page, opened_page
 from torchelastic.launch.time_limit import add_time_limit, limited
-from torchelastic.launch.torchrun_options import add_torchrun_options
+from torchelastic.launch.torchrun_options import (
+    Translation,
+    add_torchrun_options,
+    from_environment,
+    translated,
+    workers_per_host,
+)
 from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
@@ -48,13 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # else an option of the script that begins like two of ours is refused as ambiguous
     )
-    add(parser, "standalone", action="store_true", help="this host alone, with an etcd of its own")
-    add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", help="the etcd where the hosts of a run meet")
-    add(parser, "rdzv-id", metavar="ID", help="names the run; the same on every host")
-    add(parser, "nnodes", default="1:1", metavar="MIN[:MAX]", help="how many hosts (default 1)")
-    add(parser, "nproc-per-node", type=int, default=1, metavar="N", help="workers on each host (default 1)")
-    add(parser, "min-workers", type=int, metavar="M", help="default: 1 with --standalone, else MIN x N")
-    add(parser, "max-workers", type=int, metavar="M", help="default: MAX x N")
+    _add_meeting(parser)
     add(parser, "max-restarts", type=int, default=3, metavar="K", help="of each worker (default 3)")
     add(parser, "log-dir", type=Path, metavar="DIR", help="write each worker's output to a file in here too")
     add(parser, "rdzv-timeout", type=float, default=600.0, metavar="S", help="wait for a group (default 600 s)")
@@ -79,6 +81,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_page(parser)
     add_log(parser)
     add_torchrun_options(parser)
+    parser.set_defaults(**from_environment(os.environ))
     parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
     parser.add_argument("-v", "--verbose", action="store_true", help="say more about membership")
     parser.add_argument("script", help="the training script")
@@ -86,25 +89,38 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(execute=execute)
 
 
+def _add_meeting(parser: argparse.ArgumentParser) -> None:
+    """Add the options about who trains together, and where they meet."""
+    alone_help = "this host alone, with an etcd of its own: the default without --nnodes and --rdzv-endpoint"
+    add(parser, "standalone", action="store_true", help=alone_help)
+    add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", help="the etcd where the hosts of a run meet")
+    add(parser, "rdzv-id", metavar="ID", help="names the run; the same on every host")
+    add(parser, "nnodes", default="1:1", metavar="MIN[:MAX]", help="how many hosts (default 1)")
+    nproc_help = "workers on each host: a number (default 1), cpu, gpu: as many as there are, or auto: gpu, or else cpu"
+    add(parser, "nproc-per-node", default="1", metavar="N", help=nproc_help)
+    add(parser, "min-workers", type=int, metavar="M", help="default: 1 with --standalone, else MIN x N")
+    add(parser, "max-workers", type=int, metavar="M", help="default: MAX x N")
+
+
 def execute(options: argparse.Namespace) -> int:
     """Be the agent until the run is over. Exit code 0 only if the run was completed; 75: stopped before a deadline."""
+    options, theirs = _understood(options)
     command, gateway = _worker_command(options), _gateway(options)
     environment = dict(os.environ)
     end = limited(environment, options.time_limit, time.time())
     network = meant_interface(options.iface, environment)
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
-        run_log = opened_log(options, environment, stack)
+        run_log = opened_log(options, environment, stack, theirs.notes)
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
         socket_dir = Path(tempfile.mkdtemp(prefix="te-"))  # short: a Unix socket's path has 107 bytes
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
-        metrics = None if options.metrics_port is None else (options.metrics_host, options.metrics_port)
         agent_options = AgentOptions(
             url,
             socket_dir / "agent",
-            metrics_address=metrics,
+            metrics_address=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
             push_gateway=gateway,
             term_grace_s=options.term_grace,
             ledger_dir=options.log_dir,
@@ -113,22 +129,24 @@ def execute(options: argparse.Namespace) -> int:
             log_form=run_log.form,
         )
 
+        own_variables = worker_environment(agent_options, options.nproc_per_node)
+
         def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
             return Supervisor(
                 command,
                 options.nproc_per_node,
-                environment={**worker_environment(agent_options, options.nproc_per_node), **end, **network.variables},
+                environment={**own_variables, **theirs.variables, **end, **network.variables},
                 max_restarts=options.max_restarts,
                 log_dir=options.log_dir,
                 run_is_over=run_is_over,
                 on_exit=on_exit,
                 terminal=run_log.terminal,
+                hidden=theirs.hidden,
             )
 
         outcome = asyncio.run(_run_agent(agent_options, credentials, make_supervisor))
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
-    kind = "failure_report" if outcome.detail else "over"
-    run_log.say(kind, outcome.message, exit_code=exit_code, **outcome.detail)
+    run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code
 
 
@@ -140,12 +158,43 @@ async def _run_agent(
     return await Agent(options, connect(options.url, credentials), make_supervisor).run()
 
 
+def _understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
+    """The options with what torchrun's words among them come to."""
+    nproc = workers_per_host(options.nproc_per_node, lambda: os.cpu_count() or 1, _visible_gpus)
+    theirs = translated(options, several_hosts=_nodes(options.nnodes)[1] > 1, nproc=nproc)
+    ours = argparse.Namespace(**{**vars(options), **theirs.options, "nproc_per_node": nproc})
+    if theirs.to_files and ours.log_dir is None:
+        ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
+        theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))
+    return ours, theirs
+
+
+def _visible_gpus() -> int:
+    """In another process: torch would take 200 MB of the launcher's memory as long as the run lasts."""
+    asking = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        return int(subprocess.run(asking, capture_output=True, text=True, check=True).stdout)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        raise UsageError(f"--nproc-per-node: torch cannot count the GPUs here ({error}); write a number") from error
+
+
 def _worker_command(options: argparse.Namespace) -> list[str]:
+    if options.no_python and not options.run_path:
+        return _program(options)
     if options.module:
         return [sys.executable, "-m", options.script, *options.arguments]
     if not Path(options.script).is_file():
         raise UsageError(f"there is no file {options.script!r}; for a module write -m {options.script}")
     return [sys.executable, options.script, *options.arguments]
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    if options.module:
+        raise UsageError("--no-python and -m exclude each other: leave one out")
+    found = shutil.which(options.script)
+    if found is None:
+        raise UsageError(f"--no-python: there is no program {options.script!r} that this user may start")
+    return [found, *options.arguments]
 
 
 def _gateway(options: argparse.Namespace) -> str | None:

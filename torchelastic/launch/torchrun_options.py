@@ -1,58 +1,209 @@
-"""Options of torchrun that `torchelastic run` has no use for: refused, with what to do instead."""
+"""torchrun's command line, word for word: what of it is mapped to options of ours, has no effect here, or is refused.
+
+The options are those of torch 2.13's `torchrun --help`; what `torchelastic run` has under the same name is not here.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from torchelastic.launch.options import add
+from torchelastic.launch.options import UsageError, add
 
-_ETCD = "hosts meet at the etcd of --rdzv-endpoint, with --standalone at one of their own"
-_RANKS = "ranks are given out in each round, so that any host may go and come"
-_OUTPUT = "--log-dir DIR writes each worker's output to a file too"
+_ETCD = "hosts meet at an etcd: start one where all can reach it, and write --rdzv-endpoint HOST:2379 --rdzv-id ID"
+_ONE_HOST = "one host needs no address to meet at"
+_AT_ETCD = "the hosts meet at --rdzv-endpoint"
 
-#: Option: what to do instead.
+#: Options without a value that mean the same here.
+FLAGS = ("no-python", "run-path")
+#: Options that are mapped; each with a value.
+MAPPED = (
+    "rdzv-backend", "rdzv-conf", "master-addr", "master-port", "local-addr", "node-rank", "role", "shutdown-timeout",
+    "redirects", "tee", "local-ranks-filter",
+)  # fmt: skip
+#: Options without an effect, and why they need none.
+WITHOUT_EFFECT = {
+    "monitor-interval": "the death of a worker is seen at once",
+    "start-method": "each worker is a new process",
+    "signals-to-handle": "SIGTERM lets workers leave in order, SIGINT ends them, SIGUSR1 and SIGUSR2 are passed on",
+}
+#: Options that are refused, and what to do instead.
 INSTEAD = {
-    "rdzv-backend": f"leave it out: {_ETCD}",
-    "rdzv-conf": "leave it out: --last-call, --rdzv-timeout and --ttl are options here",
-    "master-addr": f"leave it out: {_ETCD}",
-    "master-port": f"leave it out: {_ETCD}",
-    "local-addr": "write --iface NAME|SUBNET",
-    "node-rank": f"leave it out: {_RANKS}",
-    "role": "leave it out: all workers of a run have one role; name the run with --rdzv-id",
-    "monitor-interval": "leave it out: the death of a worker is seen at once",
-    "shutdown-timeout": "write --term-grace S",
-    "start-method": "leave it out: each worker is a new process",
-    "redirects": _OUTPUT,
-    "tee": _OUTPUT,
-    "local-ranks-filter": _OUTPUT,
-    "duplicate-stdout-filters": _OUTPUT,
-    "duplicate-stderr-filters": _OUTPUT,
-    "logs-specs": _OUTPUT,
+    "duplicate-stdout-filters": "leave it out: --log-dir DIR writes each worker's output to a file, for grep",
+    "duplicate-stderr-filters": "leave it out: --log-dir DIR writes each worker's output to a file, for grep",
+    "logs-specs": "leave it out: --log-dir DIR writes each worker's output to a file",
     "event-log-handler": "leave it out: --log-dir DIR keeps all events, `torchelastic events` shows them",
-    "signals-to-handle": "leave it out: SIGTERM lets workers leave in order, see docs/draining.md",
-    "no-python": "give a Python script, or -m and a module",
-    "run-path": "give a Python script, or -m and a module",
     "virtual-local-rank": "leave it out: LOCAL_RANK counts the workers of a host",
     "numa-binding": "start the launcher under numactl",
 }
+_SHORT = {"redirects": "-r", "tee": "-t"}
+#: Keys of --rdzv-conf that are options here.
+_CONF = {"join_timeout": "rdzv_timeout", "timeout": "rdzv_timeout", "last_call_timeout": "last_call"}
+#: What bit 1 and bit 2 of --redirects and --tee stand for.
+_STREAMS = ("stdout", "stderr")
 
 
-class _Refused(argparse.Action):
-    """Ends the command with what to do instead."""
+@dataclass(frozen=True)
+class Translation:
+    """What torchrun's words come to here.
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,  # noqa: ARG002 - part of the contract
-        values: str | Sequence[Any] | None,  # noqa: ARG002
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(f"{option_string} is torchrun's: {INSTEAD[self.dest.replace('_', '-')]}")
+    Attributes:
+        options: of ours, by the names that argparse gives them: to be set.
+        notes: what has no effect and why, one line each.
+        hidden: (local rank, "stdout" or "stderr") of output that is not to be on the screen.
+        to_files: whether the workers' output is to be written to files too.
+        variables: for the workers.
+    """
+
+    options: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    hidden: frozenset[tuple[int, str]] = frozenset()
+    to_files: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
-    """Have torchrun's other options refused by name; they are not in the help."""
-    for name in INSTEAD:
-        add(parser, name, action=_Refused, nargs="?", help=argparse.SUPPRESS)
+    """Have them understood; they are not in the help."""
+    for name in FLAGS:
+        add(parser, name, action="store_true", help=argparse.SUPPRESS)
+    for name in (*MAPPED, *WITHOUT_EFFECT, *INSTEAD):
+        how = {"action": "store_const", "const": ""} if name == "virtual-local-rank" else {}
+        add(parser, name, short=_SHORT.get(name), help=argparse.SUPPRESS, **how)
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options that torchrun takes from the environment (PET_NNODES, ..), by argparse's names; no empty ones."""
+    names = (
+        "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts",
+        "role", "log_dir", "redirects", "tee", "node_rank", "master_addr", "master_port", "local_addr",
+    )  # fmt: skip
+    found = {name: environment.get(f"PET_{name.upper()}", "") for name in names}
+    return {name: value for name, value in found.items() if value}
+
+
+def workers_per_host(text: str, cpus: Callable[[], int], gpus: Callable[[], int]) -> int:
+    """What --nproc-per-node means: a number, `cpu`, `gpu`, or `auto`: GPUs if there are some, else processors.
+
+    Raises:
+        UsageError: it is none of these, or there is no GPU.
+
+    >>> workers_per_host("auto", lambda: 8, lambda: 0)
+    8
+    """
+    if re.fullmatch(r"\d{1,6}", text):
+        return int(text)
+    if text in ("auto", "gpu"):
+        count = gpus()
+        if count or text == "auto":
+            return count or cpus()
+        raise UsageError("--nproc-per-node gpu: no GPU is visible here; write a number, or cpu")
+    if text == "cpu":
+        return cpus()
+    raise UsageError(f"--nproc-per-node {text!r}: write a number, auto, gpu or cpu")
+
+
+def translated(given: argparse.Namespace, *, several_hosts: bool, nproc: int) -> Translation:
+    """What torchrun's options in a command line come to.
+
+    Args:
+        given: the parsed command line.
+        several_hosts: whether --nnodes allows more than one.
+        nproc: workers on this host.
+
+    Raises:
+        UsageError: an option cannot be mapped; the message says what to write instead.
+    """
+    for name, instead in INSTEAD.items():
+        if _value(given, name) is not None:
+            raise UsageError(f"--{name} is torchrun's: {instead}")
+    options: dict[str, object] = {}
+    notes = [f"--{name} has no effect: {why}" for name, why in WITHOUT_EFFECT.items() if _value(given, name)]
+    notes += _meeting(given, options, several_hosts=several_hosts)
+    notes += _times(given, options)
+    if given.local_addr:
+        options["iface"] = given.iface or _network(given.local_addr)
+    redirected, written = (_by_stream(given, name, nproc) for name in ("redirects", "tee"))
+    return Translation(
+        options,
+        tuple(notes),
+        redirected | _filtered(given.local_ranks_filter, nproc),
+        bool(redirected | written),
+        {"ROLE_NAME": given.role} if given.role else {},
+    )
+
+
+def _value(given: argparse.Namespace, name: str) -> str | None:
+    value: str | None = getattr(given, name.replace("-", "_"))
+    return value
+
+
+def _meeting(given: argparse.Namespace, options: dict[str, object], *, several_hosts: bool) -> list[str]:
+    """Where the hosts meet: nowhere, or at an etcd."""
+    backend = given.rdzv_backend or ("etcd" if given.rdzv_endpoint else "")
+    if several_hosts and not given.standalone:
+        if backend not in ("", "etcd", "etcd-v2"):
+            raise UsageError(f"--rdzv-backend {backend} is torchrun's: {_ETCD}")
+        if given.master_addr and not given.rdzv_endpoint:
+            raise UsageError(f"--master-addr is torchrun's: {_ETCD}")
+    elif given.standalone or not backend.startswith("etcd"):
+        options["standalone"], options["rdzv_endpoint"] = True, None
+    why = _ONE_HOST if options.get("standalone") else _AT_ETCD
+    named = ["master-addr", "master-port", "node-rank"]
+    named += ["rdzv-backend", "rdzv-endpoint"] if options.get("standalone") else []
+    said = [f"--{name}" for name in named if _value(given, name) is not None]
+    return [f"{', '.join(said)} {'has' if len(said) == 1 else 'have'} no effect: {why}"] if said else []
+
+
+def _times(given: argparse.Namespace, options: dict[str, object]) -> list[str]:
+    if given.shutdown_timeout is not None:
+        options["term_grace"] = _number("--shutdown-timeout", given.shutdown_timeout)
+    unused = []
+    for pair in filter(None, (given.rdzv_conf or "").split(",")):
+        key, equals, value = pair.strip().partition("=")
+        if not equals:
+            raise UsageError(f"--rdzv-conf {pair!r}: write KEY=VALUE[,..]")
+        if key in _CONF:
+            options[_CONF[key]] = _number(f"--rdzv-conf {key}", value)
+        else:
+            unused.append(key)
+    why = "the keys that have one are join_timeout and last_call_timeout"
+    return [f"--rdzv-conf {', '.join(unused)} has no effect: {why}"] if unused else []
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{name} {text!r}: write a number of seconds") from None
+
+
+def _network(address: str) -> str:
+    """An address is a subnet of one; a name of this host is no interface's."""
+    if re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:.]*", address):
+        return f"{address}/{128 if ':' in address else 32}"
+    raise UsageError(f"--local-addr {address!r}: write an address of this host, or --iface NAME|SUBNET")
+
+
+def _by_stream(given: argparse.Namespace, name: str, nproc: int) -> frozenset[tuple[int, str]]:
+    """What `3`, or `0:1,1:2`, means: 1 standard output, 2 standard error, 3 both; of all workers, or of those named."""
+    text = _value(given, name) or "0"
+    if re.fullmatch(r"[0-3]", text):
+        bits = dict.fromkeys(range(nproc), int(text))
+    elif re.fullmatch(r"\d{1,6}:[0-3](,\d{1,6}:[0-3])*", text):
+        bits = {int(rank): int(bit) for rank, bit in (pair.split(":") for pair in text.split(","))}
+    else:
+        raise UsageError(f"--{name} {text!r}: write 0, 1, 2 or 3, or LOCAL_RANK:N[,..]")
+    return frozenset(
+        (rank, stream) for rank, bit in bits.items() for at, stream in enumerate(_STREAMS) if bit >> at & 1
+    )
+
+
+def _filtered(text: str | None, nproc: int) -> frozenset[tuple[int, str]]:
+    if not text:
+        return frozenset()
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+        raise UsageError(f"--local-ranks-filter {text!r}: write LOCAL_RANK[,..]")
+    shown = set(map(int, text.split(",")))
+    return frozenset((rank, stream) for rank in range(nproc) if rank not in shown for stream in _STREAMS)

@@ -1,0 +1,68 @@
+"""A command line of torchrun with its first word replaced, started as a user would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchelastic.launch", "run", *words]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, **variables}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_one_host_needs_no_word_about_where_to_meet_and_output_goes_where_torchrun_sends_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint('out', os.environ['LOCAL_RANK'], os.environ['ROLE_NAME'], sys.argv[1:])\n"
+        "print('err', os.environ['LOCAL_RANK'], file=sys.stderr)\n"
+    )
+    done = run(
+        *("--nnodes=1", "--nproc_per_node=3", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--role=trainer"),
+        *("--master_port", "29512", "--monitor-interval=5", "-r", "1:1", "-t", "2:3", "--local-ranks-filter", "1,2"),
+        *("train.py", "--role", "its own"),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"out \d.*", done.stdout)) == ["out 2 trainer ['--role', 'its own']"]
+    assert sorted(re.findall(r"err \d", done.stderr)) == ["err 1", "err 2"]
+    notes = [line for line in done.stderr.splitlines() if " no effect: " in line]
+    assert notes == [
+        "--monitor-interval has no effect: the death of a worker is seen at once",
+        "--master-port, --rdzv-backend, --rdzv-endpoint have no effect: one host needs no address to meet at",
+    ]
+    folder = Path(re.findall(r"the workers' output is written to files in (\S+)", done.stderr)[0])
+    written = {path.name: path.read_text() for path in folder.glob("worker_*")}
+    assert written["worker_1.0.log"].splitlines()[0] == "out 1 trainer ['--role', 'its own']"
+    assert set(written) == {"worker_0.0.log", "worker_1.0.log", "worker_2.0.log"}
+
+
+def test_a_program_that_is_not_pythons_is_started_for_every_worker(tmp_path: Path) -> None:
+    done = run("--no-python", "--nproc-per-node", "cpu", "sh", "-c", "echo worker=$LOCAL_RANK", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"worker=\d+$", done.stdout, re.MULTILINE)) == os.cpu_count()
+    refused = run("--no-python", "no-such-program", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        "torchelastic run: --no-python: there is no program 'no-such-program' that this user may start"
+    ]
+
+
+def test_variables_of_torchrun_count(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint('worker', os.environ['LOCAL_RANK'])\n")
+    done = run("train.py", cwd=tmp_path, PET_NPROC_PER_NODE="2", PET_RDZV_BACKEND="c10d")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"worker \d$", done.stdout, re.MULTILINE)) == 2
+
+
+def test_hosts_that_would_meet_at_torchruns_store_are_told_of_etcd_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = run("--nnodes", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29400", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--rdzv-backend c10d is torchrun's" in line
+    assert "write --rdzv-endpoint HOST:2379 --rdzv-id ID" in line

@@ -1,0 +1,134 @@
+"""What torchrun's words in a command line of `torchelastic run` come to."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Set
+from pathlib import Path
+
+import pytest
+
+from torchelastic.launch.main import command_parser
+from torchelastic.launch.options import UsageError
+from torchelastic.launch.torchrun_options import Translation, from_environment, translated, workers_per_host
+
+BOTH = ("stdout", "stderr")
+
+
+def given(*words: str) -> argparse.Namespace:
+    return command_parser().parse_args(["run", *words, "train.py"])
+
+
+def meant(*words: str, several_hosts: bool = False) -> Translation:
+    return translated(given(*words), several_hosts=several_hosts, nproc=2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        ("--rdzv_backend=static", "--master_addr=127.0.0.1", "--master-port", "29501", "--node-rank", "0"),
+        ("--standalone", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "job7"),
+    ],
+)
+def test_one_host_without_an_etcd_is_standalone(words: tuple[str, ...]) -> None:
+    translation = meant(*words)
+    assert translation.options == {"standalone": True, "rdzv_endpoint": None}
+    said = [word.partition("=")[0].replace("_", "-") for word in words if word[:2] == "--"]
+    expected = [word for word in said if word not in ("--standalone", "--rdzv-id")]
+    assert len(translation.notes) == bool(expected)
+    assert all(word in translation.notes[0] for word in expected)
+
+
+@pytest.mark.parametrize("backend", [(), ("--rdzv-backend", "etcd"), ("--rdzv-backend", "etcd-v2")])
+@pytest.mark.parametrize("several_hosts", [False, True])
+def test_an_etcd_that_is_named_is_met_at(backend: tuple[str, ...], several_hosts: bool) -> None:
+    translation = meant(*backend, "--rdzv-endpoint", "host:2379", "--master-port", "1", several_hosts=several_hosts)
+    assert translation.options == {}
+    assert translation.notes == ("--master-port has no effect: the hosts meet at --rdzv-endpoint",)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--rdzv-backend", "c10d", "--rdzv-endpoint", "host:29400"), "--rdzv-backend c10d is torchrun's"),
+        (("--master-addr", "host", "--master-port", "29500"), "--master-addr is torchrun's"),
+    ],
+)
+def test_several_hosts_without_an_etcd_are_told_to_start_one(words: tuple[str, ...], named: str) -> None:
+    with pytest.raises(UsageError, match=named) as caught:
+        meant(*words, several_hosts=True)
+    assert "write --rdzv-endpoint HOST:2379 --rdzv-id ID" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "hidden", "to_files"),
+    [
+        (("--redirects", "3"), {(0, "stdout"), (0, "stderr"), (1, "stdout"), (1, "stderr")}, True),
+        (("-r", "0:1,1:2"), {(0, "stdout"), (1, "stderr")}, True),
+        (("-r", "0"), set(), False),
+        (("--tee", "1:3"), set(), True),
+        (("--local-ranks-filter", "1"), {(0, "stdout"), (0, "stderr")}, False),
+    ],
+)
+def test_output_is_shown_and_written_as_torchrun_would(
+    words: tuple[str, ...], hidden: Set[tuple[int, str]], to_files: bool
+) -> None:
+    translation = meant(*words)
+    assert (translation.hidden, translation.to_files) == (hidden, to_files)
+
+
+def test_times_networks_and_roles_have_names_of_ours() -> None:
+    conf = "--rdzv-conf=join_timeout=60,last_call_timeout=5,is_host=1"
+    translation = meant("--shutdown-timeout=7", conf, "--local-addr", "10.0.0.4", "--role", "trainer", "--rdzv-id=a")
+    assert dict(translation.options) == {
+        "standalone": True, "rdzv_endpoint": None, "term_grace": 7.0, "rdzv_timeout": 60.0, "last_call": 5.0,
+        "iface": "10.0.0.4/32",
+    }  # fmt: skip
+    assert translation.variables == {"ROLE_NAME": "trainer"}
+    assert [note.split(" has")[0] for note in translation.notes] == ["--rdzv-conf is_host"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--virtual-local-rank",), "--virtual-local-rank is torchrun's: leave it out"),
+        (("--numa-binding", "node"), "start the launcher under numactl"),
+        (("--logs-specs", "x"), "--log-dir DIR"),
+        (("--redirects", "4"), "--redirects '4': write 0, 1, 2 or 3, or LOCAL_RANK:N"),
+        (("--tee", "0:9"), "--tee '0:9'"),
+        (("--local-ranks-filter", "a"), "--local-ranks-filter 'a': write LOCAL_RANK"),
+        (("--rdzv-conf", "x"), "--rdzv-conf 'x': write KEY=VALUE"),
+        (("--rdzv-conf", "join_timeout=soon"), "--rdzv-conf join_timeout 'soon': write a number"),
+        (("--local-addr", "node7"), "--local-addr 'node7': write an address of this host, or --iface"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_to_write(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        meant(*words)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "workers"), [("3", 0, 3), ("cpu", 2, 8), ("gpu", 2, 2), ("auto", 2, 2), ("auto", 0, 8)]
+)
+def test_workers_are_counted_as_torchrun_counts_them(text: str, gpus: int, workers: int) -> None:
+    assert workers_per_host(text, lambda: 8, lambda: gpus) == workers
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("gpu", "no GPU is visible"), ("two", "'two': write a number"), ("-1", "'-1'")]
+)
+def test_workers_that_cannot_be_counted_are_an_error(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        workers_per_host(text, lambda: 8, lambda: 0)
+
+
+def test_variables_stand_for_options_that_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert from_environment({"PET_NNODES": "2", "PET_RDZV_ID": "", "NNODES": "3"}) == {"nnodes": "2"}
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "9")
+    monkeypatch.setenv("PET_LOG_DIR", "logs")
+    options = given("--max-restarts", "1")
+    assert (options.nproc_per_node, options.max_restarts, options.log_dir) == ("4", 1, Path("logs"))
