@@ -380,3 +380,22 @@ def test_an_agent_that_ends_says_nothing_of_workers_that_are_still_there(
     with_host(tmp_path, scenario)
     assert served
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+def test_a_second_hello_ends_the_connection_and_leaves_no_ghost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(host: Host) -> None:
+        worker = await host.open()
+        worker.say(op="hello", pid=os.getpid(), local_rank=0)
+        await worker.hear_of("welcome")
+        (first,) = host.connections.by_member
+        join(worker)
+        await until(lambda: host.declared)
+        worker.say(op="hello", pid=os.getpid(), local_rank=0)
+        await until(lambda: not host.connections.by_member)
+        assert host.withdrawn == [first]
+        assert await worker.is_hung_up()
+
+    with_host(tmp_path, scenario)
+    assert "a second 'hello'" in caplog.text

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.process.replicas import (
     client_of,
     client_that_calls,
     content_of,
+    wait_until,
 )
 from torchelastic.checkpoint.replication import (
     AuthenticationError,
@@ -235,6 +237,31 @@ def test_strangers_are_dropped(sent: bytes, shelf: RecordingShelf, caplog: pytes
         assert len(received) < 200, "the greeting, and nothing else"
         client_of(server).push("x", b"fine", token_round=1)
     assert "dropped a connection" in caplog.text or "stalled" in caplog.text
+
+
+def test_strangers_cannot_fill_the_log(shelf: RecordingShelf, caplog: pytest.LogCaptureFixture) -> None:
+    now_s, strangers = 1000.0, 30
+
+    def come(address: tuple[str, int]) -> None:
+        with socket.create_connection(address, 10) as stranger:
+            stranger.sendall(GARBAGE["a web browser"])
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+
+    with caplog.at_level(logging.INFO), ReplicaServer(shelf, TOKEN, host="127.0.0.1", clock=lambda: now_s) as server:
+        for _ in range(strangers):
+            come(server.address)
+        client_of(server).push("x", b"fine", token_round=1)
+        assert [line.startswith("dropped a connection of 127.0.0.1:") for line in lines()] == [True]
+        now_s += 61.0
+        come(server.address)
+        wait_until(lambda: len(lines()) > 1, "the next one is logged")
+    assert lines()[1].endswith(f"(and {strangers - 1} times since the last such line)")
+    assert shelf.ids() == ["x"]
 
 
 @pytest.mark.parametrize("answer", [{"nonce": "\ud800", "proof": ""}, {"nonce": "0" * 32}, {"proof": 1}, {}])

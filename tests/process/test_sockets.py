@@ -82,12 +82,30 @@ def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone() -> None:
 def test_clients_of_a_server_in_this_process_are_left_alone() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    group = SocketSet(is_foreign=lambda local_port: local_port == port)
+    group = SocketSet(is_ours=lambda connection: connection.getsockname()[1] != port)
     with group.recording():
         client = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
     assert group.cut() == 1, "the client's end is a connection of the group, the server's is not"
     for end in (listener, client, server):
+        end.close()
+
+
+def test_what_another_thread_opened_meanwhile_is_left_alone_also_after_the_groups_own_were_closed() -> None:
+    group = SocketSet(is_ours=lambda connection: bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+    with group.recording():
+        ours, others = connected_pair(), connected_pair()
+        for end in ours[1:]:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    assert len(group) == 2
+    assert group.cut() == 2
+    assert is_cut(ours[1])
+    for end in ours:
+        end.close()
+    assert group.cut() == 0
+    others[1].sendall(b"x")
+    assert others[2].recv(1) == b"x"
+    for end in others:
         end.close()
 
 

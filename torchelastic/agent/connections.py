@@ -215,6 +215,8 @@ class Connections:
             async for line in reader:
                 message = wire.decode(line)
                 if message["op"] == "hello":
+                    if connection is not None:
+                        raise wire.WireError("a second 'hello': one connection, one member")
                     connection = self._welcome(message, writer)
                 elif message["op"] == "metrics-hello":
                     await self._serve_metrics(message, reader)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.p2p.formation import Formation
-from torchelastic.processes.sockets import SocketSet
+from torchelastic.processes.sockets import SocketSet, waits_are_bounded
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class ProcessGroups:
     Args:
         backend: of the default group; a backend that is not for CPU tensors gets a gloo group beside it.
         timeout: of collectives.
-        is_foreign: see `SocketSet`.
+        is_foreign: whether a server of somebody else in this process listens at that local port.
 
     Attributes:
         control: the group for control collectives; None: there is no group at present.
@@ -46,7 +47,9 @@ class ProcessGroups:
         self.timeout = timeout
         self.control: dist.ProcessGroup | None = None
         self.is_forming = False
-        self._sockets = SocketSet(is_foreign)
+        self._is_foreign = is_foreign
+        self._sockets = SocketSet(self._is_ours)
+        self._tells_gloo_apart = True
         self._is_aborted = False
         self._formation: Formation | None = None
         _watch_for_new_groups()
@@ -70,6 +73,17 @@ class ProcessGroups:
             self.control = dist.group.WORLD
         else:
             self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+        if world_size > 1 and self._tells_gloo_apart and not len(self._sockets):
+            self._tells_gloo_apart = False
+            log.info(
+                "the connections of this release of torch cannot be told from others: connections that other threads "
+                "open while a group is formed are closed when it is given up"
+            )
+
+    def _is_ours(self, connection: socket.socket) -> bool:
+        """Whether a connection that was opened while a group was formed is the group's; raises OSError."""
+        is_client_of_ours = self._is_foreign(int(connection.getsockname()[1]))
+        return not is_client_of_ours and (waits_are_bounded(connection) or not self._tells_gloo_apart)
 
     def abort(self) -> int:
         """Make every operation of the present groups fail: here, and at the peers through the closed connections.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,12 +44,12 @@ class SocketSet:
     """The connections that were opened while a recording ran. Thread-safe.
 
     Args:
-        is_foreign: tells by the local port of a connection that it belongs to somebody else (a server in this process
-            whose clients happen to connect at the same moment).
+        is_ours: tells a connection of the set from one that another thread of this process happened to open at the same
+            moment, which is left alone; may raise OSError.
     """
 
-    def __init__(self, is_foreign: Callable[[int], bool] = lambda _port: False) -> None:
-        self._is_foreign = is_foreign
+    def __init__(self, is_ours: Callable[[socket.socket], bool] = lambda _connection: True) -> None:
+        self._is_ours = is_ours
         self._lock = threading.Lock()
         self._recorded: set[SocketId] = set()
         self._pictures: list[frozenset[SocketId]] = []
@@ -79,11 +80,26 @@ class SocketSet:
             pictures = list(self._pictures)
         for before in pictures:
             targets |= open_sockets() - before
-        return sum(_shut(target, self._is_foreign) for target in targets)
+        return sum(_do(target, self._shut) for target in targets)
+
+    def __len__(self) -> int:
+        """How many connections of ended recordings are open."""
+        with self._lock:
+            recorded = set(self._recorded)
+        return sum(_do(target, self._is_ours) for target in recorded)
+
+    def _shut(self, connection: socket.socket) -> bool:
+        if not self._is_ours(connection):
+            return False
+        connection.shutdown(socket.SHUT_RDWR)
+        return True
 
 
-def _shut(target: SocketId, is_foreign: Callable[[int], bool]) -> bool:
-    """Shut one connection if it still is what it was; a duplicate is examined, so that nobody can swap it meanwhile."""
+def _do(target: SocketId, what: Callable[[socket.socket], bool]) -> bool:
+    """Do something with a connection; returns what comes of it. False: it is not what it was, or is none.
+
+    It is given a duplicate, so that nobody can swap the connection meanwhile.
+    """
     try:
         descriptor = os.dup(target.descriptor)
     except OSError:
@@ -97,9 +113,16 @@ def _shut(target: SocketId, is_foreign: Callable[[int], bool]) -> bool:
             return False
         try:
             connection.getpeername()  # raises for a listening socket, which must not be shut
-            if is_foreign(int(connection.getsockname()[1])):
-                return False
-            connection.shutdown(socket.SHUT_RDWR)
+            return what(connection)
         except OSError:
             return False
-    return True
+
+
+def waits_are_bounded(connection: socket.socket) -> bool:
+    """Whether the kernel bounds each wait for it, in both directions.
+
+    gloo has it do so for all of its connections, with the time-out of their group, and hardly anybody else does: Python
+    and gRPC wait without blocking, torch's TCPStore without a bound.
+    """
+    sides = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+    return all(any(connection.getsockopt(socket.SOL_SOCKET, side, 2 * struct.calcsize("l"))) for side in sides)

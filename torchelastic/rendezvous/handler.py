@@ -7,6 +7,7 @@ A handler for another store implements the four abstract methods and is register
 from __future__ import annotations
 
 import os
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 STORE_TIMEOUT_S = 30.0
 #: Between two attempts it is asked whether the round still stands.
 STORE_ATTEMPT_S = 1.0
+#: So many connections may wait to be accepted by it: all members of a round come at the same moment.
+STORE_BACKLOG = 16384
 #: How long the end of the run may take to reach the store before this worker goes home all the same.
 DONE_TIMEOUT_S = 10.0
 
@@ -170,7 +173,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._client: AgentClient | None = None
         self._callbacks: list[OnRound] = []
         self._own_store: TCPStore | None = None
-        self._store_sockets = SocketSet(is_foreign=self.serves_port)
+        self._store_port = 0
+        self._store_sockets = SocketSet(self._leads_to_the_store)
         self._joined = NO_ROUND
         self._report = {"step": 0, "standing": Standing.FRESH, "failed": False, "patience_s": 15.0}
 
@@ -324,13 +328,14 @@ class EtcdRendezvousHandler(RendezvousHandler):
         from torch._C._distributed_c10d import TCPStore
 
         host, port = round_.store_address.rsplit(":", 1)
+        self._store_port = int(port)
         began_s = time.monotonic()
         while True:
             self._store_sockets.clear()
             try:
                 with self._store_sockets.recording():
                     attempt = timedelta(seconds=STORE_ATTEMPT_S)
-                    store = TCPStore(host, int(port), None, False, attempt, wait_for_workers=False)
+                    store = TCPStore(host, self._store_port, None, False, attempt, wait_for_workers=False)
             except RuntimeError as error:
                 now, tried_s = client.round, time.monotonic() - began_s
                 if now.number != round_.number or now.state is RoundState.BROKEN or tried_s > STORE_TIMEOUT_S:
@@ -338,6 +343,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             else:
                 store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
                 return store
+
+    def _leads_to_the_store(self, connection: socket.socket) -> bool:
+        """Whether a connection is one to the present round's store; raises OSError."""
+        return int(connection.getpeername()[1]) == self._store_port
 
     def _tell_callbacks(self, round_: Round) -> None:
         for callback in self._callbacks:
@@ -348,7 +357,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
         from torch._C._distributed_c10d import TCPStore
 
         if self._own_store is None:
-            self._own_store = TCPStore(address, 0, None, True, wait_for_workers=False)
+            # by itself it would listen on all addresses of this host, and it asks nobody for a password
+            family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(where, family=family, backlog=STORE_BACKLOG)
+            port = listener.getsockname()[1]
+            descriptor = listener.detach()  # the store closes it
+            self._own_store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
         return f"{address}:{self._own_store.port}"
 
 

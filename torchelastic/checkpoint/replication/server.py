@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from torchelastic.checkpoint.replication.complaints import Complaints
 from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     CorruptReplicaError,
@@ -102,6 +103,7 @@ class ReplicaServer:
             resume_window_s=resume_window_s,
             clock=clock,
         )
+        self._complaints = Complaints(log, clock)
         self._outgoing = threading.BoundedSemaphore(max_transfers)
         self._lock = threading.Lock()  # guards `_serving`
         self._serving: dict[Connection, threading.Thread] = {}
@@ -169,14 +171,15 @@ class ReplicaServer:
                 continue
             except OSError as error:  # too many open files, for example: others end meanwhile
                 if not self._is_closed.wait(_TICK_S):
-                    log.warning("could not accept a connection: %s", error)
+                    self._complaints.say(logging.WARNING, "could not accept a connection: %s", error)
                 continue
             self._serve_on_a_thread(accepted, f"{host}:{port}")
 
     def _serve_on_a_thread(self, accepted: socket.socket, peer: str) -> None:
         with self._lock:
             if len(self._serving) >= self._max_connections or self._is_closed.is_set():
-                log.warning("closed a connection of %s: there are %d already", peer, len(self._serving))
+                text = "closed a connection of %s: there are %d already"
+                self._complaints.say(logging.WARNING, text, peer, len(self._serving))
                 accepted.close()
                 return
             try:
@@ -185,16 +188,14 @@ class ReplicaServer:
                 thread.start()  # it needs the lock to end, so it is entered below before
                 self._serving[connection] = thread
             except (OSError, RuntimeError) as error:  # reset already, or no further thread can be had
-                log.warning("could not serve %s: %s", peer, error)
+                self._complaints.say(logging.WARNING, "could not serve %s: %s", peer, error)
                 accepted.close()
 
     def _serve(self, connection: Connection) -> None:
         try:
-            greet_client(connection, self._token)
-            connection.limit_to(self._timeout_s)
-            self._answer(connection)
-        except (AuthenticationError, ProtocolError) as error:
-            log.warning("dropped a connection of %s: %s", connection.peer, error)
+            if self._is_member(connection):
+                connection.limit_to(self._timeout_s)
+                self._answer(connection)
         except ReplicationError as error:
             log.info("a transfer with %s broke: %s", connection.peer, error)
         except Exception:
@@ -203,6 +204,16 @@ class ReplicaServer:
             with self._lock:
                 del self._serving[connection]
             connection.close()
+
+    def _is_member(self, connection: Connection) -> bool:
+        """Greet whoever has connected; False: a stranger, or somebody who is gone."""
+        try:
+            greet_client(connection, self._token)
+        except ReplicationError as error:
+            level = logging.WARNING if isinstance(error, (AuthenticationError, ProtocolError)) else logging.INFO
+            self._complaints.say(level, "dropped a connection of %s: %s", connection.peer, error)
+            return False
+        return True
 
     def _answer(self, connection: Connection) -> None:
         operations = {"push": self._receive_push, "pull": self._give, "list": self._list}

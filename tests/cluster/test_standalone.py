@@ -1,7 +1,8 @@
-"""`--standalone`: its own etcd ends while workers train, and is started again, with its data or without."""
+"""`--standalone`: all of it listens on this host alone; its etcd is started again, with its data or without."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, is_alive, wait_until
+from tests.cluster.harness import Job, is_alive, process_tree, wait_until
 from torchelastic.rendezvous.server import find_etcd_binary
 
 #: Until it is started again and the agent has found it, on a busy machine.
@@ -88,3 +89,21 @@ def test_its_etcd_ends_with_the_launcher_also_if_it_has_just_ended_itself(jobs: 
     again = etcd_of(job)
     assert job.wait() == [130]
     assert again is None or not is_alive(again)
+
+
+def test_nothing_listens_where_another_host_could_reach_it(jobs: MakeJob) -> None:
+    job = jobs(gates=[3])
+    agent = job.start("--standalone", nproc=2)
+    job.wait_for("held", count=2, step=3)
+    processes = [psutil.Process(pid) for pid in process_tree(agent.pid)]
+    listening = [
+        (process.name(), entry.laddr)
+        for process in processes
+        for entry in process.net_connections("tcp")
+        if entry.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 2 * 2 + 1, "a store and gloo for each worker, and etcd"
+    assert [one for one in listening if not ipaddress.ip_address(one[1].ip).is_loopback] == []
+    job.open_gate(3)
+    assert job.wait() == [0], job.output()[-4000:]
+    job.check_identity(finishers=2)
