@@ -46,6 +46,7 @@ def run_ranks(
     *arguments: Any,
     ranks: int = 1,
     environments: Sequence[Mapping[str, str]] = (),
+    preload: tuple[str, ...] = PRELOAD,
 ) -> list[Ended]:
     """Runs a module's function on each rank of a new gloo group; with one rank there is no group.
 
@@ -56,8 +57,9 @@ def run_ranks(
         arguments: for it.
         ranks: how many.
         environments: further variables for each rank.
+        preload: the modules that are imported once, by the process that all runs with the same ones are forked from.
     """
-    nursery = _nursery()
+    nursery = _nursery(preload)
     nursery.send((function, arguments, ranks, environments))
     assert nursery.poll(2 * ANSWER_S), "the processes do not end"
     answer = nursery.recv()
@@ -68,19 +70,19 @@ def run_ranks(
 
 
 @cache
-def _nursery() -> Connection:
+def _nursery(preload: tuple[str, ...]) -> Connection:
     """The process that has imported everything. It ends when this one does."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_be_nursery, args=(there,))
+    process = context.Process(target=_be_nursery, args=(there, preload))
     process.start()
     there.close()
     atexit.register(here.close)  # before multiprocessing waits for it
     return here
 
 
-def _be_nursery(end: Connection) -> None:
-    answer_with(end, PRELOAD, _fork)
+def _be_nursery(end: Connection, preload: tuple[str, ...]) -> None:
+    answer_with(end, preload, _fork)
 
 
 def answer_with(end: Connection, modules: Sequence[str], fork: Callable[..., Any]) -> None:

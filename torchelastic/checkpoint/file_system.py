@@ -16,6 +16,7 @@ from typing import BinaryIO, Literal
 
 from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
 from torchelastic.checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from torchelastic.checkpoint.output_stream import OutputStream
 from torchelastic.checkpoint.staging import (
@@ -203,7 +204,7 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     Raises:
         ValueError: `checkpoint_dir` is empty, or `keep` is less than 1.
-        CheckpointError: the folder cannot be created or written.
+        CheckpointError: the folder cannot be created or written, or holds only what something else has saved.
     """
 
     def __init__(self, checkpoint_dir: str | os.PathLike[str], *, keep: int | None = None) -> None:
@@ -216,6 +217,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         self._last_created_id = -1
         with explained("prepare the folder for checkpoints", self._dir):
             _make_durable_folder(self._dir)
+            require_own_folder(self._dir, Kind.STREAMS)
             remove_abandoned_folders(self._dir, now_s=_write_probe(self._dir))
 
     def __repr__(self) -> str:
@@ -254,7 +256,8 @@ class FileSystemCheckpointManager(CheckpointManager):
     def list_candidates(self) -> list[FileSystemCheckpoint]:
         """Returns the checkpoints, newest first, whether complete or damaged."""
         checkpoints = (FileSystemCheckpoint(sequence_id, self._dir) for sequence_id in _ids(self._dir))
-        return [checkpoint for checkpoint in checkpoints if not checkpoint.is_new]
+        # what a rank of LocalCheckpointManager has in a folder `0` is not a damaged checkpoint of ours
+        return [one for one in checkpoints if not one.is_new and not is_foreign(one.path, Kind.STREAMS)]
 
     def _delete_oldest(self) -> None:
         if self._keep is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidd
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
 
 
-def prune(root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK) -> list[CheckpointName]:
+def prune(
+    root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK, *, spare: Callable[[Path], bool] = lambda _: False
+) -> list[CheckpointName]:
     """Removes the complete checkpoints that a policy does not want, oldest first; never the newest complete one.
 
     Damaged ones are neither counted nor removed. A reader that has one open can go on.
@@ -27,6 +29,7 @@ def prune(root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK) -> list[Checkp
         root: the folder that holds all checkpoints.
         policy: says what stays.
         disk: what touches files.
+        spare: whether the checkpoint in a folder is somebody else's, and neither counted nor removed.
 
     Returns:
         What was removed.
@@ -34,7 +37,7 @@ def prune(root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK) -> list[Checkp
     Raises:
         CheckpointError: the disk refuses.
     """
-    complete = [info for info in list_checkpoints(root) if info.damage is None]
+    complete = [info for info in list_checkpoints(root) if info.damage is None and not spare(info.folder)]
     removed = [info.name for info in prunable_checkpoints(policy, complete)]
     for name in removed:
         remove_checkpoint(root, name, disk)

@@ -13,6 +13,7 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.choice import folders_of, to_prune
@@ -177,6 +178,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._folder = None
 
         def own_folder() -> list[int]:
+            require_own_folder(self._root, Kind.LOCAL)
             self._folder = self._folder or ShardFolder(self._root, self.rank, self.session_id, self._disk)
             return self._clique()
 

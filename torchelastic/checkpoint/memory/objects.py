@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.memory.buffer_io import BufferIO
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointId, CheckpointObjectId
@@ -54,7 +55,7 @@ class CheckpointObjectManager:
 
         Raises:
             ValueError: the path cannot be a container's, or another container of this name is in use.
-            CheckpointError: the folder cannot be used, or belongs to another job.
+            CheckpointError: the folder cannot be used, belongs to another job, or holds only what something else saved.
         """
         root = Path(str(CheckpointContainerId(Path(os.fspath(base)).absolute())))
         with self._lock:
@@ -62,6 +63,7 @@ class CheckpointObjectManager:
             if known is not None and known.root == root:
                 return known
             self._check_free(root)
+            require_own_folder(root, Kind.MEMORY)
             container = Container(root, disk=self._disk)
             container.received = SlotShelf(container.root, self._disk)
             self._containers[root.name] = container

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torchelastic.checkpoint.api import Checkpoint
 from torchelastic.checkpoint.collection import CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.kinds import ForeignCheckpointsError
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
@@ -132,10 +133,15 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._background.submit(lambda: self._prepare(context), holds_slot=False)
 
     def _agree_epoch(self, peers: Peers) -> int:
-        known = [tier.known_epoch(self._run_id) for tier in self.tiers] if self._epoch is None else []
+        is_new = self._epoch is None
+        foreign = _foreign_in(self.tiers) if is_new else ""
+        known = [tier.known_epoch(self._run_id) for tier in self.tiers] if is_new else []
         peers.meet()  # a place may be slow to answer
-        mine = {"epoch": self._epoch, "known": known, "generation": self._generation}
+        mine = {"epoch": self._epoch, "known": known, "generation": self._generation, "foreign": foreign}
         said = [json.loads(words) for words in peers.gather(json.dumps(mine).encode())]
+        for one in said:
+            if one["foreign"]:
+                raise ForeignCheckpointsError(one["foreign"])  # the same on all ranks
         current = max((one["epoch"] for one in said if one["epoch"] is not None), default=None)
         epoch = agree_epoch(current, [number for one in said for number in one["known"]])
         self._generation = max(one["generation"] for one in said)
@@ -356,6 +362,16 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
         assert self._agreement is not None
         return CheckpointName(*self._agreement.context.token, self._generation, step)
+
+
+def _foreign_in(tiers: Sequence[Tier]) -> str:
+    """What is wrong with a place that others have saved in; "" for nothing."""
+    try:
+        for tier in tiers:
+            tier.require_own()
+    except ForeignCheckpointsError as error:
+        return str(error)
+    return ""
 
 
 def _replicas_of(tiers: Sequence[Tier], copies: int, host: str | None) -> Replicas | None:

@@ -149,7 +149,14 @@ class StoredCheckpoint(Checkpoint):
 
 
 def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[StoredCheckpoint]:
-    """The complete checkpoints that this host can read, newest first. Raises: CheckpointError: a tier is unreadable."""
+    """The complete checkpoints that this host can read, newest first.
+
+    Raises:
+        ForeignCheckpointsError: a tier holds only what something else has saved.
+        CheckpointError: a tier is unreadable.
+    """
+    for tier in tiers:
+        tier.require_own()
     inventory = {tier.name: tier.inventory() for tier in tiers}
     found = candidates([inventory], [tier.name for tier in tiers])
     return [StoredCheckpoint(candidate, tiers, allow_pickles=allow_pickles) for candidate in found]

@@ -132,6 +132,16 @@ class Tier(ABC):
     every: SavePolicy | None
     where: str
 
+    def require_own(self) -> None:  # noqa: B027 - a tier of another package may have no way to tell
+        """Refuses a place that holds only what something else than tiers has saved; a warning names it beside own ones.
+
+        Every rank calls it when it starts, before `known_epoch`.
+
+        Raises:
+            ForeignCheckpointsError: names what is there, whose it is, and what to do.
+            CheckpointError: the place cannot be read.
+        """
+
     @abstractmethod
     def known_epoch(self, run_id: str) -> int:
         """The least epoch that the group must have so that nothing that is here counts as newer; see `agree_epoch`.

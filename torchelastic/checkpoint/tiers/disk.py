@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from torchelastic.checkpoint import collection
 from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -49,6 +51,10 @@ class DiskTier(Tier):
         self._disk = disk
         self._host = HostFolder(self._root, disk, disk.remove)
         self._fence = self._host.fence
+
+    def require_own(self) -> None:
+        """See `Tier`."""
+        require_own_folder(self._root, Kind.TIERED)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -104,7 +110,7 @@ class DiskTier(Tier):
     def prune(self) -> list[CheckpointName]:
         """See `Tier`."""
         if self.is_shared:
-            return collection.prune(self._root, self.keep, self._disk)
+            return collection.prune(self._root, self.keep, self._disk, spare=partial(is_foreign, own=Kind.TIERED))
         return self._host.prune(self.keep, lambda _: False)
 
     def close(self) -> None:

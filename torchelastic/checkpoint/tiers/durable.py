@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -33,6 +33,7 @@ from torchelastic.checkpoint.collection import (
 )
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.fence import FENCE_NAME, FencedError, FenceState, decode_fence, encode_fence
+from torchelastic.checkpoint.kinds import SHARD_SUFFIX, Kind, kind_of, may_hold_one, require_own, stated_in
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry
@@ -90,12 +91,22 @@ class DurableTier(Tier):
         self._url = url
         self._download_folder = download_folder
         self._context: TierContext | None = None
+        self._kinds: dict[str, Kind] = {}
         try:
             self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
         except ValueError as error:
             raise ValueError(f"{self.where} is no URL for fsspec: {self._redacted(error)}") from None
         except Exception as error:  # noqa: BLE001 - each protocol's package has its own errors
             raise self._error("reach the storage", error) from None
+
+    def require_own(self) -> None:
+        """See `Tier`; lists each folder there."""
+        found: dict[Kind, list[str]] = {}
+        for folder in sorted(self._sizes(self._root)):
+            kind = self._kind_of(folder) if may_hold_one(folder) else None
+            if kind is not None:
+                found.setdefault(kind, []).append(folder)
+        require_own(Kind.TIERED, found, self.where)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -157,7 +168,7 @@ class DurableTier(Tier):
     def inventory(self) -> list[TierEntry]:
         """See `Tier`; one small download per checkpoint."""
         entries = []
-        for name in self._names():
+        for name in self._own_names():
             try:
                 manifest = self._read_manifest(name)
             except FileNotFoundError:
@@ -189,7 +200,7 @@ class DurableTier(Tier):
     def prune(self) -> list[CheckpointName]:
         """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
         infos = []
-        for name in self._names():
+        for name in self._own_names():
             try:
                 manifest = self._read_manifest(name)
             except (FileNotFoundError, CorruptCheckpointError):
@@ -211,12 +222,34 @@ class DurableTier(Tier):
         damage = f"the shards of the ranks {missing} are missing or cut" if missing else None
         return TierEntry(name, manifest.world_size, tuple(sorted(found)), True, sum(found.values()), damage)
 
+    def _kind_of(self, folder: str) -> Kind | None:
+        """The kind of checkpoint in a folder; asked once, since what is published does not change."""
+        if folder not in self._kinds:
+            kind = kind_of(folder, names := self._sizes(f"{self._root}/{folder}"), lambda: self._stated(folder, names))
+            if kind is None:
+                return None  # nothing yet
+            self._kinds[folder] = kind
+        return self._kinds[folder]
+
+    def _stated(self, folder: str, names: Iterable[str]) -> str | None:
+        for name in sorted(names):
+            if name.endswith(SHARD_SUFFIX):
+                with self._explained("read the header of a shard", missing_ok=True), suppress(FileNotFoundError):
+                    with self._files.open(f"{self._root}/{folder}/{name}", "rb") as file:
+                        stated = stated_in(file)
+                    if stated is not None:
+                        return stated
+        return None
+
     def _folder(self, name: CheckpointName) -> str:
         return f"{self._root}/{name.folder_name}"
 
     def _names(self) -> list[CheckpointName]:
         names = {CheckpointName.find(file) for file in self._sizes(self._root)}
         return sorted((name for name in names if name is not None), reverse=True)
+
+    def _own_names(self) -> list[CheckpointName]:
+        return [name for name in self._names() if self._kind_of(name.folder_name) in (Kind.TIERED, None)]
 
     def _sizes(self, folder: str) -> dict[str, int | None]:
         """What is directly in a folder, and how long it is."""

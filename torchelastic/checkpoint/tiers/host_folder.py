@@ -35,6 +35,7 @@ from torchelastic.checkpoint.collection import (
 )
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
@@ -67,8 +68,13 @@ def entries_in(root: Path, *, whole: bool = False) -> list[TierEntry]:
     Raises:
         CheckpointError: it cannot be listed.
     """
-    found = [(info, _entry(info)) for info in list_checkpoints(root)]
+    found = [(info, _entry(info)) for info in _own_checkpoints(root)]
     return [replace(entry, damage=info.damage) if whole else entry for info, entry in found if entry is not None]
+
+
+def _own_checkpoints(root: Path) -> list[CheckpointInfo]:
+    """Those that tiers have saved, newest first; `BCPState` names its folders alike."""
+    return [info for info in list_checkpoints(root) if not is_foreign(info.folder, Kind.TIERED)]
 
 
 def _entry(info: CheckpointInfo) -> TierEntry | None:
@@ -194,7 +200,7 @@ class HostFolder:
             keep: says what stays.
             is_ours: whether this process has put a file.
         """
-        infos = list_checkpoints(self.root)
+        infos = _own_checkpoints(self.root)
         committed = [info for info in infos if info.manifest is not None and not _is_cut(info)]
         if not committed:
             return []

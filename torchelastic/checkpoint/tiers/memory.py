@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import Header
@@ -58,6 +59,10 @@ class MemoryTier(Tier):
         self.shelf = ReceivedShards(self._root, disk)
         self._ours: set[Path] = set()
         self._host = HostFolder(self._root, disk, self._retire)
+
+    def require_own(self) -> None:
+        """See `Tier`."""
+        require_own_folder(self._root, Kind.TIERED)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""

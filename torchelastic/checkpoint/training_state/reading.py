@@ -10,6 +10,7 @@ from typing import Any
 from torchelastic.checkpoint.collection import MANIFEST_NAME, CheckpointName, list_checkpoints, open_checkpoint
 from torchelastic.checkpoint.collection.reading import names_in
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
 from torchelastic.checkpoint.shards.loading import read_into
 from torchelastic.checkpoint.training_state.objects import TrainingObjects
 from torchelastic.checkpoint.training_state.shard import placeholders, read_own, require_kind
@@ -59,10 +60,16 @@ def own_rank_of(rank: int, saved_world_size: int) -> int:
 
 
 def find(path: Path) -> Found:
-    """Looks for checkpoints: in a folder of them, or the one that the folder is. Raises: CheckpointError."""
+    """Looks for checkpoints: in a folder of them, or the one that the folder is.
+
+    Raises:
+        ForeignCheckpointsError: something else has saved all that is there.
+        CheckpointError: the folder cannot be read.
+    """
     if (path / MANIFEST_NAME).exists():
         return Found([str(path)], {}, [])
-    infos = list_checkpoints(path)
+    require_own_folder(path, Kind.TRAINING_STATE)
+    infos = [info for info in list_checkpoints(path) if not is_foreign(info.folder, Kind.TRAINING_STATE)]
     unfinished = sorted(staged.folder_name for name in names_in(path) if (staged := CheckpointName.find_staged(name)))
     return Found(
         [str(info.folder) for info in infos if info.damage is None],

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.kinds import TRAINING_STATE as KIND
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Header, align, place
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tree import flatten, tensor_names, unflatten
 from torchelastic.checkpoint.tiered.share import Sharing
 
-KIND = "training state"
 VERSION = 1
 _REPLICATED = ("model/parameters/", "optimizers/")
 

@@ -17,6 +17,7 @@ from torchelastic.checkpoint.collection import CheckpointName, ShardRecord
 from torchelastic.checkpoint.collection.reading import names_in
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import SlotPool
@@ -279,6 +280,7 @@ class BCPState:
     def _claimed(self, path: Path) -> int:
         """On rank 0: the epoch in which this job writes into a folder. Raises: CheckpointError."""
         if path not in self._fences:
+            require_own_folder(path, Kind.TRAINING_STATE)
             fence = Fence(path, self._disk)
             epoch = fence.claim(self._run_id or "any", f"BCPState on {socket.gethostname()}")
             self._fences[path] = (fence, epoch)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRe
 from torchelastic.checkpoint.collection.reading import names_in
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.fence import Fence
+from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Header, decode_preamble
@@ -92,7 +94,8 @@ class Writer:
         manifest = Manifest(save.name, save.run_id, save.world_size, tuple(records), saved_s=time.time())
         collection.commit(save.root, manifest, fence=fence, disk=self._disk)
         try:
-            collection.prune(save.root, self._keep, self._disk)
+            spare = partial(is_foreign, own=Kind.TRAINING_STATE)
+            collection.prune(save.root, self._keep, self._disk, spare=spare)
             for name in names_in(save.root):
                 staged = CheckpointName.find_staged(name)
                 if staged is not None and staged.token == save.name.token and staged < save.name:

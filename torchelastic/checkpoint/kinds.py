@@ -1,0 +1,199 @@
+"""What kinds of checkpoints are in a folder: nobody prunes, hides or starts afresh beside what another has saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO
+
+from torchelastic.checkpoint.collection.manifest import MANIFEST_NAME, CheckpointName
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.local.names import Shard
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+
+log = logging.getLogger(__name__)
+
+#: What the headers of `BCPState` state; tiers name their folders alike, and their headers state something else.
+TRAINING_STATE = "training state"
+
+SHARD_SUFFIX = ".shard"
+
+_STREAM = "default"
+_COMMITS = frozenset({COMMIT_FILE, PENDING_FILE})
+
+
+class Kind(Enum):
+    """Who has saved a checkpoint; the value is the name to use for it in messages."""
+
+    STREAMS = "FileSystemCheckpointManager"
+    TIERED = "TieredCheckpointManager"
+    TRAINING_STATE = "BCPState"
+    LOCAL = "LocalCheckpointManager"
+    MEMORY = "torchelastic.checkpoint.memory"
+
+
+class ForeignCheckpointsError(CheckpointError):
+    """The folder holds checkpoints that something else has saved, and none that could be loaded here."""
+
+
+def may_hold_one(folder: str) -> bool:
+    """Whether checkpoints have such a name; others are not even looked into. Pure.
+
+    >>> [name for name in ("7", "step-20_ckpt", "step-000000123.e1.r5.g7", "lost+found") if may_hold_one(name)]
+    ['7', 'step-20_ckpt', 'step-000000123.e1.r5.g7']
+    """
+    is_number = folder.isdecimal() and folder == str(int(folder))
+    is_step = CheckpointContainerId.parse_version_container_step(folder) is not None
+    return is_number or is_step or CheckpointName.find(folder) is not None
+
+
+def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str | None]) -> Kind | None:
+    """The kind of checkpoint that one folder holds, or a rank's part of one. Pure.
+
+    Args:
+        folder: its name.
+        files: the names of what is in it.
+        stated_kind: what the header of a shard in it states as its kind, None if no header can be read; asked only
+            where names do not decide.
+
+    Returns:
+        None: no checkpoint, or one that nobody can tell.
+
+    >>> kind_of("7", ["default", "manifest.json"], str)
+    <Kind.STREAMS: 'FileSystemCheckpointManager'>
+    >>> kind_of("7", ["readme.txt"], str)
+    """
+    if not may_hold_one(folder):
+        return None
+    if any(Shard.parse(file) for file in files):
+        return Kind.LOCAL
+    if CheckpointName.find(folder) is not None:
+        stated = stated_kind()
+        if stated is None:
+            return None
+        return Kind.TRAINING_STATE if stated == TRAINING_STATE else Kind.TIERED
+    if CheckpointContainerId.parse_version_container_step(folder) is not None:
+        return Kind.MEMORY if any(file in _COMMITS or ShardName.find(file) for file in files) else None
+    return Kind.STREAMS if _STREAM in files or MANIFEST_NAME in files else None
+
+
+def foreign_to(own: Kind, found: Mapping[Kind, Collection[str]], where: str) -> str | None:
+    """What to say of checkpoints of other kinds than the own one; None if there are none. Pure.
+
+    Args:
+        own: who asks.
+        found: the names of the checkpoints in a folder, by kind.
+        where: the folder.
+    """
+    others = {kind: names for kind, names in found.items() if kind is not own and names}
+    if not others:
+        return None
+    whose = " and ".join(f"{len(names)} of {kind.value} (such as {max(names)!r})" for kind, names in others.items())
+    listing = f"`torchelastic checkpoint ls {where}` lists them"
+    if own in found:
+        return (
+            f"{where} also holds checkpoints that {own.value} neither loads nor removes: {whose}. Give each of them a "
+            f"folder of its own; {listing}"
+        )
+    return (
+        f"{where} holds checkpoints that {own.value} did not save and cannot load: {whose}. To resume from them, use "
+        f"{' or '.join(kind.value for kind in others)}; to start from scratch, give {own.value} another, empty folder. "
+        f"{listing}"
+    )
+
+
+def require_own(own: Kind, found: Mapping[Kind, Collection[str]], where: str) -> None:
+    """Refuses a folder that holds only what others have saved; where it holds both, a warning names the others.
+
+    Called before anything is loaded, saved or removed there; on any rank, from any thread.
+
+    Args:
+        own: who asks.
+        found: the names of the checkpoints in the folder, by kind.
+        where: the folder.
+
+    Raises:
+        ForeignCheckpointsError: what was found, whose it is, and what to do.
+    """
+    text = foreign_to(own, found, where)
+    if text is None:
+        return
+    if own not in found:
+        raise ForeignCheckpointsError(text)
+    log.warning("%s", text)
+
+
+def require_own_folder(root: Path, own: Kind) -> None:
+    """`require_own` for what is in a folder of this host; it may be missing. On any rank, from any thread.
+
+    Raises:
+        ForeignCheckpointsError: it holds only checkpoints of others.
+        CheckpointError: it cannot be read.
+    """
+    found: dict[Kind, list[str]] = {}
+    for name in sorted(_names(root)):
+        kind = kind_in(root / name) if may_hold_one(name) else None
+        if kind is not None:
+            found.setdefault(kind, []).append(name)
+    require_own(own, found, str(root))
+
+
+def is_foreign(folder: Path, own: Kind) -> bool:
+    """Whether a folder certainly holds a checkpoint of another kind than the own one. From any thread.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return kind_in(folder) not in (own, None)
+
+
+def kind_in(folder: Path) -> Kind | None:
+    """The kind of checkpoint in one folder; see `kind_of`. From any thread.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    names = _names(folder)
+    return kind_of(folder.name, names, lambda: _stated_kind(folder, names))
+
+
+def stated_in(file: BinaryIO) -> str | None:
+    """The kind that the header of a shard states, "" for none; None if this is no whole header of one.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble  # imports torch
+
+    try:
+        preamble = decode_preamble(file.read(PREAMBLE_BYTES))
+        return str(json.loads(file.read(preamble.header_bytes))["meta"].get("kind", ""))
+    except (CorruptCheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _stated_kind(folder: Path, names: Sequence[str]) -> str | None:
+    for name in sorted(names):
+        if name.startswith(".") or not name.endswith(SHARD_SUFFIX):
+            continue
+        try:
+            with (folder / name).open("rb") as file:
+                stated = stated_in(file)
+        except OSError:
+            continue  # removed meanwhile, or unreadable: another shard states the same
+        if stated is not None:
+            return stated
+    return None
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing if there is no such folder."""
+    with explained("list the checkpoints", folder):
+        try:
+            return [path.name for path in folder.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
