@@ -97,6 +97,16 @@ class CheckpointManager(ABC):
     def list_checkpoints(self) -> Sequence[Checkpoint]:
         """Returns the committed checkpoints, newest first."""
 
+    def take_over(self, run_id: str) -> None:  # noqa: B027 - 0.1 has no such method, and its managers run unchanged
+        """From now on this process saves for a run: one that did before, and is only paused, must publish nothing.
+
+        The train loop calls it on the rank that saves, each time a group of workers has formed. The default does
+        nothing.
+
+        Args:
+            run_id: names the run; other runs may save into the same place.
+        """
+
     def list_candidates(self) -> Sequence[Checkpoint]:
         """Returns what `load_latest` tries, newest first: the committed checkpoints and those that are damaged.
 

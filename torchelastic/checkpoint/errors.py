@@ -33,6 +33,10 @@ class CorruptCheckpointError(CheckpointError):
     """What is stored is not (or no longer) what was saved: torn, truncated, changed or missing."""
 
 
+class FencedError(CheckpointError):
+    """This writer was replaced by another: what it wrote is not published, and it must not go on."""
+
+
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
     """Turns what the operating system raises inside into a `CheckpointError` that names place, reason and remedy.

@@ -26,6 +26,7 @@ from torchelastic.checkpoint.collection.manifest import STAGING_PREFIX, Checkpoi
 from torchelastic.checkpoint.collection.reading import names_in
 from torchelastic.checkpoint.collection.removal import remove_left_overs
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import FencedError as FencedError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.writing import hidden_path
 
@@ -35,10 +36,6 @@ OWNER_LOCK_NAME = ".owner.lock"
 #: Who holds the lock of the fence reads and writes one small file; longer than this, something is wrong with it.
 LOCK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.02
-
-
-class FencedError(CheckpointError):
-    """This writer was replaced by another: what it wrote is not published, and it must not go on."""
 
 
 class OwnedError(CheckpointError):

@@ -10,12 +10,13 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
-from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, FencedError, explained
 from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
 from torchelastic.checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from torchelastic.checkpoint.output_stream import OutputStream
@@ -26,6 +27,7 @@ from torchelastic.checkpoint.staging import (
     remove_abandoned_folders,
     remove_folder,
 )
+from torchelastic.checkpoint.succession import staging_dirs, take_over
 from torchelastic.checkpoint.verification import find_damage, open_verified
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class FileSystemCheckpoint(Checkpoint):
             overwritten.
         checkpoint_dir: the folder that holds all checkpoints; it must exist when a stream is opened.
         after_commit: called once, after the checkpoint was published.
+        staging_dir: where it is written until then, on the same file system; gone if this writer was replaced. Default:
+            `checkpoint_dir`.
 
     Attributes:
         sequence_id: the id; final after `commit`. Higher is newer. Gaps are normal.
@@ -55,9 +59,11 @@ class FileSystemCheckpoint(Checkpoint):
         checkpoint_dir: str | os.PathLike[str],
         *,
         after_commit: Callable[[], None] | None = None,
+        staging_dir: Path | None = None,
     ) -> None:
         self.sequence_id = int(sequence_id)
         self._parent = Path(checkpoint_dir).absolute()
+        self._staging_dir = staging_dir or self._parent
         self._after_commit = after_commit
         self._staging: Path | None = None
         self._streams: dict[str, OutputStream] = {}
@@ -101,8 +107,8 @@ class FileSystemCheckpoint(Checkpoint):
         if key in self._streams:
             raise ValueError(f"the stream {key!r} was opened for writing before; use another key, or a new checkpoint")
         if self._staging is None:
-            with explained("create a folder for the checkpoint", self._parent):
-                self._staging = make_staging_folder(self._parent)
+            with explained("create a folder for the checkpoint", self._parent), self._fenced():
+                self._staging = make_staging_folder(self._staging_dir)
         stream = OutputStream(self._staging / key)
         self._streams[key] = stream
         return stream
@@ -127,6 +133,7 @@ class FileSystemCheckpoint(Checkpoint):
         Streams that are still open are closed.
 
         Raises:
+            FencedError: another process of the run has taken over meanwhile; see `take_over` of the manager.
             CheckpointError: nothing was written, a stream has failed, or the file system refused. What was written is
                 then removed, and nothing is published (except where the message says that it was).
         """
@@ -134,7 +141,7 @@ class FileSystemCheckpoint(Checkpoint):
         if self._staging is None:
             raise CheckpointError(f"nothing was written into the checkpoint {self.path}: open a stream before commit()")
         try:
-            with explained("publish the checkpoint", self.path):
+            with explained("publish the checkpoint", self.path), self._fenced():
                 self._write_manifest(self._staging)
                 self._publish(self._staging)
         except BaseException:
@@ -164,6 +171,19 @@ class FileSystemCheckpoint(Checkpoint):
                 f"the checkpoint {self.path} is {self._status} and cannot be {action}; take a new one from "
                 "create_checkpoint()"
             )
+
+    @contextmanager
+    def _fenced(self) -> Iterator[None]:
+        """Says so where the system only says that a folder is gone."""
+        try:
+            yield
+        except OSError as error:
+            if self._staging_dir.exists():
+                raise
+            raise FencedError(
+                f"this writer was replaced while it saved: another process of its run has taken over {self._parent}; "
+                "its checkpoint is not published, and those that were saved since stay the newest"
+            ) from error
 
     def _write_manifest(self, staging: Path) -> None:
         for stream in self._streams.values():
@@ -215,13 +235,24 @@ class FileSystemCheckpointManager(CheckpointManager):
         self._dir = Path(checkpoint_dir).absolute()
         self._keep = keep
         self._last_created_id = -1
+        self._staging_dir: Path | None = None
         with explained("prepare the folder for checkpoints", self._dir):
             _make_durable_folder(self._dir)
             require_own_folder(self._dir, Kind.STREAMS)
-            remove_abandoned_folders(self._dir, now_s=_write_probe(self._dir))
+            now_s = _write_probe(self._dir)
+            for folder in (self._dir, *staging_dirs(self._dir)):
+                remove_abandoned_folders(folder, now_s)
 
     def __repr__(self) -> str:
         return f"FileSystemCheckpointManager({str(self._dir)!r}, keep={self._keep})"
+
+    def take_over(self, run_id: str) -> None:
+        """See `CheckpointManager`: staged checkpoints of the processes before are removed, so they cannot be published.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        self._staging_dir = take_over(self._dir, run_id)
 
     def create_checkpoint(self) -> FileSystemCheckpoint:
         """Returns a new checkpoint with an id above every other one, committed or not; the first id is 0.
@@ -230,7 +261,9 @@ class FileSystemCheckpointManager(CheckpointManager):
             CheckpointError: the folder cannot be read.
         """
         for sequence_id in itertools.count(max(_highest_id(self._dir), self._last_created_id) + 1):
-            checkpoint = FileSystemCheckpoint(sequence_id, self._dir, after_commit=self._delete_oldest)
+            checkpoint = FileSystemCheckpoint(
+                sequence_id, self._dir, after_commit=self._delete_oldest, staging_dir=self._staging_dir
+            )
             if checkpoint.is_new:  # else another writer was faster in this very moment
                 break
         self._last_created_id = checkpoint.sequence_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager
 from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
+from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
 if TYPE_CHECKING:
     from torchelastic.coordinator import Coordinator
@@ -117,6 +119,8 @@ class LoopCheckpoints:
         if manager is None:
             return
         is_wanted = self._coordinator.nobody_has_progress()
+        if rank == 0:
+            self._take_over(manager)
         if isinstance(manager, ElasticCheckpointManager):
             self._enter_with_all(manager, state, is_wanted, synced_before=synced_before)
         elif rank == 0 and (not synced_before if is_wanted is None else is_wanted):
@@ -125,6 +129,15 @@ class LoopCheckpoints:
                 self._schedule.began(self._step)
                 self._was_loaded = True
             log.info("checkpoint %s loaded", loaded) if loaded else log.info("no checkpoint yet: starting afresh")
+
+    def _take_over(self, manager: CheckpointManager) -> None:
+        """A rank 0 of an older group that is only paused must not publish what it was saving."""
+        run_id = _run_id_of(self._coordinator)
+        if run_id and not isinstance(manager, ElasticCheckpointManager):  # those have the round in every name
+            try:
+                manager.take_over(run_id)
+            except OSError as error:  # the disk may be full, and may have room again when the next save is due
+                log.warning("a paused worker of an older group may still publish a checkpoint: %s", error)
 
     def _enter_with_all(
         self, manager: ElasticCheckpointManager, state: State, is_wanted: bool | None, *, synced_before: bool
@@ -221,6 +234,7 @@ class LoopCheckpoints:
         if isinstance(manager, ElasticCheckpointManager):
             self._save_share(manager, state, Alone(self._peers.round_number), True)
         elif manager is not None:
+            self._take_over(manager)
             self._save_whole(manager, state)
 
     def close(self) -> None:
@@ -281,3 +295,11 @@ class LoopCheckpoints:
         """A step is durable in a tier; from any thread."""
         self._durable[tier] = step
         self._schedule.saved(tier, stall_s=stall_s, durable_s=durable_s)
+
+
+def _run_id_of(coordinator: Coordinator) -> str:
+    """Names the run of the workers; "" for one without a name, whose workers cannot replace each other."""
+    try:
+        return parse_url(str(getattr(coordinator, "init_method", ""))).run_id
+    except RendezvousUrlError:
+        return os.environ.get("TORCHELASTIC_RUN_ID", "")
