@@ -17,6 +17,7 @@ FLOORS: dict[str, int] = {
     "processes": 0,
     "lazy_names": 0,
     "log_lines": 0,
+    "foreign_json": 0,
     "network": 0,
     "metrics": 1,
     "rendezvous": 1,

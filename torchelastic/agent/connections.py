@@ -18,9 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchelastic.agent.identity import MAX_PID
+from torchelastic.foreign_json import Fields
 from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
 from torchelastic.rendezvous import wire
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, round_to_dict
+from torchelastic.rendezvous.records import (
+    MAX_MEMBER_COUNT,
+    MAX_SECONDS,
+    MAX_TEXT,
+    Member,
+    Round,
+    RoundState,
+    Standing,
+    round_to_dict,
+)
 from torchelastic.rendezvous.view import is_done
 from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, finishes, may_go
 
@@ -224,8 +235,10 @@ class Connections:
                     raise wire.WireError(f"{message['op']!r} before 'hello'")
                 elif not connection.is_evicted:
                     await self._take(connection, message)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             log.warning("a worker's connection ends: %s: %s", type(error).__name__, error)
+        except Exception:
+            log.exception("this is a bug in torchelastic: a worker's connection ends")
         except asyncio.CancelledError:
             pass  # the agent ends; Python before 3.12 would print a cancelled connection as an error
         finally:
@@ -235,10 +248,10 @@ class Connections:
 
     def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> Connection:
         self._count += 1
-        local_rank = message["local_rank"]
-        place = "p" if local_rank is None else str(int(local_rank))
+        local_rank, pid = _local_rank(message), Fields("hello", message).whole("pid", None, least=1, most=MAX_PID)
+        place = "p" if local_rank is None else str(local_rank)
         member = Member(f"{self._host[:MAX_HOST_IN_ID]}-{place}-{self._incarnation}{self._count}", self._host)
-        connection = Connection(member, int(message["pid"]), local_rank, writer)
+        connection = Connection(member, pid, local_rank, writer)
         self.by_member[member.member_id] = connection
         if message.get("notice"):
             self._watch_for_death(connection.pid)
@@ -282,7 +295,7 @@ class Connections:
         elif op == "done":
             connection.waiting_since_s = None
             self.on_done(connection.pid, connection.local_rank)
-            connection.member = finishes(connection.member, self.round, int(message["step"]))
+            connection.member = finishes(connection.member, self.round, _step(Fields(op, message)))
             self._declare(connection.member)
             await self._until_written()
             connection.tell({"op": "noted"})
@@ -290,17 +303,19 @@ class Connections:
             raise wire.WireError(f"unknown op {op!r}")
 
     def _join(self, connection: Connection, message: wire.Message) -> None:
-        connection.waiting_since_s = self._clock()
-        self.on_ask(connection.pid, connection.local_rank)
-        connection.member = asks(
+        fields = Fields("join", message)
+        member = asks(
             connection.member,
             self.round,
-            store_address=str(message["store"]),
-            step=int(message["step"]),
-            standing=Standing(message["standing"]),
-            failed=bool(message["failed"]),
-            patience_s=float(message["patience_s"]),
+            store_address=fields.text("store", None, most=MAX_TEXT),
+            step=_step(fields),
+            standing=fields.member_of(Standing, "standing"),
+            failed=fields.flag("failed", None),
+            patience_s=min(fields.number("patience_s", None), MAX_SECONDS),
         )
+        connection.waiting_since_s = self._clock()
+        self.on_ask(connection.pid, connection.local_rank)
+        connection.member = member
         if not self._let_go(connection):
             self._declare(connection.member)
             self._on_join(connection)
@@ -327,9 +342,12 @@ class Connections:
         return True
 
     async def _serve_metrics(self, hello: wire.Message, reader: asyncio.StreamReader) -> None:
-        local_rank = hello["local_rank"]
+        local_rank = _local_rank(hello)
         async for line in reader:
-            self._on_metrics(local_rank, list(wire.decode(line)["items"]))
+            items = wire.decode(line).get("items")
+            if not isinstance(items, list) or not all(isinstance(item, list) and len(item) >= 3 for item in items):
+                raise wire.WireError("metrics without a list of 'items', each of a group, a name and a value")
+            self._on_metrics(local_rank, items)
 
     def _drop(self, connection: Connection) -> None:
         known = self.by_member.pop(connection.member.member_id, None)
@@ -341,6 +359,16 @@ class Connections:
         )
         if known is not None and not finished:
             self._withdraw(connection.member.member_id)
+
+
+def _local_rank(hello: wire.Message) -> int | None:
+    """That of the worker that says hello; None without the launcher. Raises RecordError."""
+    return None if hello.get("local_rank") is None else Fields("hello", hello).whole("local_rank")
+
+
+def _step(fields: Fields) -> int:
+    """How many steps a member has committed. Raises RecordError."""
+    return fields.whole("step", None, most=MAX_MEMBER_COUNT)
 
 
 def _contact_message(contact: Contact) -> wire.Message:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from pathlib import Path
 
+from torchelastic.foreign_json import Fields, RecordError, decode_json
+
+log = logging.getLogger(__name__)
+
+#: No process has a larger number: a pid is a C int.
+MAX_PID = 2**31 - 1
+_MOST_BYTES = 10_000
 _PROC = Path("/proc")
 
 
@@ -23,20 +30,21 @@ def this_process() -> dict[str, str | int]:
     }
 
 
-def has_ended(about: bytes) -> bool:
+def has_ended(about: bytes, key: str = "what is told of a process") -> bool:
     """Whether the process that wrote this certainly does not run any more.
 
     False wherever that cannot be known: it ran before the last boot (hosts with one name are not always one host), or
-    in another container, or the text is none of ours.
+    in another container, or the text is none of ours, which is logged with the key that it stands under.
     """
     here = this_process()
     try:
-        other = json.loads(about)
-        same_place = bool(here["boot"]) and all(other[field] == here[field] for field in ("boot", "namespace"))
-        pid, started_ticks = int(other["pid"]), int(other["started_ticks"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        other = Fields(key, decode_json(key, about, most_bytes=_MOST_BYTES))
+        is_here = bool(here["boot"]) and all(other.text(name, None) == here[name] for name in ("boot", "namespace"))
+        pid, started_ticks = other.whole("pid", None, most=MAX_PID), other.whole("started_ticks", None, least=-1)
+    except RecordError as error:
+        log.error("ignored: %s", error)
         return False
-    return same_place and _started_ticks(pid) != started_ticks
+    return is_here and _started_ticks(pid) != started_ticks
 
 
 def _started_ticks(pid: int) -> int:

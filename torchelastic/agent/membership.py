@@ -17,6 +17,7 @@ from typing import Any
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from torchelastic.agent.identity import has_ended, this_process
+from torchelastic.agent.tasks import keep_running
 from torchelastic.rendezvous.host import Host
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState
 from torchelastic.rendezvous.requests import Ask, EndWatches, Failed, Message, OpenWatch, Receive, Request, Sleep
@@ -96,11 +97,19 @@ class Membership:
         )
         await retrying(self._look)
         for predecessor in await self._blocking(lambda store: store.list_prefix(self._predecessors_at).items):
-            if has_ended(predecessor.value):
+            if has_ended(predecessor.value, predecessor.key):
                 self._host.bury(predecessor)
         self._tasks = [
-            asyncio.create_task(self._drive(self._host.run(), self._writer)),
-            asyncio.create_task(self._drive(self._host.beat(), self._heart)),
+            asyncio.create_task(
+                keep_running(
+                    "the session with etcd",
+                    lambda: self._drive(self._host.run(), self._writer),
+                    lambda: self._drive(self._host.give_up(), self._writer),
+                )
+            ),
+            asyncio.create_task(
+                keep_running("keeping the lease alive", lambda: self._drive(self._host.beat(), self._heart))
+            ),
         ]
 
     def declare(self, member: Member) -> None:

@@ -177,6 +177,9 @@ class AgentClient:
                     self._take(wire.decode(line))
         except (OSError, ValueError) as error:
             self._fail(AgentError("lost", f"the connection to the agent of this host broke: {error}"))
+        except Exception as error:  # or the training thread would wait for ever
+            log.exception("this is a bug in torchelastic: a message of the agent of this host could not be taken in")
+            self._fail(AgentError("lost", f"a message of the agent of this host could not be taken in: {error!r}"))
         else:
             self._fail(AgentError("lost", "the agent of this host has ended the connection: its output says why"))
 

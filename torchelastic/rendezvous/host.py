@@ -104,7 +104,7 @@ class Host:
     ) -> None:
         self._records = OwnRecords(keys)
         self._document = RoundDocument(keys, self._on_change)
-        self._office = Office(keys, settings, self._document, clock)
+        self._office = Office(keys, agent_id, settings, self._document, clock)
         self._drain_requests = DrainRequests(keys.drain_of_host(name), on_drain)
         self._keys, self._settings, self._agent_id = keys, settings, agent_id
         self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
@@ -165,7 +165,10 @@ class Host:
         return self.round
 
     async def run(self) -> None:
-        """One session with the store after the other, for ever."""
+        """One session with the store after the other, for ever.
+
+        An error that is none of the store's ends it: a bug. Then do `give_up`, and run it again.
+        """
         pause_s = FIRST_PAUSE_S
         while True:
             began_s = self._clock()
@@ -183,11 +186,17 @@ class Host:
                 level = logging.WARNING if self.in_reach else logging.DEBUG
                 log.log(level, "etcd is out of reach (%s): membership is frozen, training goes on", error)
                 self.in_reach = False
-            self._in_session, self.lease = False, 0
-            self._office.leave()
-            await EndWatches()
+            await self._end_session()
             pause_s = FIRST_PAUSE_S if self._clock() - began_s > GOOD_SESSION_S else min(2 * pause_s, LONGEST_PAUSE_S)
             await Sleep(pause_s * (0.5 + self._jitter()))
+
+    async def give_up(self) -> None:
+        """After `run` has failed: end its session, and let another host lead the run meanwhile. Raises StoreError.
+
+        The members of this host stay registered: `beat` goes on, and so does their training.
+        """
+        await self._end_session()
+        await self._office.resign()
 
     async def beat(self) -> None:
         """Show signs of life, three times in each time to live."""
@@ -220,6 +229,11 @@ class Host:
             await revoke_lease(self._lease_id)
 
     # --- one session --------------------------------------------------------------------------------------------------
+
+    async def _end_session(self) -> None:
+        self._in_session, self.lease = False, 0
+        self._office.leave()
+        await EndWatches()
 
     async def _live_through_a_session(self) -> None:
         self._session += 1
@@ -299,9 +313,9 @@ class Host:
         self._predecessors.clear()
         leader = next((kv for kv in leaders.items if kv.key == self._keys.leader), None)
         if leader is None:
-            await self._campaign()
+            await self._office.campaign(self._lease_id, was_lost=self._was_lost)
         elif not leader.lease_id:
-            await self._unseat(leader)
+            await self._office.unseat(leader)
         elif leader.value == self._agent_id.encode():
             await self._office.take(leader.create_revision, was_lost=self._was_lost)
 
@@ -345,9 +359,9 @@ class Host:
         if self.leads and not (is_put and self._office.is_held_since(kv.create_revision)):
             raise StartOverError("another agent leads by now")
         if not is_put:
-            await self._campaign()
+            await self._office.campaign(self._lease_id, was_lost=self._was_lost)
         elif not kv.lease_id:
-            await self._unseat(kv)
+            await self._office.unseat(kv)
         elif not self.leads and kv.value == self._agent_id.encode():
             await self._office.take(kv.create_revision, was_lost=self._was_lost)
 
@@ -402,19 +416,3 @@ class Host:
             await self._write([Put(self._keys.member(member.member_id), encode_member(member)) for member in chunk])
         log.warning("an earlier agent of this host has ended without a word: its %d workers count as lost", len(dead))
         await revoke_lease(predecessor.lease_id)
-
-    # --- leading ------------------------------------------------------------------------------------------------------
-
-    async def _unseat(self, kv: KeyValue) -> None:
-        """The leader's key hangs on nobody's lease, so no agent wrote it, and it would stay for ever."""
-        log.error("ignored: %s was written by somebody who is no agent: it is removed", kv.key)
-        unchanged = Compare(kv.key, Target.MOD_REVISION, kv.mod_revision)
-        await txn((unchanged,), (Delete(kv.key),))  # that it is gone, everybody hears, and stands for leader
-
-    async def _campaign(self) -> None:
-        """Become the leader if nobody is."""
-        nobody_leads = Compare(self._keys.leader, Target.CREATE_REVISION, 0)
-        put = Put(self._keys.leader, self._agent_id.encode(), self._lease_id)
-        result = await txn((nobody_leads,), (put,))
-        if result.succeeded:
-            await self._office.take(result.revision, was_lost=self._was_lost)

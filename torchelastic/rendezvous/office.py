@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torchelastic.rendezvous.protocol import Publish, advance
 from torchelastic.rendezvous.records import Keys, Member, RecordError, decode_member
-from torchelastic.rendezvous.requests import OpenWatch, list_prefix
+from torchelastic.rendezvous.requests import OpenWatch, get, list_prefix, txn
 from torchelastic.rendezvous.round_document import RoundDocument
-from torchelastic.rendezvous.store import Compare, Delete, KeyValue, Target
+from torchelastic.rendezvous.store import Compare, Delete, KeyValue, Put, Target
 from torchelastic.rendezvous.view import (
     COME_BACK_S,
     Event,
@@ -30,18 +30,47 @@ class Office:
 
     Args:
         keys: the run's keys.
+        agent_id: of this host's agent: what stands in the leader's key while it is this one.
         settings: of the run.
         document: the round, which only the leader writes.
         clock: monotonic seconds.
     """
 
-    def __init__(self, keys: Keys, settings: Settings, document: RoundDocument, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, keys: Keys, agent_id: str, settings: Settings, document: RoundDocument, clock: Callable[[], float]
+    ) -> None:
         self.is_held = False
         #: when to decide again although nothing has happened; None: not before something happens
         self.wake_at_s: float | None = None
         self._keys, self._settings, self._document, self._clock = keys, settings, document, clock
+        self._name = agent_id.encode()
         self._since_revision = 0
         self._view = View(settings)
+
+    async def campaign(self, lease_id: int, *, was_lost: bool) -> None:
+        """Become the leader if nobody is. `lease_id` is this host's; `was_lost` as for `take`. Raises StoreError."""
+        nobody_leads = Compare(self._keys.leader, Target.CREATE_REVISION, 0)
+        result = await txn((nobody_leads,), (Put(self._keys.leader, self._name, lease_id),))
+        if result.succeeded:
+            await self.take(result.revision, was_lost=was_lost)
+
+    async def unseat(self, kv: KeyValue) -> None:
+        """The leader's key hangs on nobody's lease, so no agent wrote it, and it would stay for ever."""
+        log.error("ignored: %s was written by somebody who is no agent: it is removed", kv.key)
+        await self._remove(kv)
+
+    async def resign(self) -> None:
+        """Leave the leader's key to another host, if this one has it. Raises StoreError."""
+        self.leave()
+        kv = await get(self._keys.leader)
+        if kv is not None and kv.value == self._name:
+            await self._remove(kv)
+            log.warning("this agent gives up leading run %s", self._keys.root)
+
+    async def _remove(self, leader: KeyValue) -> None:
+        """That it is gone, everybody hears, and stands for leader."""
+        unchanged = Compare(leader.key, Target.MOD_REVISION, leader.mod_revision)
+        await txn((unchanged,), (Delete(leader.key),))
 
     async def take(self, since_revision: int, *, was_lost: bool) -> None:
         """Learn all, and follow the members.

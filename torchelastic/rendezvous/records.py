@@ -7,38 +7,24 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from torchelastic.foreign_json import Fields, decode_json, is_text
+from torchelastic.foreign_json import RecordError as RecordError  # what every reader of records catches
+
 #: etcd refuses requests above 1.5 MiB by default (--max-request-bytes); what is longer was not written by us.
 MAX_VALUE_BYTES = 1_500_000
 #: No name and no text in a record is longer (a host name has at most 253 characters).
 MAX_TEXT = 1024
-#: No counter in a record is larger.
-MAX_COUNT = 2**53
-
-
-#: The text of an error is cut to so many characters.
-_MOST_ERROR = 2000
-
-
-def escaped(text: str) -> str:
-    r"""A text from the store as one line that no terminal obeys: what cannot be printed is written as escapes.
-
-    >>> escaped("job7\n\x1b[2J")
-    'job7\\n\\x1b[2J'
-    """
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-class RecordError(ValueError):
-    """A value in the store is not what this version writes; said in one printable line, whatever stands there."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(escaped(text[:_MOST_ERROR]))
+#: No member's id is longer, for a round has to hold three of them in one text (our own have at most 80 characters).
+MAX_ID = 255
+#: No counter of a member is larger; those of a round, which are one more than a member's, may be.
+MAX_MEMBER_COUNT = 2**52
+#: Nobody is waited for longer: no lock and no timer of Python takes more seconds (292 years).
+MAX_SECONDS = 9e9
 
 
 class RoundState(str, enum.Enum):
@@ -223,22 +209,22 @@ def encode_member(member: Member) -> bytes:
 
 def decode_member(key: str, value: bytes, arrival: int) -> Member:
     """The inverse of `encode_member`; the id is the last part of the key. Raises RecordError."""
-    document = _load(key, value)
+    fields = Fields(key, decode_json(key, value, most_bytes=MAX_VALUE_BYTES))
     member_id = key.rsplit("/", 1)[-1]
-    if not member_id.isprintable():
-        raise RecordError(f"{key}: the name of a member cannot be printed")
+    if not is_text(member_id, MAX_ID) or not member_id.isprintable():
+        raise RecordError(f"{key}: it ends with no id of a member, a printable text of at most {MAX_ID} characters")
     return Member(
         member_id=member_id,
-        host=_text(key, document, "host"),
-        store_address=_text(key, document, "store"),
-        ready_for=_count(key, document, "ready_for"),
-        step=_count(key, document, "step"),
-        standing=_enum(key, Standing, _get(key, document, "standing", int)),
-        failed=_get(key, document, "failed", bool),
-        done=_count(key, document, "done"),
-        patience_s=_seconds(key, document, "patience_s"),
-        departed=_get(key, document, "departed", bool),
-        leaving="leaving" in document and _get(key, document, "leaving", bool),
+        host=fields.text("host", None, most=MAX_TEXT),
+        store_address=fields.text("store", None, most=MAX_TEXT),
+        ready_for=fields.whole("ready_for", None, most=MAX_MEMBER_COUNT),
+        step=fields.whole("step", None, most=MAX_MEMBER_COUNT),
+        standing=fields.member_of(Standing, "standing"),
+        failed=fields.flag("failed", None),
+        done=fields.whole("done", None, most=MAX_MEMBER_COUNT),
+        patience_s=fields.number("patience_s", None, most=MAX_SECONDS),
+        departed=fields.flag("departed", None),
+        leaving=fields.flag("leaving"),
         arrival=arrival,
     )
 
@@ -271,27 +257,27 @@ def encode_round(round_: Round) -> bytes:
 
 def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
     """The inverse of `round_to_dict`; `source` is named in a RecordError."""
+    fields = Fields(source, document)
+    roster = fields.texts("roster", most=MAX_TEXT)
     round_ = Round(
-        number=_count(source, document, "number"),
-        state=_enum(source, RoundState, _get(source, document, "state", str)),
-        roster=_tuple_of(source, document, "roster", str),
-        store_address=_text(source, document, "store"),
-        step=_count(source, document, "step"),
-        standing=_enum(source, Standing, _get(source, document, "standing", int)),
-        stale=_tuple_of(source, document, "stale", int),
-        waiting=_count(source, document, "waiting"),
-        evicted=_tuple_of(source, document, "evicted", str),
-        because=_text(source, document, "because"),
-        departed=_tuple_of(source, document, "departed", str),
-        edition=_count(source, document, "edition"),
-        restored=_get(source, document, "restored", bool),
-        leaving=_tuple_of(source, document, "leaving", str) if "leaving" in document else (),
-        lost=_tuple_of(source, document, "lost", str) if "lost" in document else (),
+        number=fields.whole("number", None),
+        state=fields.member_of(RoundState, "state"),
+        roster=roster,
+        store_address=fields.text("store", None, most=MAX_TEXT),
+        step=fields.whole("step", None),
+        standing=fields.member_of(Standing, "standing"),
+        stale=fields.wholes("stale", below=len(roster)),
+        waiting=fields.whole("waiting", None),
+        evicted=fields.texts("evicted", most=MAX_TEXT),
+        because=fields.text("because", None, most=MAX_TEXT),
+        departed=fields.texts("departed", most=MAX_TEXT),
+        edition=fields.whole("edition", None),
+        restored=fields.flag("restored", None),
+        leaving=fields.texts("leaving", most=MAX_TEXT, is_optional=True),
+        lost=fields.texts("lost", most=MAX_TEXT, is_optional=True),
     )
     if len(set(round_.roster)) < len(round_.roster):
         raise RecordError(f"{source}: a member stands on the roster twice")
-    if round_.stale and not all(0 <= rank < len(round_.roster) for rank in round_.stale):
-        raise RecordError(f"{source}: field 'stale' names a rank that is not on the roster")
     if not round_.members.issuperset(round_.leaving):
         raise RecordError(f"{source}: field 'leaving' names somebody who is not on the roster")
     return round_
@@ -303,63 +289,4 @@ def decode_round(key: str, value: bytes) -> Round:
 
     The last few are remembered: one document comes from the watch and from the store, and to all hosts of a simulation.
     """
-    return round_from_dict(key, _load(key, value))
-
-
-def _load(key: str, value: bytes) -> dict[str, Any]:
-    if len(value) > MAX_VALUE_BYTES:
-        raise RecordError(f"{key} holds {len(value)} bytes; at most {MAX_VALUE_BYTES} are taken")
-    try:
-        document = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{key} does not hold JSON: {str(error)[:200]}") from error
-    if not isinstance(document, dict):
-        raise RecordError(f"{key} holds {type(document).__name__}, not an object")
-    return document
-
-
-def _get(source: str, document: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    value = document.get(name)
-    # bool is an int in Python; a number is wanted where the record says number
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RecordError(f"{source}: field {name!r} is missing or of the wrong type")
-    return value
-
-
-def _text(source: str, document: Mapping[str, Any], name: str) -> str:
-    value: str = _get(source, document, name, str)
-    if len(value) > MAX_TEXT:
-        raise RecordError(f"{source}: field {name!r} has {len(value)} characters; at most {MAX_TEXT} are taken")
-    if not value.isprintable():
-        raise RecordError(f"{source}: field {name!r} cannot be printed")
-    return value
-
-
-def _count(source: str, document: Mapping[str, Any], name: str) -> int:
-    value: int = _get(source, document, name, int)
-    if not 0 <= value <= MAX_COUNT:
-        raise RecordError(f"{source}: field {name!r} is out of range")
-    return value
-
-
-def _seconds(source: str, document: Mapping[str, Any], name: str) -> float:
-    value = float(_get(source, document, name, (int, float)))
-    if not (math.isfinite(value) and value >= 0):  # JSON as Python reads it knows NaN and Infinity
-        raise RecordError(f"{source}: field {name!r} is no number of seconds")
-    return value
-
-
-def _tuple_of(source: str, document: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
-    values = _get(source, document, name, list)
-    if not all(type(value) is kind for value in values):
-        raise RecordError(f"{source}: field {name!r} holds values of the wrong type")
-    if kind is str and not all(map(str.isprintable, values)):
-        raise RecordError(f"{source}: field {name!r} holds texts that cannot be printed")
-    return tuple(values)
-
-
-def _enum(source: str, kind: Any, value: Any) -> Any:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise RecordError(f"{source}: {value!r} is no {kind.__name__}") from error
+    return round_from_dict(key, decode_json(key, value, most_bytes=MAX_VALUE_BYTES))

@@ -21,6 +21,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torchelastic.foreign_json import RecordError, decode_json
+
 #: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
 SOCKET_VARIABLE = "TORCHELASTIC_AGENT_SOCKET"
 
@@ -44,12 +46,10 @@ def encode(message: Message) -> bytes:
 
 def decode(line: bytes) -> Message:
     """One line as a message. Raises WireError."""
-    if len(line) > MAX_LINE_BYTES:
-        raise WireError(f"a line of {len(line)} bytes; at most {MAX_LINE_BYTES} are taken")
     try:
-        message = json.loads(line)
-    except ValueError as error:
-        raise WireError(f"not JSON: {line[:80]!r}") from error
+        message = decode_json("a line", line, most_bytes=MAX_LINE_BYTES)
+    except RecordError as error:
+        raise WireError(f"{error}: {line[:80]!r}") from error
     if not isinstance(message, dict) or not isinstance(message.get("op"), str):
         raise WireError(f"no object with an 'op': {line[:80]!r}")
     return message

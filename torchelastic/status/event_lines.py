@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from torchelastic.foreign_json import MAX_TEXT
 from torchelastic.ledger.events import (
     Drain,
     End,
@@ -21,7 +22,6 @@ from torchelastic.ledger.events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.status.checked import MAX_TEXT
 from torchelastic.status.run_status import EventLine
 
 T = TypeVar("T")

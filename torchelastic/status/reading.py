@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from torchelastic.foreign_json import escaped
 from torchelastic.rendezvous.office import read_members
-from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round, escaped
+from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError
 from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.publishing import INCARNATION_LENGTH, LOOK_EVERY_S

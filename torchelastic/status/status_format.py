@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from torchelastic.foreign_json import Fields, RecordError, decode_json
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts, by_label, from_labels
 from torchelastic.ledger.figures import Figure, Seen
-from torchelastic.rendezvous.records import MAX_VALUE_BYTES, Member, RecordError
-from torchelastic.status.checked import Fields
+from torchelastic.rendezvous.records import MAX_VALUE_BYTES, Member
 from torchelastic.status.event_lines import newest
 from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, RunStatus, WorkerStatus
 
@@ -58,13 +58,7 @@ def encode_host(status: HostStatus, at_most_bytes: int = MOST_BYTES) -> bytes:
 
 def decode_host(key: str, value: bytes) -> HostStatus:
     """What `encode_host` made. Raises RecordError, which names the key: it is something else."""
-    if len(value) > MAX_VALUE_BYTES:
-        raise RecordError(f"{key} holds {len(value)} bytes; at most {MAX_VALUE_BYTES} are taken")
-    try:
-        document = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{key} does not hold JSON: {str(error)[:200]}") from error
-    return host_from_plain(key, document)
+    return host_from_plain(key, decode_json(key, value, most_bytes=MAX_VALUE_BYTES))
 
 
 def host_to_plain(status: HostStatus) -> dict[str, Any]:

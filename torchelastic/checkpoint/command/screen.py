@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torchelastic.checkpoint.command.format import Advance
-from torchelastic.rendezvous.records import escaped
+from torchelastic.foreign_json import escaped
 
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGE_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
