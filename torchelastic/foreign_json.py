@@ -98,11 +98,11 @@ class Fields:
             raise RecordError(f"{source}: {type(document).__name__} where an object should be")
         self.source, self._document = source, document
 
-    def text(self, name: str, default: str | None = "", *, most: int = MAX_TEXT, is_line: bool = True) -> str:
-        """A text that can be written, on a line if it is to be one (no line ends, no codes). Raises RecordError."""
+    def text(self, name: str, default: str | None = "", *, most: int = MAX_TEXT) -> str:
+        """A printable text: no line ends, no codes. Raises RecordError."""
         value = self._document.get(name, default)
-        if not is_text(value, most) or (is_line and not value.isprintable()):
-            raise self._wrong(name, f"a {'printable ' if is_line else ''}text of at most {most} characters")
+        if not is_text(value, most) or not value.isprintable():
+            raise self._wrong(name, f"a printable text of at most {most} characters")
         return str(value)
 
     def whole(self, name: str, default: int | None = 0, *, least: int = 0, most: int = MAX_COUNT) -> int:

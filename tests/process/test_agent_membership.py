@@ -170,7 +170,7 @@ def test_garbage_under_the_prefix_is_reported_and_ignored(caplog: Any) -> None:
         await form(agents)
         assert "garbage" not in agents[0].round.roster
         store.put(KEYS.round, b"[]")
-        await until(lambda: "/torchelastic/test/round holds list" in caplog.text)
+        await until(lambda: "/torchelastic/test/round: list where an object should be" in caplog.text)
         assert agents[0].round.number == 1
 
     with_agents(2, scenario, TWO)

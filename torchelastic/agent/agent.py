@@ -389,6 +389,8 @@ async def _first_of(*works: Any) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+        if task.done() and not task.cancelled() and task.exception() is not None:
+            log.error("this is a bug in torchelastic: the agent ends for this error", exc_info=task.exception())
 
 
 async def _within(seconds: float, work: Any) -> None:

@@ -269,6 +269,20 @@ class Supervisor:
         file: WorkerLog | None,
     ) -> None:
         await process_end(process.pid)
+        try:
+            await self._see_to_end(worker, process, readers, file)
+        except Exception:  # it must not look as if it ran for ever
+            log.exception("this is a bug in torchelastic: worker %d ended, and is not started again", worker.local_rank)
+            worker.process, worker.gave_up = None, True
+            self._note_whether_all_are_over()
+
+    async def _see_to_end(
+        self,
+        worker: Worker,
+        process: subprocess.Popen[bytes],
+        readers: Sequence[asyncio.Task[None]],
+        file: BinaryIO | None,
+    ) -> None:
         # the others are told before anything else is done: their recovery waits for nothing here
         worker.process, worker.ended_s = None, time.time()
         self._on_exit(worker, process.pid)
@@ -297,6 +311,9 @@ class Supervisor:
                     self._spawn(worker)
                     return
         worker.gave_up = worker.gave_up or self._stopping.is_set()
+        self._note_whether_all_are_over()
+
+    def _note_whether_all_are_over(self) -> None:
         if all(other.is_over for other in self.workers):
             self.all_over.set()
 
@@ -318,8 +335,7 @@ class Supervisor:
             if file is not None:
                 file.write(line)
             text = line.decode(errors="replace").rstrip("\n")
-            if (worker.local_rank, stream) not in self._hidden:
-                self._terminal.said(worker.local_rank, stream, text)
+            self._show(worker, stream, text)
             if stream == "stderr":
                 worker.tail.append(text)
                 if begins_traceback(text):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from torchelastic.agent.bookkeeping import Bookkeeping
 from torchelastic.agent.membership import Membership
+from torchelastic.agent.tasks import keep_running
 from torchelastic.ledger.book import Book
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.status.host import HostView
 from torchelastic.status.publishing import Publisher, agents_of
 from torchelastic.status.run_status import HostStatus
-
-log = logging.getLogger(__name__)
 
 
 class Telling:
@@ -55,8 +53,7 @@ class Telling:
 
     def start(self) -> None:
         """Tell etcd from now on."""
-        self._task = asyncio.ensure_future(self._publisher.run())
-        self._task.add_done_callback(_report)
+        self._task = asyncio.ensure_future(keep_running("telling the status of this host", self._publisher.run))
 
     def stop(self) -> None:
         """Tell nothing any more."""
@@ -76,12 +73,4 @@ class Telling:
             journal="" if books is None else books.journal,
             address=self.address,
             is_etcd_away=not self._membership.sees_store,
-        )
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error(
-            "this is a bug in torchelastic: its status and page hear no more of this host; training goes on",
-            exc_info=task.exception(),
         )

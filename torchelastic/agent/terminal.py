@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchelastic.agent.repeats import Again, Repeats, Said
+from torchelastic.foreign_json import RecordError, decode_json
 from torchelastic.log_lines import HUMAN, JSON, json_line
 
 #: Writes a text, line end and all, to the stream with that name; must not wait.
@@ -99,8 +99,8 @@ def _log_line(text: str) -> dict[str, Any] | None:
     if not text.startswith(_LOG_LINE):
         return None
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = decode_json("a line", text, most_bytes=len(text))
+    except RecordError:
         return None
     return document if isinstance(document, dict) and document.get("kind") == "log" else None
 

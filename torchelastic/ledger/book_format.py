@@ -37,7 +37,7 @@ def book_from_dict(fields: Mapping[str, Any]) -> Book:
         noticed = tuple(_noticed(*one) for one in fields["noticed"])
         book = Book({life.worker: life for life in lives}, earlier, Counts(**fields["counts"]), deaths, noticed)
         wrong = book.why_wrong(book.counts.last_ns)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise LedgerFormatError(f"no book: {error!r}"[:200]) from error
     if wrong:
         raise LedgerFormatError(f"a book that does not sum up: {wrong}")

@@ -260,7 +260,7 @@ def tally_from_dict(fields: Any) -> Tally:
         numbers = {one.name: fields[one.name] for one in dataclasses.fields(Tally) if one.name in fields}
         tally = Tally(**{**numbers, "account": account, "totals": from_labels(fields["totals"])})
         wrong = tally.why_wrong() if all(type(n) is int for n in (tally.since_ns, tally.started_ns)) else "no times"
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise LedgerFormatError(f"no counts of a worker: {error!r}"[:200]) from error
     if wrong:
         raise LedgerFormatError(f"no counts of a worker: {wrong}")

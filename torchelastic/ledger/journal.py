@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from torchelastic.foreign_json import RecordError, decode_json
 from torchelastic.ledger.book import Book
 from torchelastic.ledger.book_format import book_from_dict, book_to_dict
 from torchelastic.ledger.events import Event, LedgerFormatError, from_dict, to_dict
@@ -276,7 +277,7 @@ def _head(path: Path, fields: Mapping[str, Any] | None) -> tuple[Head, Book]:
             int(fields["configured_workers"]),
         )  # fmt: skip
         return head, book_from_dict(fields["brought_forward"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise LedgerFormatError(f"{path} has a damaged head: {error!r}") from error
 
 
@@ -287,8 +288,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
             if not line.endswith(b"\n"):
                 return
             try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError):
+                fields = decode_json(str(path), line, most_bytes=len(line))
+            except RecordError:
                 fields = None
             yield fields if isinstance(fields, dict) else None
 

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchelastic.foreign_json import RecordError, decode_json
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import LedgerFormatError
 from torchelastic.ledger.tally import Tally
@@ -193,8 +194,8 @@ def _whole_event(slot: bytes) -> tuple[int, dict[str, Any]] | None:
     if number == 0 or length > MAX_EVENT_BYTES or zlib.crc32(data, number & 0xFFFFFFFF) != checksum:
         return None
     try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError):
+        fields = decode_json("an event", data, most_bytes=MAX_EVENT_BYTES)
+    except RecordError:
         return None
     return (number, fields) if isinstance(fields, dict) else None
 

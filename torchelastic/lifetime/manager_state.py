@@ -12,6 +12,7 @@ from typing import Any
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.foreign_json import MAX_COUNT, decode_json
 
 #: The layout of the file; a reader refuses a newer one.
 SCHEMA = 1
@@ -91,8 +92,8 @@ def read_state(folder: Path) -> ManagerState | None:
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
-        return parse_state(json.loads(data))
-    except (ValueError, RecursionError) as error:
+        return parse_state(decode_json("it", data, most_bytes=_MAX_BYTES))
+    except ValueError as error:
         raise CorruptCheckpointError(
             f"{path} holds no state of an iteration manager ({error}): remove it, and the iterations are counted anew"
         ) from error
@@ -135,7 +136,7 @@ def parse_state(document: Any) -> ManagerState:
 
 def _whole(document: Mapping[str, Any], name: str, at_least: int) -> int:
     value = document.get(name)
-    if type(value) is not int or value < at_least:
+    if type(value) is not int or not at_least <= value <= MAX_COUNT:
         raise ValueError(f"{name} is {value!r}")
     return value
 

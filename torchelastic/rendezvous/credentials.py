@@ -96,7 +96,7 @@ class Credentials:
         try:
             document = json.loads(data)
             return cls(**{name: None if value is None else str(value) for name, value in document.items()})
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             raise CredentialsError("what came through the pipe are no credentials") from None
 
 

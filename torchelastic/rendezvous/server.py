@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import atexit
 import functools
+import http.client
 import importlib.util
 import ipaddress
-import json
 import os
 import shutil
 import signal
@@ -29,6 +29,7 @@ from typing import IO
 
 import psutil
 
+from torchelastic.foreign_json import Fields, RecordError, decode_json
 from torchelastic.processes.lifeline import dies_with_parent
 
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
@@ -37,6 +38,7 @@ _STOP_PATIENCE_S = 2.0  # etcd ends some 10 ms after SIGTERM
 _POLL_INTERVAL_S = 0.02
 _PORT_ATTEMPTS = 5
 _LOG_TAIL_BYTES = 2000
+_MOST_ANSWER_BYTES = 10_000
 
 
 class _PortTakenError(Exception):
@@ -387,8 +389,9 @@ def _is_healthy(address: str, port: int) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a web proxy
     try:
         with opener.open(url, timeout=1.0) as response:
-            return bool(json.load(response).get("health") == "true")
-    except (OSError, ValueError):
+            answer = decode_json(url, response.read(_MOST_ANSWER_BYTES), most_bytes=_MOST_ANSWER_BYTES)
+        return Fields(url, answer).text("health") == "true"
+    except (OSError, http.client.HTTPException, RecordError):
         return False
 
 

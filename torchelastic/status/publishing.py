@@ -124,13 +124,14 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, "status")
 
     async def run(self) -> None:
-        """Write statuses for ever; cancel it to end it."""
+        """Write statuses for ever; cancel it to end it for good. After an error it may be run again."""
         try:
             while True:
                 await self.once()
                 await self._sleep(every_s(self._agents()))
-        finally:
+        except asyncio.CancelledError:
             self._thread.shutdown(wait=False)
+            raise
 
     async def once(self) -> None:
         """One period: see whether somebody looks, and write what is due. Raises nothing that the store says."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from torchelastic.foreign_json import MAX_COUNT, decode_json
 
 #: velastic's file, and that of `torchelastic.lifetime.IterManager`.
 MANAGER_FILE = "manager_state.json"
@@ -140,11 +141,11 @@ def _read(path: Path) -> Any:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
-    return json.loads(data)
+    return decode_json(path.name, data, most_bytes=_MAX_BYTES)
 
 
 def _step(document: Mapping[str, Any], name: str) -> int | None:
     value = document.get(name)
-    if value is not None and (type(value) is not int or value < 0):
+    if value is not None and (type(value) is not int or not 0 <= value <= MAX_COUNT):
         raise ValueError(f"{name} is {value!r}: give a whole number from 0 on")
     return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import email.utils
 import http.client
-import json
 import logging
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from typing import Any, TypedDict
 
 from tenacity import RetryCallState, Retrying, wait_exponential
 
+from torchelastic.foreign_json import RecordError, decode_json
 from torchelastic.lifetime.sources.notice import Event, NonsenseError, Notice, Notices
 
 log = logging.getLogger(__name__)
@@ -131,8 +131,8 @@ def http_seconds(text: str) -> float:
 def parse_json(text: str) -> Any:
     """The value. Raises NonsenseError: it is no JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return decode_json("the answer", text, most_bytes=_MAX_BYTES)
+    except RecordError:
         raise nonsense("no JSON", text) from None
 
 
