@@ -71,6 +71,7 @@ class Worker:
         ended_s: when its last process ended.
         tail: the last lines of its standard error.
         log_paths: where its output was written to, by the number of restarts before it.
+        unshown: streams of which lines could not be shown.
     """
 
     local_rank: int
@@ -88,6 +89,7 @@ class Worker:
     ended_s: float = 0.0
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     log_paths: dict[int, Path] = field(default_factory=dict)
+    unshown: set[str] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
@@ -253,13 +255,21 @@ class Supervisor:
             self._task(self._pass_on(worker, worker.process.stdout, "stdout", file)),
             self._task(self._pass_on(worker, worker.process.stderr, "stderr", file)),
         ]
-        self._task(self._watch(worker, worker.process, readers, file))
+        self._task(self._or_give_up(worker, self._watch(worker, worker.process, readers, file)))
 
     def _open_log(self, worker: Worker) -> WorkerLog | None:
         file = None if self._logs is None else self._logs.opened(worker.local_rank, worker.restarts)
         if file is not None:
             worker.log_paths[worker.restarts] = file.path
         return file
+
+    async def _or_give_up(self, worker: Worker, watch: collections.abc.Coroutine[None, None, None]) -> None:
+        try:
+            await watch
+        except Exception:  # nobody waits for a worker of which nothing is known any more
+            log.exception("this is a bug in torchelastic: worker %d ended, and is not started again", worker.local_rank)
+            worker.process, worker.gave_up = None, True
+            self._check_all_over()
 
     async def _watch(
         self,
@@ -269,20 +279,6 @@ class Supervisor:
         file: WorkerLog | None,
     ) -> None:
         await process_end(process.pid)
-        try:
-            await self._see_to_end(worker, process, readers, file)
-        except Exception:  # it must not look as if it ran for ever
-            log.exception("this is a bug in torchelastic: worker %d ended, and is not started again", worker.local_rank)
-            worker.process, worker.gave_up = None, True
-            self._note_whether_all_are_over()
-
-    async def _see_to_end(
-        self,
-        worker: Worker,
-        process: subprocess.Popen[bytes],
-        readers: Sequence[asyncio.Task[None]],
-        file: BinaryIO | None,
-    ) -> None:
         # the others are told before anything else is done: their recovery waits for nothing here
         worker.process, worker.ended_s = None, time.time()
         self._on_exit(worker, process.pid)
@@ -311,9 +307,9 @@ class Supervisor:
                     self._spawn(worker)
                     return
         worker.gave_up = worker.gave_up or self._stopping.is_set()
-        self._note_whether_all_are_over()
+        self._check_all_over()
 
-    def _note_whether_all_are_over(self) -> None:
+    def _check_all_over(self) -> None:
         if all(other.is_over for other in self.workers):
             self.all_over.set()
 
@@ -341,6 +337,17 @@ class Supervisor:
                 if begins_traceback(text):
                     worker.traceback_s = time.time()
         transport.close()
+
+    def _show(self, worker: Worker, stream: str, text: str) -> None:
+        """Whatever happens, its pipe is emptied: a worker whose pipe is full stands still."""
+        if (worker.local_rank, stream) in self._hidden:
+            return
+        try:
+            self._terminal.said(worker.local_rank, stream, text)
+        except Exception:  # said once: the next line may do better
+            if stream not in worker.unshown:
+                worker.unshown.add(stream)
+                log.exception("worker %d: lines of its %s are missing on this screen", worker.local_rank, stream)
 
     async def _tick(self) -> None:
         while not self.all_over.is_set():

@@ -1,0 +1,66 @@
+"""Errors that nobody foresaw while a worker is supervised: it is neither held up nor waited for for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.supervised import PATIENCE_S
+from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.agent.terminal import Terminal
+
+#: More than the pipe to the agent holds: who is not read does not get to its end.
+TALKS = "import sys; [print('x' * 100) for _ in range(5000)]; print('the end', file=sys.stderr)"
+
+
+def run_to_the_end(script: str, **options: Any) -> Supervisor:
+    """Run one worker until all is over."""
+
+    async def run() -> Supervisor:
+        arguments: dict[str, Any] = {"on_exit": lambda _worker, _pid: None, "log_dir": None, **options}
+        supervisor = Supervisor(
+            [sys.executable, "-c", script], 1, environment={}, max_restarts=0, run_is_over=lambda: False, **arguments
+        )
+        supervisor.start()
+        await asyncio.wait_for(supervisor.all_over.wait(), PATIENCE_S)
+        return supervisor
+
+    return asyncio.run(run())
+
+
+def fails(*_arguments: object) -> None:
+    raise OverflowError("an error that nobody foresaw")
+
+
+def test_a_worker_whose_lines_cannot_be_shown_runs_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor = run_to_the_end(TALKS, terminal=Terminal(fails))
+    assert supervisor.workers[0].exit_code == 0
+    assert caplog.text.count("worker 0: lines of its stdout are missing") == 1
+    assert "OverflowError" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_worker_whose_log_is_on_a_full_disk_runs_to_its_end_and_is_shown(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "worker_0.0.log").symlink_to("/dev/full")
+    shown: list[str] = []
+    supervisor = run_to_the_end(TALKS, log_dir=tmp_path, terminal=Terminal(lambda _stream, text: shown.append(text)))
+    assert supervisor.workers[0].exit_code == 0
+    assert caplog.text.count("No space left on device") == 2, "once for each stream"
+    assert len(shown) == 5001
+
+
+def test_a_worker_whose_end_cannot_be_handled_does_not_look_as_if_it_ran(caplog: pytest.LogCaptureFixture) -> None:
+    def on_exit(worker: Worker, _pid: int) -> None:
+        assert worker.process is None
+        fails()
+
+    supervisor = run_to_the_end("raise SystemExit(3)", on_exit=on_exit)
+    assert supervisor.workers[0].gave_up
+    assert "this is a bug in torchelastic: worker 0 ended" in caplog.text
+    assert "OverflowError" in caplog.text
