@@ -50,15 +50,15 @@ def test_members_and_agents_with_impossible_numbers_are_named_and_ignored_by_a_r
     job = jobs(gates=[10])
     arguments = [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--min-workers=2", "--max-workers=3"]
     job.start(*arguments, "--last-call=0.5", nproc=2)
-    job.wait_for("held", count=2, step=10)
+    job.wait_for("held", count=2, step=10, timeout_s=120)
     for key, value in {**members, **agents}.items():
         assert value != MEMBER
         put(etcd, key, value)
     wait_until(lambda: all(f"ignored: {key}" in job.output_of(0) for key in members), 20, f"all of {members} are named")
     job.start(*arguments, nproc=1)
-    wait_until(lambda: "is gathering: 1 waiting to join" in job.output(), 30, f"it is let in: {job.output()[-3000:]}")
+    wait_until(lambda: "is gathering: 1 waiting to join" in job.output(), 90, f"it is let in: {job.output()[-3000:]}")
     job.open_gate(10)
-    assert job.wait() == [0, 0], job.output()[-4000:]
+    assert job.wait(150) == [0, 0], job.output()[-4000:]
     job.check_identity(finishers=3)
     assert job.rounds() == {1: 2, 2: 3}
     for key in agents:
@@ -93,9 +93,9 @@ def test_an_agent_that_fails_while_it_leads_says_why_and_lets_another_lead(
     arguments = [f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}", "--min-workers=3", "--max-workers=3"]
     job = jobs(gates=[10])
     job.start(*arguments, "--last-call=60", nproc=1, PYTHONPATH=path, FAULT=str(fault))
-    wait_until(lambda: "this agent leads run" in job.output_of(0), 30, "the first agent leads")
+    wait_until(lambda: "this agent leads run" in job.output_of(0), 60, "the first agent leads")
     other = job.start(*arguments, "--last-call=60", nproc=2)
-    job.wait_for("held", count=3, step=10)
+    job.wait_for("held", count=3, step=10, timeout_s=120)
     assert len(records.terms()) == 1
     fault.touch()
     family = process_tree(other.pid)
@@ -103,7 +103,7 @@ def test_an_agent_that_fails_while_it_leads_says_why_and_lets_another_lead(
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: "this agent leads run" in job.output_of(1), 20, f"the other one leads: {job.output()[-3000:]}")
     job.open_gate(10)
-    assert job.wait() == [0, 0], job.output()[-4000:]
+    assert job.wait(150) == [0, 0], job.output()[-4000:]
     job.check_identity(finishers=3)
     assert job.rounds() == {1: 3, 2: 3}
     said = job.output_of(0)

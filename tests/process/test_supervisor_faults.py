@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,18 +40,6 @@ def test_a_worker_whose_lines_cannot_be_shown_runs_to_its_end(caplog: pytest.Log
     assert supervisor.workers[0].exit_code == 0
     assert caplog.text.count("worker 0: lines of its stdout are missing") == 1
     assert "OverflowError" in caplog.text
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_worker_whose_log_is_on_a_full_disk_runs_to_its_end_and_is_shown(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    (tmp_path / "worker_0.0.log").symlink_to("/dev/full")
-    shown: list[str] = []
-    supervisor = run_to_the_end(TALKS, log_dir=tmp_path, terminal=Terminal(lambda _stream, text: shown.append(text)))
-    assert supervisor.workers[0].exit_code == 0
-    assert caplog.text.count("No space left on device") == 2, "once for each stream"
-    assert len(shown) == 5001
 
 
 def test_a_worker_whose_end_cannot_be_handled_does_not_look_as_if_it_ran(caplog: pytest.LogCaptureFixture) -> None:

@@ -87,8 +87,8 @@ def test_whatever_stands_in_a_field_it_is_taken_or_refused_with_the_fields_name(
 
 
 def test_fields_that_are_right_are_taken() -> None:
-    one = fields(t="a", lines="a\nb", n=2, s=1.5, f=True, e=1, ts=["a"], ns=[0, 2], ps=[{}], v={"a": 1}, o={"b": []})
-    assert (one.text("t"), one.text("lines", is_line=False), one.whole("n"), one.number("s")) == ("a", "a\nb", 2, 1.5)
+    one = fields(t="a", n=2, s=1.5, f=True, e=1, ts=["a"], ns=[0, 2], ps=[{}], v={"a": 1}, o={"b": []})
+    assert (one.text("t"), one.whole("n"), one.number("s")) == ("a", 2, 1.5)
     assert (one.flag("f"), one.member_of(Number, "e"), one.texts("ts"), one.wholes("ns", below=3)) == (
         True, Number.ONE, ("a",), (0, 2),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torchelastic.agent.exposing import Exposing
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.showing import Showing
 from torchelastic.agent.starting import Starting
-from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor, Worker, process_end
+from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor, Worker
 from torchelastic.agent.telling import Telling
 from torchelastic.ledger.meter import LEDGER_VARIABLE
 from torchelastic.lifetime.requeue import STOPPED_EARLY
@@ -32,6 +32,7 @@ from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
 from torchelastic.page.listening import PageOptions
 from torchelastic.processes import boot_time_s
+from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError

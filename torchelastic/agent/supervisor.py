@@ -26,6 +26,7 @@ from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.main_thread import signal_main_thread
+from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.worker_rules import may_restart
 
 log = logging.getLogger(__name__)
@@ -370,24 +371,6 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
     except asyncio.TimeoutError:
         return False
     return True
-
-
-async def process_end(pid: int) -> None:
-    """Return as soon as the process has ended (it is not reaped yet)."""
-    descriptor = os.pidfd_open(pid)
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, _resolve, ended)
-    try:
-        await ended
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _dump_stacks(pid: int) -> str:
