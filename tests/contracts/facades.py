@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchelastic.checkpoint import (
@@ -176,7 +176,7 @@ class Memory(Facade):
         name = CheckpointContainerId.format_version_container(step)
         state = {"weights": weights_at(step)}
         try:
-            dcp.save(state, checkpoint_id=str(folder / name), storage_writer=writer, no_dist=True)
+            dcp.state_dict_saver.save(state, checkpoint_id=str(folder / name), storage_writer=writer, no_dist=True)
         except CheckpointException as error:  # DCP's wrapper around what a rank raised
             raise next(iter(error.failures.values()))[0] from error
 
@@ -186,7 +186,9 @@ class Memory(Facade):
         if latest is None:
             return None
         state = {"weights": weights_at(0)}
-        dcp.load(state, checkpoint_id=str(latest), storage_reader=MemoryStorageReader(checkpoint_loader=loader))
+        dcp.state_dict_loader.load(
+            state, checkpoint_id=str(latest), storage_reader=MemoryStorageReader(checkpoint_loader=loader)
+        )
         return step_of(state["weights"])
 
     @staticmethod
