@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torchelastic.agent.causes import describe_exit
+from torchelastic.agent.ending import Ended, end_of
 from torchelastic.agent.event_log import EventLog
 from torchelastic.agent.supervisor import Worker
 from torchelastic.ledger.events import Drain, Event
@@ -107,20 +108,20 @@ class Bookkeeping:
     def _ended(self, worker: Worker, pid: int) -> None:
         self._started(worker, pid)
         code = exit_code_of(pid)
-        has_left = pid in self._left or worker.leaves
+        was_asked, has_joined = pid in self._left or worker.leaves, worker.asked_s is not None
         self._left.discard(pid)
         name = self.keeper.name_of(pid)
+        self.keeper.poll()  # how far it came decides how it ended
+        tally = self.keeper.now().lives[name].tally if name else None
+        end = end_of(code, tally, was_asked=was_asked, has_joined=has_joined)
         self.keeper.ended(
-            pid, exit_code=code, is_loss=code != 0 and not has_left, cause="" if code is None else describe_exit(code)
+            pid, exit_code=code, is_loss=end is Ended.LOST, cause="" if code is None else describe_exit(code)
         )
-        # who was killed before it ever asked for a group did not leave in order: its agent ended it after the run
-        was_ended = worker.asked_s is None and code is not None and code < 0
-        if has_left and name and not was_ended:
-            life = self.keeper.book.lives[name].tally
-            self.keeper.note(Drain(at_ns=life.since_ns, worker=name, rank=life.rank, round=life.round, step=life.step))
-        tally = self.keeper.book.lives[name].tally if name in self.keeper.book.lives else None
         if tally is not None:
             worker.position = Position(tally.rank, tally.round, tally.step)
+            if end is Ended.LEFT:
+                at_ns = self.keeper.book.lives[name].tally.since_ns
+                self.keeper.note(Drain(at_ns=at_ns, worker=name, rank=tally.rank, round=tally.round, step=tally.step))
         self._log.flush()
 
     def pids(self) -> dict[str, int]:
