@@ -17,6 +17,7 @@ from tests.cluster import page_job
 from tests.cluster.browser import Tab, browser, chromium
 from tests.cluster.harness import Job, wait_until
 from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.ledger.looks import LOOKS
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
 from torchelastic.page.listening import listening
@@ -40,6 +41,15 @@ def in_a_browser(watch: Any) -> None:
             await watch(tab)
 
     asyncio.run(asyncio.wait_for(run(), 100))
+
+
+def rgb(colour: str) -> str:
+    """A colour as a browser says it.
+
+    >>> rgb("#43a56d")
+    'rgb(67, 165, 109)'
+    """
+    return f"rgb({', '.join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))})"
 
 
 def own_addresses(tab: Tab, url: str) -> None:
@@ -103,6 +113,9 @@ def test_the_page_of_a_standalone_run_shows_its_members_its_ledger_a_kill_and_it
         bad = "[...document.querySelectorAll('#events li[data-kind=bad]')].map((one) => one.innerText).join()"
         await tab.wait_for(f"/lost, signal 9/.test({bad})")
         await tab.wait_for("document.querySelectorAll('#timeline .bad').length > 0")
+        tile = "[...document.querySelectorAll('.tile')].find((one) => one.children[0].textContent == 'Failures')"
+        await tab.wait_for(f"{tile}.innerText.includes('1 workers lost')")
+        assert await tab.ask(f"{tile}.children[1].textContent") == "1"
         await tab.wait_for(f"!document.getElementById('workers-table').innerText.includes('{killed}')")
         again = "[...document.querySelectorAll('#workers-table tbody tr')].map((one) => one.innerText.split(/\\s+/))"
         await tab.wait_for(f"{again}.filter(([rank]) => rank == '0' || rank == '1').length == 2", 60)
@@ -224,11 +237,14 @@ def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_
         await tab.open(shown.url)
         await tab.wait_for(LIVE)
         paper = "getComputedStyle(document.body).backgroundColor"
+        colours = "[...document.querySelectorAll('#ledger .bar i')].map((one) => getComputedStyle(one).backgroundColor)"
         await tab.prefer(dark=False)
         light = await tab.ask(paper)
+        assert await tab.ask(colours) == [rgb(look.light) for look in LOOKS.values()]
         await tab.prefer(dark=True)
         dark = await tab.ask(paper)
         assert light != dark
+        assert await tab.ask(colours) == [rgb(look.dark) for look in LOOKS.values()]
         await tab.ask("document.getElementById('theme').click()")
         assert await tab.ask(paper) == light
         assert await tab.ask("document.getElementById('theme').ariaLabel") == "Colours: light"

@@ -14,6 +14,7 @@ from torchelastic.ledger.events import (
     End,
     Event,
     Failure,
+    FirstStep,
     Join,
     ReForm,
     Restore,
@@ -97,6 +98,8 @@ class Worker:
 
     def commits(self, at_ms: int) -> None:
         self.tally = self.tally.commits(self.host.ns(at_ms))
+        if self.tally.committed == 1:
+            self.told(FirstStep(**self._where()))
 
     def saves(self, at_ms: int, stall_ms: int, tier: str = "") -> None:
         self.tally = self.tally.switched(self.host.ns(at_ms - stall_ms), Account.SAVE_STALL)

@@ -363,6 +363,27 @@ def test_a_failure_that_all_workers_of_a_host_notice_is_one() -> None:
     assert (book.counts.failures, book.undone()) == (1, 3)
 
 
+def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before_its_first_group_is_one() -> None:
+    workers = [begins(f"h/{place}.0") for place in range(3)]
+    for worker in workers:
+        worker.level(0, 1, 0)
+        worker.ends(500)
+    early = begins("h/0.1", 600)
+    early.ends(700)
+    again = begins("h/0.2", 800)
+    again.level(900, 2, 0)
+    again.ends(1_500)
+    stopped = begins("h/1.2", 800)
+    stopped.level(900, 2, 0)
+    stopped.ends(1_600, is_loss=False)
+    book = Book()
+    counts = []
+    for one in (*workers, early, again, stopped):
+        book = book.after_all(one.told)
+        counts.append((book.counts.lost, book.counts.failures))
+    assert counts == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (5, 3)]
+
+
 def test_an_outage_of_the_store_is_counted_and_takes_nobodys_time() -> None:
     worker = begins("h/0.0")
     worker.level(0, 1, 0)

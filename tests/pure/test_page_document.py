@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
+from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import End, Failure, Loss, Save
 from torchelastic.ledger.figures import Figure
+from torchelastic.ledger.looks import LOOKS
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
 from torchelastic.page.differences import applied, difference
 from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, document_of, pause_s
@@ -23,6 +25,7 @@ from torchelastic.page.listening import parse_address
 from torchelastic.page.logs import last_lines
 from torchelastic.page.peers import uid_in
 from torchelastic.page.source import with_own_host
+from torchelastic.report.style import style
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine, combined
 from torchelastic.status.status_format import run_to_plain
@@ -253,6 +256,21 @@ def test_the_pages_files_name_nothing_elsewhere_and_put_no_text_in_as_html() -> 
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style="):
             assert word not in text, f"{name}: {word}"
     assert b"<script>" not in files["index.html"].content
+
+
+def test_accounts_have_the_same_names_and_colours_on_the_page_and_in_the_report() -> None:
+    files = {name: file.content.decode() for name, file in static_files().items()}
+    report = style()
+    for account, look in LOOKS.items():
+        assert f'"{account.label}"' in files["accounts.js"]
+        for colour in (look.light, look.dark):
+            assert f"--{account.label}: {colour};" in files["accounts.css"]
+            assert f"--{account.label}: {colour};" in report
+    assert len({look.light for look in LOOKS.values()}) == len(LOOKS) == len(Account)
+    for name in set(files) - {"accounts.css", "accounts.js"}:
+        for account in Account:
+            assert f"--{account.label}:" not in files[name], f"{name} has a colour of its own for {account.label}"
+    assert "accounts.css" in files["index.html"]
 
 
 @pytest.mark.parametrize("text", ["", "x", ":80", "host:", "host:x", "host:70000", "host:-1", "[]:80"])

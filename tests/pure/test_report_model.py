@@ -15,7 +15,7 @@ from torchelastic.ledger.events import Counted
 from torchelastic.ledger.figures import figures_of, seen
 from torchelastic.ledger.journal import Journal
 from torchelastic.ledger.together import books_together
-from torchelastic.report import NoRunError, Report, report_of
+from torchelastic.report import NoRunError, Report, html_page, report_of
 from torchelastic.report.stretches import Stretch, cells, split
 from torchelastic.report.timeline import workers_in_group
 
@@ -158,7 +158,80 @@ def test_a_new_job_that_counts_its_rounds_anew_has_failures_of_its_own() -> None
         worker.ends(begin_ms + 150, -9)
     report = report_of(journals_of([host]))
     assert [one.at_ns // MS for one in report.incidents] == [150, 300_150]
-    assert all(one.round == 1 and not one.phases_ns for one in report.incidents)
+    assert [one.round for one in report.incidents] == [1, 1]
+    first, second = ({name: ns // MS for name, ns in one.phases_ns.items()} for one in report.incidents)
+    assert (first, second) == ({"restart": 299_860, "sync": 10, "step": 80}, {})
+    assert report.seen.failures == 2
+
+
+def test_a_whole_group_that_is_lost_with_its_agents_is_down_until_new_ones_train_from_the_checkpoint() -> None:
+    old, new = [[Host("a"), Host("b")] for _ in range(2)]
+    workers = [Worker(host, "0.0") for host in old]
+    group_of(workers, 1_000, 1, 0)
+    steps(workers, 1_010, 2)
+    for worker in workers:
+        worker.saves(1_220, 10)
+    steps(workers, 1_220, 3)
+    for worker in workers:
+        worker.counted()  # the last that is known of them
+    again = [Worker(host, "0.0", 60_000) for host in new]
+    for worker in again:
+        worker.name = worker.name.replace("-a1", "-b2")
+    for host in new:
+        host.events.clear()
+    group_of(again, 143_000, 1, 2, "checkpoint")  # a new etcd counts its rounds anew
+    steps(again, 143_510, 100)
+    for worker in again:
+        worker.counted()
+    report = report_of({f"{host.name}-{era}": host.journal() for era, hosts in enumerate((old, new)) for host in hosts})
+    check(report)
+    (incident,) = report.incidents
+    assert [one.how for one in incident.lost] == ["its agent was lost"] * 2
+    assert {name: ns // MS for name, ns in incident.phases_ns.items()} == {
+        "restart": 143_000 - 1_520, "sync": 10, "step": 600,
+    }  # fmt: skip
+    assert incident.down_ns == (143_610 - 1_520) * MS
+    assert (incident.re_formed_by, incident.world_size, incident.outlived_by) == (2, 2, 0)
+    assert (incident.step, incident.steps_back, incident.restored_from) == (5, 3, "checkpoint")
+    assert (report.seen.failures, report.seen.restores_from_checkpoint) == (1, 1)
+
+
+def test_each_failure_of_agents_that_come_one_after_the_other_counts() -> None:
+    journals = {}
+    for era in range(3):
+        host = Host("a")
+        worker = Worker(host, "0.0", era * 100_000)
+        host.events.clear()
+        worker.name = f"a-{era}/0.0"
+        group_of([worker], era * 100_000 + 10, 1, era * 2, "checkpoint" if era else "")
+        steps([worker], era * 100_000 + 20, 3)
+        worker.ends(era * 100_000 + 400, -9 if era < 2 else 0)
+        journals[str(era)] = host.journal()
+    report = report_of(journals)
+    assert [one.down_ns // MS for one in report.incidents] == [100_000 - 400 + 120] * 2
+    assert (report.seen.failures, report.seen.restores_from_checkpoint, report.seen.lost) == (2, 2, 2)
+
+
+def test_a_worker_lost_before_its_first_group_stops_nobody_and_with_everybody_gone_that_is_said() -> None:
+    host = Host("a", configured=2)
+    stays = Worker(host, "0.0")
+    group_of([stays], 10, 1, 0)
+    steps([stays], 20, 3)
+    Worker(host, "1.0", 100).ends(200, 1)
+    steps([stays], 320, 3)
+    stays.over(620)
+    stays.ends(630)
+    (incident,) = report_of(journals_of([host])).incidents
+    assert (incident.round, incident.outlived_by, incident.phases_ns) == (-1, 1, {})
+    assert "the others trained on" in html_page(report_of(journals_of([host])))
+    stays.host.events.clear()
+    alone = Worker(host, "0.0")
+    group_of([alone], 10, 1, 0)
+    steps([alone], 20, 3)
+    alone.ends(330, -9)
+    (incident,) = report_of(journals_of([host])).incidents
+    assert (incident.outlived_by, incident.phases_ns) == (0, {})
+    assert "nobody trained again after it" in html_page(report_of(journals_of([host])))
 
 
 def test_going_back_to_a_checkpoint_costs_the_steps_since_then_also_of_those_who_are_gone() -> None:

@@ -15,9 +15,10 @@ from rich.console import Console
 from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
 from torchelastic.ledger.accounts import NOTHING, Account
 from torchelastic.ledger.figures import Seen
+from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, combined
-from torchelastic.status.screen import ACCOUNT_SIGNS, Screen, cells_of
+from torchelastic.status.screen import Screen, cells_of
 
 
 def drawn(status: RunStatus, width: int = 120, *, colours: bool = False, **settings: Any) -> list[str]:
@@ -82,8 +83,8 @@ def test_the_bar_is_as_wide_as_the_terminal_with_letters_where_there_are_no_colo
 
 
 def test_every_account_has_a_letter_of_its_own() -> None:
-    assert set(ACCOUNT_SIGNS) == set(Account)
-    assert len({letter for letter, _ in ACCOUNT_SIGNS.values()}) == len(Account)
+    assert list(LOOKS) == list(Account)
+    assert len({look.letter for look in LOOKS.values()}) == len(Account)
 
 
 @settings(deadline=None)

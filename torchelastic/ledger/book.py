@@ -17,6 +17,7 @@ from torchelastic.ledger.events import (
     End,
     Event,
     Failure,
+    FirstStep,
     Join,
     Loss,
     ReForm,
@@ -52,8 +53,9 @@ class Counts:
     Attributes:
         started: lives begun.
         lost: lives that ended as losses.
-        failures: groups that broke, each counted once however many workers of the host noticed it.
-        last_failed_round: the newest of them.
+        failures: groups that broke, each counted once however many workers of the host noticed it or were lost in it;
+            and workers lost before they were in a group.
+        last_failed_round: the newest of those groups.
         restores_from_peer, restores_from_checkpoint: in the same way.
         last_restored_round: the newest that somebody was brought level in.
         saves: as seen by each worker.
@@ -194,6 +196,14 @@ class Book:
             self, counts=replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in numbers.items()})
         )
 
+    def _failed(self, round_: int) -> Book:
+        """A group broke, or a worker was lost that was in none (-1); the same group breaks once."""
+        if 0 <= round_ <= self.counts.last_failed_round:
+            return self
+        newest = max(round_, self.counts.last_failed_round)
+        counts = replace(self.counts, failures=self.counts.failures + 1, last_failed_round=newest)
+        return replace(self, counts=counts)
+
     def _died(self, at_ns: int, worker: str) -> Book:
         book = replace(self, deaths=(*self.deaths, (at_ns, worker))[-_RECENT:])
         return book._matched()
@@ -242,7 +252,7 @@ def _end(book: Book, event: End) -> Book:
     ended = life.ends(event)
     book = book._with(ended)
     if event.is_loss:
-        book = book._plus(lost=1)._died(ended.ended_ns or event.at_ns, event.worker)
+        book = book._plus(lost=1)._failed(ended.tally.round)._died(ended.ended_ns or event.at_ns, event.worker)
     return book._thinned()
 
 
@@ -251,11 +261,8 @@ def _loss(book: Book, event: Loss) -> Book:
 
 
 def _failure(book: Book, event: Failure) -> Book:
-    if event.round > book.counts.last_failed_round:
-        counts = replace(book.counts, failures=book.counts.failures + 1, last_failed_round=event.round)
-        book = replace(book, counts=counts)
     noticed = Noticed(event, book.lives[event.worker].level_ns)
-    return replace(book, noticed=(*book.noticed, noticed)[-_RECENT:])._matched(newest=1)
+    return replace(book._failed(event.round), noticed=(*book.noticed, noticed)[-_RECENT:])._matched(newest=1)
 
 
 def _restore(book: Book, event: Restore) -> Book:
@@ -279,7 +286,7 @@ def _outage(book: Book, event: StoreOutage) -> Book:
     return book._plus(away_ns=event.away_ns) if event.is_over else book._plus(outages=1)
 
 
-def _only_in_the_journal(book: Book, _event: Join | ReForm) -> Book:
+def _only_in_the_journal(book: Book, _event: Join | ReForm | FirstStep) -> Book:
     return book
 
 
@@ -300,6 +307,7 @@ _ACTS: dict[type[Event], Callable[[Book, Any], Book]] = {
     Failure: _failure,
     Restore: _restore,
     ReForm: _only_in_the_journal,
+    FirstStep: _only_in_the_journal,
     Save: _save,
     Drain: _drain,
     Straggler: _straggler,

@@ -156,6 +156,13 @@ class ReForm(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FirstStep(Event):
+    """A worker's process has committed its first step: from here on a restart costs nothing more."""
+
+    kind: ClassVar[str] = "first_step"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Save(Event):
     """A checkpoint was taken after `step`.
 
@@ -210,9 +217,14 @@ class StoreOutage(Event):
 KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
-        Start, Counted, End, Join, Loss, Failure, Restore, ReForm, Save, Drain, Straggler, StoreOutage,
+        Start, Counted, End, Join, Loss, Failure, Restore, ReForm, FirstStep, Save, Drain, Straggler, StoreOutage,
     )
 }  # fmt: skip
+
+
+def is_failure(event: Event) -> bool:
+    """Whether it reports that a group broke or a worker was lost. Reports of the same round are of one failure."""
+    return isinstance(event, Failure) or (isinstance(event, End) and event.is_loss)
 
 
 def to_dict(event: Event) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Seen:
         workers: lives begun.
         committed: steps, each counted for each worker in it.
         undone: attempts that did not last, counted in the same way.
-        failures: groups that broke, as far as one host noticed it.
+        failures: groups that broke, and workers lost before they were in one, as far as one host noticed it.
         restores_from_checkpoint: of the times that the group was brought level, those from a checkpoint.
         lost: workers lost.
         saves: as seen by each worker.
@@ -98,24 +98,46 @@ def seen(books: Sequence[Book], now_ns: Sequence[int], wall_ns: int, configured_
     Raises:
         ValueError: the two lists differ in length.
     """
-    amounts, worker_ns = NOTHING, 0
-    for book, now in zip(books, now_ns, strict=True):
-        amounts = added(amounts, book.amounts(now))
-        worker_ns += book.worker_ns(now)
-    counts = [book.counts for book in books]
+    parts = [_of_one(book, now) for book, now in zip(books, now_ns, strict=True)]
+    return together(parts, wall_ns, configured_workers)
+
+
+def _of_one(book: Book, now_ns: int) -> Seen:
+    counts = book.counts
+    return Seen(
+        wall_ns=0,  # the run's is given by whoever adds up
+        worker_ns=book.worker_ns(now_ns),
+        amounts=book.amounts(now_ns),
+        workers=counts.started,
+        committed=book.committed(),
+        undone=book.undone(),
+        failures=counts.failures,
+        restores_from_checkpoint=counts.restores_from_checkpoint,
+        lost=counts.lost,
+        saves=counts.saves,
+    )
+
+
+def together(parts: Sequence[Seen], wall_ns: int, configured_workers: int = 0) -> Seen:
+    """The sum over hosts that were there at the same time; arguments as for `seen`.
+
+    Failures and restores are of the group: every host noticed the same ones, so they are not added up.
+    """
+    amounts = NOTHING
+    for part in parts:
+        amounts = added(amounts, part.amounts)
     return Seen(
         wall_ns,
-        worker_ns,
+        sum(part.worker_ns for part in parts),
         amounts,
         configured_workers,
-        workers=sum(one.started for one in counts),
-        committed=sum(book.committed() for book in books),
-        undone=sum(book.undone() for book in books),
-        # every host notices every failure of the group
-        failures=max((one.failures for one in counts), default=0),
-        restores_from_checkpoint=max((one.restores_from_checkpoint for one in counts), default=0),
-        lost=sum(one.lost for one in counts),
-        saves=sum(one.saves for one in counts),
+        workers=sum(part.workers for part in parts),
+        committed=sum(part.committed for part in parts),
+        undone=sum(part.undone for part in parts),
+        failures=max((part.failures for part in parts), default=0),
+        restores_from_checkpoint=max((part.restores_from_checkpoint for part in parts), default=0),
+        lost=sum(part.lost for part in parts),
+        saves=sum(part.saves for part in parts),
     )
 
 

@@ -12,7 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.events import Drain, Event, Failure, Join, ReForm, Restore, Save, Straggler, short, to_dict
+from torchelastic.ledger.events import (
+    Drain,
+    Event,
+    Failure,
+    FirstStep,
+    Join,
+    ReForm,
+    Restore,
+    Save,
+    Straggler,
+    short,
+    to_dict,
+)
 from torchelastic.ledger.page import PageWriter, page_paths
 from torchelastic.ledger.process_start import process_started_ns
 from torchelastic.ledger.tally import Tally
@@ -149,6 +161,8 @@ class Meter:
             self._step += 1
         if self._page is not None:
             self._write()
+            if self._committed == 1:
+                self._note(FirstStep(at_ns=now_ns))
 
     def undone(self, cause: str = "") -> None:
         """The step that was under way does not count; a new group is wanted. Where none was, only the latter."""

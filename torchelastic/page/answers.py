@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import files
 
+from torchelastic.page.accounts import account_files
 from torchelastic.page.requests import Refused
 
 #: With every answer. Nothing is loaded from elsewhere, nothing runs but the page's own script, nobody may frame it.
@@ -38,12 +39,17 @@ class File:
 
 def static_files() -> Mapping[str, File]:
     """The page's own files, by name. They are all that is ever served of them: no request names a path."""
-    found = {}
+    found = {name: File(_type_of(name), text.encode()) for name, text in account_files().items()}
     for file in (files("torchelastic.page") / "static").iterdir():
-        content_type = _TYPES.get("." + file.name.rpartition(".")[2])
-        if content_type is not None:
+        content_type = _type_of(file.name)
+        if content_type:
             found[file.name] = File(content_type, file.read_bytes())
     return found
+
+
+def _type_of(name: str) -> str:
+    """Empty: it is no file of the page."""
+    return _TYPES.get("." + name.rpartition(".")[2], "")
 
 
 def head(status: int, content_type: str, length: int | None, headers: Mapping[str, str] | None = None) -> bytes:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Counted, End, Failure, Save
 from torchelastic.ledger.figures import Seen, figures_of, seen
 from torchelastic.ledger.journal import Journal
 from torchelastic.ledger.life import Life
-from torchelastic.report.incidents import Told, incidents_of
+from torchelastic.report.incidents import incidents_of
 from torchelastic.report.lacks import lacks_of
 from torchelastic.report.losses import LossCurve
 from torchelastic.report.marks import marks_of
-from torchelastic.report.model import EarlierRow, HostPart, LifeRow, Report, SaveRow
+from torchelastic.report.model import EarlierRow, HostPart, Incident, LifeRow, Report, SaveRow
 from torchelastic.report.part import Part, name_parts, parts_of
 from torchelastic.report.stories import stories_of
 from torchelastic.report.stretches import Story, Stretch, cells, stretches
+from torchelastic.report.told import Told
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine
 
@@ -59,7 +61,8 @@ def report_of(
     edges = [until_ns * number // count for number in range(1, count)]
     workers = tuple(row for part in parts for row in _rows(part, edges))
     told = sorted(_told(parts), key=lambda one: one.at_ns)
-    run = _seen(parts, until_ns)
+    incidents = incidents_of(told, workers)
+    run = _seen(parts, until_ns, incidents)
     silent = [f"The journal {name} tells of no worker." for name in chosen if name not in {one.name for one in parts}]
     return Report(
         run_id=parts[0].journal.head.run_id,
@@ -71,7 +74,7 @@ def report_of(
         figures=figures_of(run),
         lives=tuple(sorted(workers, key=_order)),
         earlier=tuple(_earlier(part) for part in parts if part.book.earlier.lives),
-        incidents=incidents_of(told),
+        incidents=incidents,
         saves=_saves(told),
         marks=marks_of(told, parts),
         events=_lines(parts)[-MOST_LINES:],
@@ -93,9 +96,20 @@ def _of_one_run(journals: Mapping[str, Journal], run_id: str | None) -> dict[str
     return chosen
 
 
-def _seen(parts: Sequence[Part], until_ns: int) -> Seen:
+def _seen(parts: Sequence[Part], until_ns: int, incidents: Sequence[Incident]) -> Seen:
+    """The sums.
+
+    A book knows the failures of its agent's time, also those whose events are gone. Incidents are of all agents, also
+    of agents that were there one after the other.
+    """
     configured = max(part.journal.head.configured_workers for part in parts)
-    return seen([part.book for part in parts], [part.now_ns for part in parts], until_ns, configured)
+    run = seen([part.book for part in parts], [part.now_ns for part in parts], until_ns, configured)
+    from_checkpoint = sum(one.restored_from == "checkpoint" for one in incidents)
+    return replace(
+        run,
+        failures=max(run.failures, len(incidents)),
+        restores_from_checkpoint=max(run.restores_from_checkpoint, from_checkpoint),
+    )
 
 
 def _host(part: Part) -> HostPart:

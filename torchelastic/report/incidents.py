@@ -8,33 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from torchelastic.ledger.events import End, Event, Failure, ReForm, Restore
-from torchelastic.report.model import PHASES, Incident, LostWorker
+from torchelastic.ledger.events import End, Event, Failure, ReForm, Restore, is_failure
+from torchelastic.report.model import PHASES, Incident, LifeRow, LostWorker
+from torchelastic.report.restarts import Restarts
+from torchelastic.report.told import SAME_INCIDENT_NS, Told
 
-#: What is told of the same round within this time of each other is one incident; rounds are numbered anew by a new job.
-SAME_INCIDENT_NS = 60_000_000_000
 #: A worker says when it noticed a failure twice, from two clocks of the same host.
 _SAME_NOTICE_NS = 1_000_000_000
 _MOST_CAUSES = 8
 
 _Kind = TypeVar("_Kind", bound=Event)
-
-
-@dataclass(frozen=True)
-class Told:
-    """An event of some journal.
-
-    Attributes:
-        at_ns: when, since the run began.
-        event: what.
-        name: its worker's, for people.
-        detect_ns: of a failure: how long it was not noticed.
-    """
-
-    at_ns: int
-    event: Event
-    name: str
-    detect_ns: int = 0
 
 
 @dataclass
@@ -58,28 +41,26 @@ class _Group:
         return [(one, one.event) for one in self.told if isinstance(one.event, kind)]
 
 
-def incidents_of(told: Iterable[Told]) -> tuple[Incident, ...]:
+def incidents_of(told: Iterable[Told], lives: Iterable[LifeRow]) -> tuple[Incident, ...]:
     """All incidents, by time.
 
     Args:
         told: events of all journals, in any order; those that have nothing to do with failures are left out.
+        lives: of all workers.
     """
     ordered = sorted(told, key=lambda one: one.at_ns)
-    groups = _grouped([one for one in ordered if _is_failure(one.event)])
+    groups = _grouped([one for one in ordered if is_failure(one.event)])
     groups += _with_re_forms(groups, [(one, one.event) for one in ordered if isinstance(one.event, ReForm)])
     groups.sort(key=lambda group: group.first_ns)
     restores = [(one.at_ns, one.event) for one in ordered if isinstance(one.event, Restore)]
     begins_ns = [group.first_ns for group in groups]
+    restarts = Restarts(ordered, lives)
     found = []
     for number, (group, begin_ns) in enumerate(zip(groups, begins_ns, strict=True)):
         first = bisect_left(restores, begin_ns, key=lambda one: one[0])
         end = bisect_left(restores, begins_ns[number + 1], key=lambda one: one[0]) if groups[number + 1 :] else None
-        found.append(_incident(number + 1, group, _next_level(group, restores[first:end])))
+        found.append(_incident(number + 1, group, _next_level(group, restores[first:end]), restarts))
     return tuple(found)
-
-
-def _is_failure(event: Event) -> bool:
-    return isinstance(event, Failure) or (isinstance(event, End) and event.is_loss)
 
 
 def _grouped(failures: Sequence[Told]) -> list[_Group]:
@@ -135,13 +116,15 @@ def _next_level(group: _Group, restores: Sequence[tuple[int, Restore]]) -> list[
     return [event for event in later if event.round == later[0].round]
 
 
-def _incident(number: int, group: _Group, restores: Sequence[Restore]) -> Incident:
+def _incident(number: int, group: _Group, restores: Sequence[Restore], restarts: Restarts) -> Incident:
     failures, ends, re_forms = group.of(Failure), group.of(End), group.of(ReForm)
     step = max((one.event.step for one in group.told if not isinstance(one.event, ReForm)), default=-1)
+    restart = None if re_forms else restarts.after(group.first_ns, group.last_ns)
+    restores = restores if restart is None else restart.restores
     level = min((event.step for event in restores if event.step >= 0), default=step)
-    slowest = max(re_forms, key=lambda pair: sum(pair[1].phases_ns.values()), default=None)
     causes = [event.cause for _, event in re_forms] + [event.cause for _, event in failures]
     sources = {event.source for event in restores if event.source}
+    next_worlds = [event.world_size for _, event in re_forms] if restart is None else [restart.world_size]
     return Incident(
         number=number,
         at_ns=group.first_ns,
@@ -154,14 +137,18 @@ def _incident(number: int, group: _Group, restores: Sequence[Restore]) -> Incide
         detect_ns=sum(one.detect_ns for one, _ in failures),
         steps_back=max(0, step - level) if step >= 0 else 0,
         restored_from="checkpoint" if "checkpoint" in sources else next(iter(sources), ""),
-        re_formed_by=len({event.worker for _, event in re_forms}),
-        phases_ns={} if slowest is None else _phases(slowest, failures),
-        world_size=max((event.world_size for _, event in re_forms), default=0),
+        re_formed_by=len({event.worker for _, event in re_forms}) if restart is None else restart.workers,
+        outlived_by=0 if re_forms else restarts.outlived(group.last_ns),
+        phases_ns=_phases(re_forms, failures) if restart is None else restart.phases_ns,
+        world_size=max(next_worlds, default=0),
     )
 
 
-def _phases(slowest: tuple[Told, ReForm], failures: Sequence[tuple[Told, Failure]]) -> Mapping[str, int]:
-    _told, event = slowest
+def _phases(re_forms: Sequence[tuple[Told, ReForm]], failures: Sequence[tuple[Told, Failure]]) -> Mapping[str, int]:
+    """Of the worker that took longest; empty: nobody trained again."""
+    if not re_forms:
+        return {}
+    _told, event = max(re_forms, key=lambda pair: sum(pair[1].phases_ns.values()))
     detect_ns = max((one.detect_ns for one, failure in failures if failure.worker == event.worker), default=0)
     phases = {"detect": detect_ns, **event.phases_ns}
     in_order = (*PHASES, *(name for name in event.phases_ns if name not in PHASES))

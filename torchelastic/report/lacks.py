@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchelastic.ledger.events import Join
-from torchelastic.report.incidents import Told
 from torchelastic.report.model import LifeRow
 from torchelastic.report.part import Part
+from torchelastic.report.told import Told
 
 #: What has happened so shortly before the end of the journals may not be written down by every agent yet.
 _NOT_WRITTEN_YET_NS = 10_000_000_000

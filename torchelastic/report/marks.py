@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchelastic.ledger.events import Drain, End, Join, Restore, StoreOutage, Straggler
-from torchelastic.report.incidents import Told
 from torchelastic.report.model import Mark
 from torchelastic.report.part import Part, name_parts
+from torchelastic.report.told import Told
 
 
 def marks_of(told: Iterable[Told], parts: Sequence[Part]) -> tuple[Mark, ...]:

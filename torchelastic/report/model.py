@@ -11,8 +11,9 @@ from torchelastic.report.losses import LossCurve
 from torchelastic.report.stretches import Stretch
 from torchelastic.status.run_status import EventLine
 
-#: What happens from a failure to the next committed step, in order; "detect" is the ledger's, see docs/ledger.md.
-PHASES = ("detect", "agree", "re_form", "sync", "step")
+#: What happens from a failure to the next committed step, in order; "detect" is the ledger's, see docs/ledger.md, and
+#: "restart" is that of a whole group: until its new processes are in a group.
+PHASES = ("detect", "agree", "restart", "re_form", "sync", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,7 @@ class Incident:
         steps_back: committed steps that were lost, since the group went back to a checkpoint.
         restored_from: "peer", "checkpoint" or empty: not known.
         re_formed_by: how many workers trained again.
+        outlived_by: how many workers had trained before, lived on, and did not have to form a group anew.
         phases_ns: of the worker that took longest, in order of `PHASES`.
         world_size: of the next group; 0: not known.
     """
@@ -141,6 +143,7 @@ class Incident:
     steps_back: int = 0
     restored_from: str = ""
     re_formed_by: int = 0
+    outlived_by: int = 0
     phases_ns: Mapping[str, int] = field(default_factory=dict)
     world_size: int = 0
 

@@ -91,7 +91,7 @@ def _header(report: Report) -> Element:
         counted(hosts, "host"),
         counted(places, "worker"),
         counted(report.steps, "step") if report.steps >= 0 else "steps not known",
-        counted(len(report.incidents), "failure"),
+        counted(report.seen.failures, "failure"),
     ))  # fmt: skip
     badge = ("ended", "good") if report.is_over else ("not ended, as far as the journals tell", "bad")
     title = node("h1", report.run_id, node("span", badge[0], class_=f"badge {badge[1]}"))

@@ -1,22 +1,21 @@
-"""How the page looks: light, dark and on paper. The hues of accounts and phases are those of `torchelastic top`."""
+"""How the page looks: light, dark and on paper."""
 
 from __future__ import annotations
 
-#: (light, dark) by class.
-COLOURS = {
-    "productive": ("#43a56d", "#2f9159"),
-    "save_stall": ("#3f82c9", "#4a8fd6"),
-    "replayed": ("#cf3f3a", "#e0514b"),
-    "detect": ("#ef8b4e", "#e58442"),
-    "re_form": ("#8b5cc0", "#9d72d3"),
-    "restore": ("#d583c4", "#c474b4"),
-    "data_wait": ("#e4bd45", "#c6a233"),
-    "idle": ("#bcc4cc", "#4d565f"),
-    "start_up": ("#64bccb", "#34899a"),
-    "agree": ("#e4bd45", "#c6a233"),
-    "sync": ("#64bccb", "#34899a"),
-    "step": ("#43a56d", "#2f9159"),
-    "other": ("#bcc4cc", "#4d565f"),
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.looks import LOOKS
+
+#: A phase has the colour of an account; a phase of that name (detect, re_form) that of its own.
+_PHASES = {
+    "agree": Account.DATA_WAIT,
+    "restart": Account.SAVE_STALL,
+    "sync": Account.START_UP,
+    "step": Account.PRODUCTIVE,
+    "other": Account.IDLE,
+}
+#: By class.
+_LOOKS = {account.label: look for account, look in LOOKS.items()} | {
+    name: LOOKS[account] for name, account in _PHASES.items()
 }
 
 _LIGHT = """--page: #ffffff; --card: #f6f8fa; --line: #d6dce2; --text: #1c2126; --faint: #5b6670; --good: #1a7f46;
@@ -85,9 +84,9 @@ SCRIPT = 'addEventListener("beforeprint",()=>{for(const one of document.querySel
 
 def style() -> str:
     """The style sheet."""
-    light = "".join(f" --{name}: {colours[0]};" for name, colours in COLOURS.items())
-    dark = "".join(f" --{name}: {colours[1]};" for name, colours in COLOURS.items())
-    classes = "".join(f".{name} {{ fill: var(--{name}); background: var(--{name}); }}\n" for name in COLOURS)
+    light = "".join(f" --{name}: {look.light};" for name, look in _LOOKS.items())
+    dark = "".join(f" --{name}: {look.dark};" for name, look in _LOOKS.items())
+    classes = "".join(f".{name} {{ fill: var(--{name}); background: var(--{name}); }}\n" for name in _LOOKS)
     return (
         f":root {{ color-scheme: light dark; {_LIGHT}{light} }}\n"
         f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {_DARK}{dark} }} }}\n"

@@ -80,7 +80,10 @@ def _failure_row(one: Incident, longest_ns: int) -> Element:
         why.append(node("details", node("summary", "what workers noticed", class_="small faint"), *others))
     if not one.who and not told:
         why.append("nothing is known of the cause")
-    down: tuple[Child, ...] = ("nobody trained again after it, as far as is known",)
+    went_on = one.outlived_by and not one.noticed_by
+    down: tuple[Child, ...] = (
+        "the others trained on" if went_on else "nobody trained again after it, as far as is known",
+    )
     if one.phases_ns:
         texts = ", ".join(f"{name} {duration(ns)}" for name, ns in one.phases_ns.items() if ns)
         down = (phase_bar(one.phases_ns, longest_ns), node("span", texts, class_="small faint"))
@@ -189,6 +192,7 @@ def legend_of_phases() -> Element:
 _PHASES = {
     "detect": "until it was noticed",
     "agree": "undo the step, agree who is left",
+    "restart": "new processes, until they are in a group (no member of the old one was left)",
     "re_form": "connect the new group",
     "sync": "bring the state level",
     "step": "the next step, up to its commit",

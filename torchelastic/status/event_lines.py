@@ -13,6 +13,7 @@ from torchelastic.ledger.events import (
     End,
     Event,
     Failure,
+    FirstStep,
     Join,
     Loss,
     ReForm,
@@ -32,7 +33,7 @@ SAME_MOMENT_S = 5.0
 _LOOK_BACK = 8
 #: Where a line has to go, rather one of these.
 _ROUTINE = (Save.kind, Restore.kind)
-_OF_ALL = (Start, Join, Failure, Restore, ReForm, Save)
+_OF_ALL = (Start, Join, Failure, Restore, ReForm, FirstStep, Save)
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,10 @@ def _re_form(event: ReForm) -> str:
     return f"trains again after {_seconds(sum(event.phases_ns.values()))}" + (f" ({phases})" if phases else "")
 
 
+def _first_step(_event: FirstStep) -> str:
+    return "committed its first step"
+
+
 def _save(event: Save) -> str:
     tier = f" to {event.tier}" if event.tier else ""
     return f"saved step {event.step}{tier}, stood still for {_seconds(event.stall_ns)}"
@@ -204,6 +209,7 @@ _TEXTS: dict[type[Event], Callable[[Any], str]] = {
     Failure: _failure,
     Restore: _restore,
     ReForm: _re_form,
+    FirstStep: _first_step,
     Save: _save,
     Drain: _drain,
     Straggler: _straggler,

@@ -30,7 +30,7 @@ _S = 1e-9
 _COUNTS: tuple[tuple[str, str, Callable[[Book], float]], ...] = (
     ("worker_starts", "Processes of workers begun on this host.", lambda book: book.counts.started),
     ("workers_lost", "Workers of this host that neither finished nor left in order.", lambda book: book.counts.lost),
-    ("failures", "Groups that broke, each once for this host.", lambda book: book.counts.failures),
+    ("failures", "Groups that broke, once each, and workers lost outside of one.", lambda book: book.counts.failures),
     ("saves", "Checkpoints taken, each counted for every worker in it.", lambda book: book.counts.saves),
     ("drains", "Workers of this host that left in order, as they were asked to.", lambda book: book.counts.drains),
     ("stragglers", "Times that a worker of this host was found to be slow.", lambda book: book.counts.stragglers),

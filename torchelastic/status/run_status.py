@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchelastic.ledger.accounts import NOTHING, Amounts, added
-from torchelastic.ledger.figures import Figures, Seen, figures_of
+from torchelastic.ledger.accounts import NOTHING, Amounts
+from torchelastic.ledger.figures import Figures, Seen, figures_of, together
 from torchelastic.rendezvous.records import Member, Round, RoundState
 
 #: So many of the newest events a host tells.
@@ -209,7 +209,7 @@ def combined(
     silent = tuple(sorted((h for h in hosts if is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
     events = sorted((line for host in hosts for line in host.events), key=lambda line: (line.at_s, line.host))
     wanted = [host.seen.configured_workers for host in hosts]
-    seen = _together([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
+    seen = together([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
     alive = tuple(member for member in members if not member.departed)
     return RunStatus(
         run_id=run_id,
@@ -228,23 +228,3 @@ def combined(
 def _wall_ns(hosts: Sequence[HostStatus], at_s: float) -> int:
     began_s = min((host.began_s for host in hosts if host.began_s), default=at_s)
     return max(0, int((at_s - began_s) * 1e9))
-
-
-def _together(parts: Sequence[Seen], wall_ns: int, configured: int) -> Seen:
-    """The sum over hosts; failures and restores are of the group, so every host has noticed the same ones."""
-    amounts = NOTHING
-    for part in parts:
-        amounts = added(amounts, part.amounts)
-    return Seen(
-        wall_ns,
-        sum(part.worker_ns for part in parts),
-        amounts,
-        configured,
-        workers=sum(part.workers for part in parts),
-        committed=sum(part.committed for part in parts),
-        undone=sum(part.undone for part in parts),
-        failures=max((part.failures for part in parts), default=0),
-        restores_from_checkpoint=max((part.restores_from_checkpoint for part in parts), default=0),
-        lost=sum(part.lost for part in parts),
-        saves=sum(part.saves for part in parts),
-    )

@@ -13,21 +13,10 @@ from rich.text import Text
 from torchelastic.checkpoint.command.screen import age_text, printable
 from torchelastic.ledger.accounts import Account, Amounts
 from torchelastic.ledger.figures import Figures
+from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
 
-#: Of each account: the letter that its part of the bar is made of where there are no colours, and its colour.
-ACCOUNT_SIGNS: dict[Account, tuple[str, str]] = {
-    Account.PRODUCTIVE: ("P", "green"),
-    Account.SAVE_STALL: ("S", "blue"),
-    Account.REPLAYED: ("X", "red"),
-    Account.DETECT: ("D", "bright_red"),
-    Account.RE_FORM: ("F", "magenta"),
-    Account.RESTORE: ("R", "bright_magenta"),
-    Account.DATA_WAIT: ("W", "yellow"),
-    Account.IDLE: ("I", "bright_black"),
-    Account.START_UP: ("U", "cyan"),
-}
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
 _EVENTS = {"loss": "red", "failure": "red", "end": "yellow", "store_outage": "red", "straggler": "yellow"}
 #: Lines of events that are there before all workers are, and from how many lines on for both.
@@ -197,14 +186,14 @@ def ledger_lines(amounts: Amounts, figures: Figures, width: int, has_colours: bo
     """Where the time went: a bar as wide as the terminal, what its parts are, and how good that is."""
     bar, legend = Text(no_wrap=True), Text(overflow="fold")
     for account, cells in zip(Account, cells_of(amounts, width), strict=True):
-        letter, colour = ACCOUNT_SIGNS[account]
-        bar.append((" " if has_colours else letter) * cells, f"on {colour}" if has_colours else "")
+        look = LOOKS[account]
+        bar.append((" " if has_colours else look.letter) * cells, f"on {look.terminal}" if has_colours else "")
     total = sum(amounts)
     for account in sorted(Account, key=lambda account: -amounts[account]):
         if not amounts[account]:
             continue
-        letter, colour = ACCOUNT_SIGNS[account]
-        legend.append("  " if len(legend) else "").append("■ " if has_colours else f"{letter} ", colour)
+        look = LOOKS[account]
+        legend.append("  " if len(legend) else "").append("■ " if has_colours else f"{look.letter} ", look.terminal)
         legend.append(f"{account.label} {100 * amounts[account] / total:.1f} %")
     quality = Text("was / attainable:", overflow="fold")
     for figure in (figures.goodput, figures.ettr, figures.step_efficiency, figures.participation):

@@ -1,8 +1,7 @@
 // Elements and numbers. Whatever comes from outside is text: nothing here, or anywhere, is parsed as HTML.
 
-export const ACCOUNTS = [
-  "productive", "save_stall", "replayed", "detect", "re_form", "restore", "data_wait", "idle", "start_up",
-];
+import { ACCOUNTS } from "./accounts.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);

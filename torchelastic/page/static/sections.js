@@ -1,6 +1,7 @@
 // What the page shows of a run, section by section. Every function takes the document and draws it anew in place.
 
-import { ACCOUNTS, bar, byId, clock, duration, el, isAccount, keyed, number, percent, setAttribute, setText, spark } from "./draw.js";
+import { ACCOUNTS } from "./accounts.js";
+import { bar, byId, clock, duration, el, isAccount, keyed, number, percent, setAttribute, setText, spark } from "./draw.js";
 import { isBad } from "./timeline.js";
 
 const MOST_POINTS = 900;
@@ -93,7 +94,7 @@ export function drawLedger(run) {
   const told = ACCOUNTS.filter((label) => amounts[label] > 0);
   keyed(node.lastElementChild, told, (label) => label,
     (label) => el("li", {}, el("span", { class: `swatch a-${label}`, "aria-hidden": "true" }), el("span")),
-    (item, label) => setText(item.lastElementChild, `${label.replace("_", " ")} ${percent(amounts[label] / total)} · ${duration(amounts[label] / 1e9)}`));
+    (item, label) => setText(item.lastElementChild, `${label} ${percent(amounts[label] / total)} · ${duration(amounts[label] / 1e9)}`));
   setText(byId("ledger-sum"), `${duration(total / 1e9)} of ${number(run.seen.workers)} workers' lives, in ${duration(run.seen.wall_ns / 1e9)}`);
   const names = ["goodput", "ettr", "step_efficiency", "participation"].filter((name) => run.figures[name]);
   keyed(byId("figures"), names, (name) => name, makeFigure, (figure, name) => updateFigure(figure, run.figures[name]));
@@ -139,7 +140,7 @@ function drawNow(cell, worker) {
   if (!cell.firstElementChild) cell.append(el("span", { class: "swatch", "aria-hidden": "true" }), el("span"));
   const account = isAccount(worker.account) ? worker.account : "idle";
   setAttribute(cell.firstElementChild, "class", `swatch a-${account}`);
-  setText(cell.lastElementChild, worker.account.replace("_", " "));
+  setText(cell.lastElementChild, worker.account);
 }
 
 function drawAmounts(cell, worker) {
