@@ -12,14 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.checkpoint.curve import Training, lost_ms
 from benchmarks.checkpoint.nvrx import NvrxAsync, NvrxSync
 from benchmarks.checkpoint.payload import Memcpy, Payload, timed_ms
-from benchmarks.checkpoint.ways import DcpAsync, DcpSave, OursAsync, OursSync, TorchSave, Way
+from benchmarks.checkpoint.ways import DcpAsync, DcpSave, OursAsync, OursSync, TorchSave, Way, use_threads
 from benchmarks.environment import print_result
 
 WAYS: dict[str, type[Way]] = {
@@ -39,12 +38,12 @@ HOW_TO_GET = {
 def main() -> None:
     """Measure and print."""
     options = parse()
-    torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     for spec in options.sizes.split(","):
         size, _, count = spec.partition("x")
         result = measure(Payload.of(int(size), int(count or 64)), options)
-        print_result("checkpoint", size_mib=int(size), tensors=int(count or 64), **result)
+        print_result("checkpoint", size_mib=int(size), tensors=int(count or 64), threads=options.threads, **result)
     dist.destroy_process_group()
 
 
@@ -54,13 +53,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", default="16,256,1024,256x4096", help="MiB, and how many tensors after an x")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--threads", type=int, default=1, help="torch's own threads, as each worker of several has")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the floor, ours, and peers that can use several [1, as all can]"
+    )
     parser.add_argument("--folder", default="/dev/shm", help="on tmpfs")
     return parser.parse_args()
 
 
 def measure(payload: Payload, options: argparse.Namespace) -> dict[str, Any]:
-    """All ways at one size; each round measures the floor and every way once, so that noise hits all alike."""
+    """All ways at one size, one after the other; what is timed follows the floor, so that noise hits both alike."""
     results: dict[str, Any] = {}
     for name in options.ways.split(","):
         peer = name.partition("_")[0]
@@ -83,16 +84,21 @@ def measure_way(way: Way, payload: Payload, runs: int) -> dict[str, Any]:
         copy_ms = statistics.median(floor.once_ms() for _ in range(3))
         blocking_ms = timed_ms(way.save)
         durable_ms = blocking_ms + timed_ms(way.wait)
+        way.tidy()
         if run >= 2:
             figures["memcpy_ms"].append(copy_ms)
             figures["blocking_x"].append(blocking_ms / copy_ms)
             figures["durable_x"].append(durable_ms / copy_ms)
     for _ in range(runs):
         copy_ms = floor.median_ms(3)
-        figures["load_x"].append(timed_ms(way.load) / copy_ms)
+        if not way.is_async:  # the files are the same, and so is what reads them
+            figures["load_x"].append(timed_ms(lambda: way.load(floor.targets)) / copy_ms)
         figures["lost_ms"].append(lost_ms(way, training))
         figures["lost_x"].append(figures["lost_ms"][-1] / copy_ms)
-    assert payload.equals(way.load()), "what was loaded is not what was saved"
+    for target in floor.targets.values():
+        target.zero_()
+    way.load(floor.targets)
+    assert payload.equals(floor.targets), "what was loaded is not what was saved"
     way.close()
     return {name: round(statistics.median(values), 2) for name, values in figures.items()} | {"runs": runs}
 

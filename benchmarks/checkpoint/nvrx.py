@@ -7,13 +7,14 @@ stand-ins for functions of torch.cuda.
 from __future__ import annotations
 
 import importlib
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.checkpoint.payload import Payload
-from benchmarks.checkpoint.ways import Way
+from benchmarks.checkpoint.ways import Deferred, Way, copied
 
 
 class NvrxSync(Way):
@@ -24,19 +25,27 @@ class NvrxSync(Way):
         torch.cuda.synchronize = lambda *_: None
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
         base = "nvidia_resiliency_ext.checkpointing"
-        local = importlib.import_module(f"{base}.local.ckpt_managers.local_manager")
         state = importlib.import_module(f"{base}.local.basic_state_dict")
         self.state_class = _on_cpu(state.BasicTensorAwareStateDict)
-        self.manager: Any = local.LocalCheckpointManager(str(folder))
+        self.manager = self.make_manager()
+        self.removal = Deferred(self.manager)
+
+    def make_manager(self) -> Any:
+        """The manager."""
+        local = importlib.import_module("nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager")
+        return local.LocalCheckpointManager(str(self.folder))
 
     def save(self) -> None:
         self.number += 1
         self.manager.save(self.state_class(dict(self.payload.tensors)), self.number, is_async=False)
 
-    def load(self) -> dict[str, torch.Tensor]:
+    def tidy(self) -> None:
+        self.removal.do()
+
+    def load(self, targets: dict[str, torch.Tensor]) -> None:
         assert self.manager.find_latest() == self.number
         loaded, _ = self.manager.load()
-        return dict(loaded.state_dict)
+        copied(loaded.state_dict, targets)
 
 
 class NvrxAsync(NvrxSync):
@@ -56,6 +65,11 @@ class NvrxAsync(NvrxSync):
 
     def wait(self) -> None:
         self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def tidy(self) -> None:
+        while not self.removal.is_asked:  # its finalization asks on a thread that nobody waits for
+            time.sleep(0.001)
+        super().tidy()
 
     def close(self) -> None:
         self.queue.close()

@@ -42,11 +42,16 @@ class Payload:
 
 
 class Memcpy:
-    """A copy of the same bytes from warm memory into warm memory, with torch's own copy: the floor."""
+    """A copy of the same bytes from warm memory into warm memory, with torch's own copy: the floor.
+
+    Attributes:
+        targets: what is copied into; checkpoints are loaded into the same.
+    """
 
     def __init__(self, payload: Payload) -> None:
         self._sources = list(payload.tensors.values())
-        self._targets = [torch.zeros_like(tensor) for tensor in self._sources]
+        self.targets = {name: torch.zeros_like(tensor) for name, tensor in payload.tensors.items()}
+        self._targets = list(self.targets.values())
 
     def once_ms(self) -> float:
         """One copy."""

@@ -16,39 +16,38 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.checkpoint.nvrx import NvrxAsync
 from benchmarks.checkpoint.payload import Memcpy, Payload, timed_ms
-from benchmarks.checkpoint.ways import OursAsync, Way
+from benchmarks.checkpoint.ways import OursAsync, Way, use_threads
 from benchmarks.environment import print_result
 from torchelastic.checkpoint.local import LocalCheckpointManager
 from torchelastic.checkpoint.replication import CliqueReplicationStrategy
 
 RANKS = 2
+#: Of each rank; see `use_threads`.
+THREADS = 1
 
 
 class OursReplicated(OursAsync):
     """With a copy at the other rank."""
 
-    def __init__(self, folder: Path, payload: Payload) -> None:
-        super().__init__(folder, payload)
+    def make_manager(self) -> LocalCheckpointManager:
         strategy = CliqueReplicationStrategy.from_replication_params(1, RANKS)
-        self.manager = LocalCheckpointManager(folder, repl_strategy=strategy)
+        return LocalCheckpointManager(self.folder, repl_strategy=strategy)
 
 
 class NvrxReplicated(NvrxAsync):
     """With a copy at the other rank."""
 
-    def __init__(self, folder: Path, payload: Payload) -> None:
-        super().__init__(folder, payload)
+    def make_manager(self) -> Any:
         base = "nvidia_resiliency_ext.checkpointing.local"
         strategies = importlib.import_module(f"{base}.replication.strategies")
         local = importlib.import_module(f"{base}.ckpt_managers.local_manager")
         strategy = strategies.CliqueReplicationStrategy.from_replication_params(1, RANKS)
-        self.manager = local.LocalCheckpointManager(str(folder), repl_strategy=strategy)
+        return local.LocalCheckpointManager(str(self.folder), repl_strategy=strategy)
 
 
 WAYS: dict[str, tuple[type[Way], type[Way]]] = {
@@ -76,12 +75,19 @@ def main() -> None:
                 arguments = (name, int(size), int(count or 32), options.runs, folder)
                 spawn(work, arguments, nprocs=RANKS)  # type: ignore[no-untyped-call]
                 results[name] = json.loads((Path(folder) / "result.json").read_text())
-        print_result("checkpoint.replicated", ranks=RANKS, size_mib=int(size), tensors=int(count or 32), **results)
+        print_result(
+            "checkpoint.replicated",
+            ranks=RANKS,
+            threads=THREADS,
+            size_mib=int(size),
+            tensors=int(count or 32),
+            **results,
+        )
 
 
 def work(rank: int, name: str, size_mib: int, count: int, runs: int, folder: str) -> None:
     """One rank; rank 0 writes down the medians."""
-    torch.set_num_threads(1)
+    use_threads(THREADS)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     payload = Payload.of(size_mib, count)
     floor = Memcpy(payload)
@@ -94,6 +100,7 @@ def work(rank: int, name: str, size_mib: int, count: int, runs: int, folder: str
             dist.barrier()
             blocking_ms = timed_ms(way.save)
             durable_ms = blocking_ms + timed_ms(way.wait)
+            way.tidy()
             if run >= 2:  # the first ones allocate
                 figures[f"{label}_blocking_x"].append(blocking_ms / copy_ms)
                 figures[f"{label}_durable_x"].append(durable_ms / copy_ms)

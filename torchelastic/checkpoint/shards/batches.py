@@ -38,11 +38,15 @@ def batched(entries: Sequence[Entry]) -> list[range]:
 
 
 def over_batches(
-    entries: Sequence[Entry], work: Callable[[range], list[_Result]], threads: int = DEFAULT_THREADS
+    entries: Sequence[Entry], work: Callable[[range], list[_Result]], threads: int | None = None
 ) -> list[_Result]:
-    """Calls `work` for each batch, on up to `threads` threads, and joins what it returns, in the entries' order."""
+    """Calls `work` for each batch, on up to `threads` threads, and joins what it returns, in the entries' order.
+
+    None: `DEFAULT_THREADS`, as it is at this moment.
+    """
     runs = batched(entries)
     total_bytes = sum(entry.size_bytes for entry in entries)
+    threads = DEFAULT_THREADS if threads is None else threads
     threads = max(1, min(threads, len(runs), total_bytes // MIN_BYTES_PER_THREAD))
     if threads == 1:
         return list(itertools.chain.from_iterable(map(work, runs)))

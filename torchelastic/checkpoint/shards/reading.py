@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, DEFAULT_THREADS, over_batches
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, over_batches
 from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.header import (
     ALIGNMENT_BYTES,
@@ -94,7 +94,7 @@ class ShardReader:
         into: Mapping[str, torch.Tensor] | None = None,
         *,
         names: Container[str] | None = None,
-        threads: int = DEFAULT_THREADS,
+        threads: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Copies tensors out of the file and checks them.
 
@@ -102,7 +102,7 @@ class ShardReader:
             into: contiguous CPU tensors to copy into, by name, of the stored dtype and shape (of the stored part); the
                 others are created. They hold anything if this raises.
             names: which tensors; all if not given.
-            threads: how many copy.
+            threads: how many copy; None: as many as `batches.DEFAULT_THREADS` says.
 
         Returns:
             The tensors by name; each holds the part that its entry names.
@@ -124,7 +124,7 @@ class ShardReader:
             self._compare(entry, checksum)
         return {entry.name: target for entry, target in zip(entries, targets, strict=True)}
 
-    def map(self, *, threads: int = DEFAULT_THREADS) -> dict[str, torch.Tensor]:
+    def map(self, *, threads: int | None = None) -> dict[str, torch.Tensor]:
         """Checks all tensors, and returns them as they lie in the file, without a copy: for files on tmpfs.
 
         Fresh memory costs more than the copy into it; this costs one pass of the checksum. The tensors may be changed
@@ -159,7 +159,7 @@ class ShardReader:
         self._compare(entry, checksum)
         return target
 
-    def verify(self, *, names: Container[str] | None = None, threads: int = DEFAULT_THREADS) -> None:
+    def verify(self, *, names: Container[str] | None = None, threads: int | None = None) -> None:
         """Compares all tensors, or those of these names, with their checksums. Raises: CorruptCheckpointError."""
         entries = [entry for entry in self.header.entries if names is None or entry.name in names]
         found = over_batches(entries, lambda batch: self._hash(entries[batch.start : batch.stop]), threads)

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 import xxhash
 
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, DEFAULT_THREADS, over_batches
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, over_batches
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
     Entry,
@@ -99,7 +99,7 @@ class Stage:
         self.invalidate()
         copy_all(self.places, sources)
 
-    def copy_and_hash(self, sources: Sequence[torch.Tensor], threads: int = DEFAULT_THREADS) -> list[str]:
+    def copy_and_hash(self, sources: Sequence[torch.Tensor], threads: int | None = None) -> list[str]:
         """The same, and the checksums on the way: each piece is hashed while it is in the processor's cache."""
         self.require_fitting(sources)
         self.invalidate()
@@ -112,7 +112,7 @@ class Stage:
 
         return over_batches(self.header.entries, work, threads)
 
-    def checksums(self, threads: int = DEFAULT_THREADS) -> list[str]:
+    def checksums(self, threads: int | None = None) -> list[str]:
         """The checksums of what is in the slot; for the background, since it lets the interpreter lock go."""
         return over_batches(self.header.entries, lambda batch: [self._hash(index) for index in batch], threads)
 
