@@ -106,6 +106,7 @@ class Bookkeeping:
             log.exception("the end of worker %d is missing in the ledger", worker.local_rank)
 
     def _ended(self, worker: Worker, pid: int) -> None:
+        self.keeper.died(pid)  # now, unless it is known for longer: what follows takes a while
         self._started(worker, pid)
         code = exit_code_of(pid)
         was_asked, has_joined = pid in self._left or worker.leaves, worker.asked_s is not None
