@@ -8,12 +8,17 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
 from tests.cluster.harness import ROOT, RunRecords, process_tree, wait_until
 from torchelastic.agent.identity import this_process
 from torchelastic.rendezvous.records import Member, encode_member
 from torchelastic.rendezvous.server import EtcdServer
+
+#: Several launchers and their workers have to start.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 #: Whole numbers that `float()` does not take, numbers that `int()` does not take, and what no recursion gets out of.
 HUGE, INFINITE, DEEP = b"7" * 400, b"1e400", b"[" * 900 + b"]" * 900

@@ -317,7 +317,7 @@ def test_a_message_of_a_worker_survives_the_wire_and_everything_else_is_refused(
     assert decode(encode(message)) == message
     assert encode(message).count(b"\n") == 1
     for line, said in [
-        (b"{", "not JSON"),
+        (b"{", "does not hold JSON"),
         (b"[1]", "no object with an 'op'"),
         (b'{"op": 3}', "no object with an 'op'"),
         (b" " * (MAX_LINE_BYTES + 1), "at most"),
