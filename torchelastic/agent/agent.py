@@ -202,7 +202,7 @@ class Agent:
         )
         if self._make_supervisor is not None:
             self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, self._on_worker_exit)
-            self.connections.on_ask = self.supervisor.has_asked
+            self.connections.on_ask, self.connections.on_late = self.supervisor.has_asked, self.supervisor.has_come_late
             self.connections.on_done = self.supervisor.has_finished
             self._books = self._open_books(self.supervisor, host, incarnation)
         self._telling = Telling(
@@ -350,8 +350,8 @@ class Agent:
         failed = self._explaining.after_end()
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
-        codes = {worker.exit_code for worker in self.supervisor.workers}
-        if self.membership.round.is_over or codes == {0}:
+        codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
+        if self.membership.round.is_over or codes <= {0}:
             return Outcome(0)
         if codes <= {0, STOPPED_EARLY}:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")

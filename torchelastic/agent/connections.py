@@ -86,6 +86,7 @@ class Connections:
     Attributes:
         on_ask: called with the process and the local rank of a worker that asks for a group, if it gets one or not.
         on_done: called with those of a worker that says that it has finished.
+        on_late: called with those of a worker that came to a run, other than this one, that was closed already.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class Connections:
         self._on_metrics, self._on_gone = on_metrics, on_gone
         self.on_ask: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
         self.on_done: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
+        self.on_late: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
+        self._knows_elsewhere = False
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
@@ -229,6 +232,9 @@ class Connections:
                     if connection is not None:
                         raise wire.WireError("a second 'hello': one connection, one member")
                     connection = self._welcome(message, writer)
+                elif message["op"] == "elsewhere":
+                    self._hear_elsewhere(message)
+                    return
                 elif message["op"] == "metrics-hello":
                     await self._serve_metrics(message, reader)
                 elif connection is None:
@@ -245,6 +251,23 @@ class Connections:
             writer.close()
             if connection is not None:
                 self._drop(connection)
+
+    def _hear_elsewhere(self, message: wire.Message) -> None:
+        """A worker's script names another run: all that is done for it here is to start it again."""
+        fields, local_rank = Fields("elsewhere", message), _local_rank(message)
+        pid = fields.whole("pid", None, least=1, most=MAX_PID)
+        if not self._knows_elsewhere:
+            self._knows_elsewhere = True
+            log.warning(
+                "worker %s trains in run %s, which its script names (init_method), and not in this launcher's: it is "
+                "started again if it fails, but nobody here sees whether it hangs, or who else is lost; leave "
+                "init_method out of the script, or give that etcd and run id to the launcher too (--rdzv-endpoint, "
+                "--rdzv-id)",
+                "?" if local_rank is None else local_rank, fields.text("run", None, most=MAX_TEXT),
+            )  # fmt: skip
+        self.on_ask(pid, local_rank)
+        if fields.flag("closed", None):
+            self.on_late(pid, local_rank)
 
     def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> Connection:
         self._count += 1
@@ -362,7 +385,7 @@ class Connections:
 
 
 def _local_rank(hello: wire.Message) -> int | None:
-    """That of the worker that says hello; None without the launcher. Raises RecordError."""
+    """That of the worker that says hello, or where it trains; None without the launcher. Raises RecordError."""
     return None if hello.get("local_rank") is None else Fields("hello", hello).whole("local_rank")
 
 

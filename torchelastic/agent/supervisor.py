@@ -63,6 +63,7 @@ class Worker:
         gave_up: it has failed and will not be started again.
         leaves: it was asked to leave the run, or stopped before a deadline: however it ends, it has not failed and will
             not be started again.
+        came_late: the run was finished while it was started again, so it leaves, with whatever exit code.
         is_hung: its present process is being ended because it hung.
         started_s: when its present process was started, by the monotonic clock.
         asked_s: when that process first asked for a group; None: it has not.
@@ -81,6 +82,7 @@ class Worker:
     exit_code: int | None = None
     gave_up: bool = False
     leaves: bool = False
+    came_late: bool = False
     is_hung: bool = False
     started_s: float = 0.0
     asked_s: float | None = None
@@ -183,6 +185,12 @@ class Supervisor:
         worker = self._worker(pid, local_rank)
         if worker is not None:
             worker.has_finished = True
+
+    def has_come_late(self, pid: int, local_rank: int | None) -> None:
+        """The run that a process came to was finished: while it was started again, if it was; arguments as above."""
+        worker = self._worker(pid, local_rank)
+        if worker is not None and worker.restarts:
+            worker.leaves = worker.came_late = True
 
     @property
     def starting(self) -> list[Worker]:

@@ -59,9 +59,8 @@ class AgentClient:
         self.contact = Contact()
         self._socket = _connect(socket_path, connect_timeout_s)
         threading.Thread(target=self._read, name="torchelastic-agent", daemon=True).start()
-        local_rank = os.environ.get("LOCAL_RANK")
-        hello = {"op": "hello", "pid": os.getpid(), "local_rank": int(local_rank) if local_rank else None}
-        self._send(hello | {"notice": leave_notice(notice_path(socket_path, os.getpid()))})
+        notice = leave_notice(notice_path(socket_path, os.getpid()))
+        self._send({"op": "hello", **wire.who(os.environ), "notice": notice})
         self._wait_for(lambda: self._welcomed, connect_timeout_s, "the agent did not answer")
 
     @property

@@ -19,6 +19,7 @@ from torchelastic.processes import boot_time_s
 from torchelastic.processes.sockets import SocketSet
 from torchelastic.rendezvous import private_agent, wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
+from torchelastic.rendezvous.launcher import launchers_socket, tell_launcher
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 
@@ -169,7 +170,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def __init__(self, url: str) -> None:
         self.url: RendezvousUrl = parse_url(url)
-        self._is_the_launchers_run = os.environ.get(wire.INIT_METHOD_VARIABLE) == url
+        self._launchers_socket = launchers_socket(self.url, os.environ)
         self._client: AgentClient | None = None
         self._callbacks: list[OnRound] = []
         self._own_store: TCPStore | None = None
@@ -303,7 +304,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def _connected(self) -> AgentClient:
         if self._client is not None and not self._client.is_lost:
             return self._client
-        path = os.environ.get(wire.SOCKET_VARIABLE) if self._is_the_launchers_run else None
+        path = self._launchers_socket
         try:
             if path is None or self._client is not None:
                 path = private_agent.start(self.url)
@@ -313,6 +314,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
             )
         except AgentError as error:
             raise _as_rendezvous_error(error) from error
+        if self._launchers_socket is None:
+            tell_launcher(self.url, os.environ, is_closed=self._client.run_was_closed)
         if self._client.run_was_closed and self._joined is NO_ROUND:
             raise RendezvousNonRetryableError(
                 f"run {self.url.run_id!r} at {self.url.endpoints_text} is already closed: it was finished before this "

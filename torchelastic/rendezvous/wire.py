@@ -7,6 +7,8 @@ Worker to agent:
     {"op": "done", "step": ..}                      -> {"op": "noted"} once the store has it
     {"op": "leave"}         wants to leave the run  -> {"op": "fatal", "kind": "drained", ..} when it may go
     {"op": "stop"}          stops the run before a deadline, with all of its group, and hangs up
+    {"op": "elsewhere", "pid": .., "local_rank": .., "run": .., "closed": ..}    instead of a hello: the script names
+        another run than the launcher's, which may be closed already; then the worker hangs up
     {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "contact", "leave_at_s": .., "commit_until_s": ..}     how long it may go on without a sign of the store
@@ -19,6 +21,8 @@ Nothing is ever unpickled or evaluated.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from torchelastic.foreign_json import RecordError, decode_json
@@ -37,6 +41,12 @@ Message = dict[str, Any]
 
 class WireError(ValueError):
     """A line that is no message of ours."""
+
+
+def who(environment: Mapping[str, str]) -> Message:
+    """What a worker says of itself first: its process, and its place on this host if a launcher has given it one."""
+    local_rank = environment.get("LOCAL_RANK")
+    return {"pid": os.getpid(), "local_rank": int(local_rank) if local_rank else None}
 
 
 def encode(message: Message) -> bytes:

@@ -1,0 +1,67 @@
+"""A worker that `torchelastic run` has started, and whose script names a run itself (`init_method="etcd://..."`)."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+
+from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
+
+log = logging.getLogger(__name__)
+
+#: The launcher takes what it is told at once; one that does not hang up so soon is not waited for.
+TELL_S = 5.0
+
+
+def launchers_socket(url: RendezvousUrl, environment: Mapping[str, str]) -> str | None:
+    """Where the launcher's agent serves this run; None: there is no launcher, or its run is another one.
+
+    It is the same run if the name is the same, and an etcd of the one is an etcd of the other. The launcher's settings
+    count then; a warning says so where the script's differ.
+    """
+    launchers = _launchers_run(environment)
+    if launchers is None or not _is_same_run(launchers, url):
+        return None
+    if (launchers.min_workers, launchers.max_workers) != (url.min_workers, url.max_workers):
+        log.warning(
+            "init_method has min_workers=%d and max_workers=%d, but `torchelastic run`, whose run it names, has %d and "
+            "%d, which count: leave init_method out of the script",
+            url.min_workers, url.max_workers, launchers.min_workers, launchers.max_workers,
+        )  # fmt: skip
+    return environment[wire.SOCKET_VARIABLE]
+
+
+def tell_launcher(url: RendezvousUrl, environment: Mapping[str, str], *, is_closed: bool) -> None:
+    """Tell the launcher, if there is one, that this process asks for a group of another run than the launcher's.
+
+    Args:
+        url: that run.
+        environment: of this process.
+        is_closed: that run was finished before this process came.
+    """
+    if _launchers_run(environment) is None:
+        return
+    message = {"op": "elsewhere", **wire.who(environment), "run": f"{url.run_id} at {url.endpoints_text}"}
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # it has ended: nobody is there to be told
+        connection.settimeout(TELL_S)
+        connection.connect(environment[wire.SOCKET_VARIABLE])
+        connection.sendall(wire.encode({**message, "closed": is_closed}))
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # it hangs up when it has taken that in
+
+
+def _launchers_run(environment: Mapping[str, str]) -> RendezvousUrl | None:
+    text = environment.get(wire.INIT_METHOD_VARIABLE)
+    if not text or not environment.get(wire.SOCKET_VARIABLE):
+        return None
+    try:
+        return parse_url(text)
+    except RendezvousUrlError:
+        return None
+
+
+def _is_same_run(one: RendezvousUrl, other: RendezvousUrl) -> bool:
+    return one.root == other.root and not set(one.endpoints).isdisjoint(other.endpoints)
