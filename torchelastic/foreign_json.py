@@ -143,11 +143,11 @@ class Fields:
             raise self._wrong(name, f"a list of printable texts of at most {most} characters")
         return tuple(values)
 
-    def wholes(self, name: str, *, below: int) -> tuple[int, ...]:
-        """A list of whole numbers from 0 on, below a bound; it must be there. Raises RecordError."""
+    def wholes(self, name: str, *, least: int = 0, below: int) -> tuple[int, ...]:
+        """A list of whole numbers within bounds; it must be there. Raises RecordError."""
         values = self._document.get(name)
-        if not isinstance(values, list) or not all(type(value) is int and 0 <= value < below for value in values):
-            raise self._wrong(name, f"a list of whole numbers below {below}")
+        if not isinstance(values, list) or not all(type(value) is int and least <= value < below for value in values):
+            raise self._wrong(name, f"a list of whole numbers from {least}, below {below}")
         return tuple(values)
 
     def parts(self, name: str, most: int) -> list[Fields]:

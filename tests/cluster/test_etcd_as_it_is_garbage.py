@@ -177,8 +177,9 @@ def test_garbage_at_the_keys_of_agents_costs_no_round(etcd: EtcdServer, run_id: 
         keys = scene.records.keys
         for host in scene.hosts:
             scene.scribble(f"{keys.agents}{host.name}/{host.agent_id}", GARBAGE[kind])
+            scene.scribble(f"{keys.processes}{host.name}/{host.agent_id}", GARBAGE[kind])
         # an earlier agent, it may seem, of the host that is yet to come
-        scene.scribble(f"{keys.agents}newcomer/stranger", GARBAGE[kind])
+        scene.scribble(f"{keys.processes}newcomer/stranger", GARBAGE[kind])
         await scene.start_over()
         scene.assert_nobody_noticed()
         await scene.change_members()

@@ -68,7 +68,8 @@ def test_an_agent_that_is_killed_and_started_again_at_once_is_mourned_for_less_t
     job.open_gate(10)
     (first, *_) = job.wait_for("formed", round=2, timeout_s=START_S + TTL_S)
     assert first["t"] - killed_s < TTL_S / 2, f"they waited {first['t'] - killed_s:.0f} s"
-    assert "an earlier agent of this host has ended without a word" in job.output_of(2)
+    # by the process that outlives the launcher, or by the next launcher, whichever is first
+    assert "an earlier agent of this host has ended without a word" in job.output()
     assert sorted(job.wait()) == [-signal.SIGKILL, 0, 0], job.output()[-4000:]
     job.check_identity(finishers=3)
 

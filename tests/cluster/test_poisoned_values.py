@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
 from tests.cluster.harness import ROOT, RunRecords, process_tree, wait_until
-from torchelastic.agent.identity import this_process
+from torchelastic.agent.identity import this_place
 from torchelastic.rendezvous.records import Member, encode_member
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 #: Whole numbers that `float()` does not take, numbers that `int()` does not take, and what no recursion gets out of.
 HUGE, INFINITE, DEEP = b"7" * 400, b"1e400", b"[" * 900 + b"]" * 900
 MEMBER = encode_member(Member("stranger", "nowhere", "h:1", patience_s=15.0))
-PLACE = this_process()
+PLACE = this_place()
 
 
 def put(etcd: EtcdServer, key: str, value: bytes) -> None:
@@ -33,7 +33,8 @@ def put(etcd: EtcdServer, key: str, value: bytes) -> None:
 
 def about(pid: bytes) -> bytes:
     """What a former agent of this very host may have written, but for its pid."""
-    text = f'{{"boot":"{PLACE["boot"]}","namespace":"{PLACE["namespace"]}","pid":PID,"started_ticks":1}}'
+    place = f'"boot":"{PLACE["boot"]}","namespace":"{PLACE["namespace"]}"'
+    text = f'{{{place},"agent":[PID,1],"lease":1,"members":{{}}}}'
     return text.encode().replace(b"PID", pid)
 
 
@@ -49,7 +50,7 @@ def test_members_and_agents_with_impossible_numbers_are_named_and_ignored_by_a_r
         keys.member("step"): MEMBER.replace(b'"step":0', b'"step":' + HUGE),
     }
     agents = {
-        f"{keys.agents}{socket.gethostname()}/{name}": about(pid)
+        f"{keys.processes}{socket.gethostname()}/{name}": about(pid)
         for name, pid in (("huge", HUGE), ("infinite", INFINITE), ("deep", DEEP))
     }
     job = jobs(gates=[10])

@@ -1,55 +1,95 @@
-"""Whether an earlier agent of this host still lives: said only where it is certain."""
+"""Whether another process of this host still lives: said only where it is certain."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from torchelastic.agent.identity import has_ended, this_process
+from torchelastic.agent.identity import Process, is_this_place, this_place
+from torchelastic.agent.process_record import ProcessRecord, decode
+from torchelastic.foreign_json import RecordError
 
-ANOTHER = "import json, torchelastic.agent.identity as i; print(json.dumps(i.this_process()), flush=True); input()"
+WAITS = [sys.executable, "-c", "input()"]
 
 
 def test_a_process_that_lives_has_not_ended_and_one_that_was_killed_has() -> None:
-    with subprocess.Popen([sys.executable, "-c", ANOTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        about = other.stdout.readline()
-        assert json.loads(about)["pid"] == other.pid
-        assert not has_ended(about)
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as other:
+        process = Process.of(other.pid)
+        assert not process.has_ended
         other.kill()
         other.wait()
-    assert has_ended(about)
+    assert process.has_ended
 
 
 def test_a_process_that_nobody_has_waited_for_yet_has_ended() -> None:
-    with subprocess.Popen([sys.executable, "-c", ANOTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        about = other.stdout.readline()
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as other:
+        process = Process.of(other.pid)
         other.kill()
-        while not has_ended(about):  # a zombie by now; the test's time-out is the bound
+        while not process.has_ended:  # a zombie by now; the test's time-out is the bound
             pass
 
 
-def test_another_process_with_the_same_pid_is_not_the_one_that_wrote() -> None:
-    assert not has_ended(json.dumps(this_process()).encode())
-    assert has_ended(json.dumps({**this_process(), "started_ticks": 1}).encode())
+def test_another_process_with_the_same_pid_is_not_the_one_that_was_meant() -> None:
+    here = Process.of(os.getpid())
+    assert not here.has_ended
+    assert replace(here, started_ticks=1).has_ended
+
+
+@pytest.mark.parametrize("pid", [2**22 + 1, 0, -1])
+def test_of_a_process_that_was_never_found_nothing_is_said(pid: int) -> None:
+    assert Process.of(pid).started_ticks == -1
+    assert not Process.of(pid).has_ended
+
+
+def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc mounted with hidepid shows only what is one's own."""
+
+    def refuse(_pid: int, _number: int) -> None:
+        raise PermissionError
+
+    process = Process(2**22 + 1, started_ticks=7)
+    assert process.has_ended
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not process.has_ended
+
+
+def test_of_other_boots_and_containers_nothing_is_said() -> None:
+    assert is_this_place(this_place())
+    assert not is_this_place({**this_place(), "boot": "another"})
+    assert not is_this_place({**this_place(), "namespace": "pid:[1]"})
+    assert not is_this_place({"boot": "", "namespace": ""})
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    record = ProcessRecord(
+        this_place(), Process(7, 70), 2**62, {"host-0-ab1": Process(8, 80), "host-1-ab2": Process(9, -1)}
+    )
+    assert decode("key", record.encode()) == record
+    assert record.is_of_this_place
 
 
 @pytest.mark.parametrize(
-    "about",
+    "value",
     [
-        json.dumps({**this_process(), "boot": "another", "pid": 2**22 + 1}).encode(),
-        json.dumps({**this_process(), "namespace": "pid:[1]", "pid": 2**22 + 1}).encode(),
         b"",
         b"[]",
         b"{}",
+        b"null",
         b"\x80\x04not json",
         b"[" * 100_000,
+        b" " * 2_000_000,
+        json.dumps({**this_place(), "agent": [1, 2], "lease": 3, "members": {"a": [1]}}).encode(),
+        json.dumps({**this_place(), "agent": [1, 2], "lease": 3, "members": {"a": ["1", 2]}}).encode(),
+        json.dumps({**this_place(), "agent": [True, 2], "lease": 3, "members": {}}).encode(),
+        json.dumps({"agent": [1, 2], "lease": 3, "members": {}}).encode(),
     ],
-    ids=["another boot", "another namespace", "nothing", "list", "empty", "not json", "bottomless"],
+    ids=["nothing", "list", "empty", "null", "not json", "bottomless", "huge", "short", "text", "bool", "no place"],
 )
-def test_of_other_boots_and_containers_and_of_garbage_nothing_is_said(about: bytes) -> None:
-    assert not has_ended(about)
+def test_garbage_is_no_record(value: bytes) -> None:
+    with pytest.raises(RecordError, match="^/t/run/processes/h/a"):
+        decode("/t/run/processes/h/a", value)

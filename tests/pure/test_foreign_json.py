@@ -62,7 +62,6 @@ def test_whatever_bytes_there_are_they_are_json_or_refused(data: bytes) -> None:
 
 READERS: dict[str, Any] = {
     "text": lambda one: one.text("x", None),
-    "text of lines": lambda one: one.text("x", None, is_line=False),
     "whole": lambda one: one.whole("x", None),
     "number": lambda one: one.number("x", None),
     "flag": lambda one: one.flag("x", None),
@@ -112,7 +111,6 @@ def test_what_is_missing_is_as_usual_or_refused() -> None:
     [
         ("text", "a\nb"),
         ("text", "x" * 401),
-        ("text of lines", "\ud800"),
         ("whole", True),
         ("whole", 1.0),
         ("whole", -1),

@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.pure.hostile_json import VALUES, taken, with_field
-from torchelastic.agent.identity import has_ended, this_process
+from torchelastic.agent.identity import Process, this_place
+from torchelastic.agent.process_record import ProcessRecord, decode
 from torchelastic.rendezvous.protocol import Publish, advance
 from torchelastic.rendezvous.records import (
     MAX_ID,
@@ -92,11 +93,18 @@ def test_three_members_with_the_longest_ids_fit_into_the_text_of_a_round(cuts: l
     decide(tuple(replace(member, leaving=True) for member in members), Round(1, RoundState.GATHERING, names, "h:1"))
 
 
-@pytest.mark.parametrize("name", this_process())
+PROCESSES = json.loads(ProcessRecord(this_place(), Process(7, 70), 9, {"m1": Process(8, 80)}).encode())
+
+
+@pytest.mark.parametrize("name", PROCESSES)
 @given(value=VALUES)
-def test_whatever_a_field_of_an_agents_own_record_holds(name: str, value: str) -> None:
-    ended = has_ended(with_field(this_process(), name, value), "/t/run/agents/h/a")
-    assert ended in (True, False)
+def test_whatever_a_field_of_the_record_that_outlives_an_agent_holds(name: str, value: str) -> None:
+    key = "/t/run/processes/h/a"
+    record = taken(key, lambda: decode(key, with_field(PROCESSES, name, value)))
+    if record is None:
+        return
+    assert decode(key, record.encode()) == record
+    assert {process.has_ended for process in (record.agent, *record.members.values())} <= {True, False}
 
 
 STATUS = HostStatus(host="h", incarnation="3f0a77c1", at_s=1.0)

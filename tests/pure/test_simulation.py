@@ -319,6 +319,61 @@ def test_a_successor_on_the_same_host_need_not_wait_for_the_lease_of_its_predece
     assert world.engine.now_s - began_s < 0.5, "the time to live is 2 s"
 
 
+def test_a_run_that_was_killed_as_a_whole_and_whose_leases_are_over_is_restarted_without_waiting() -> None:
+    world = prepare(transition("lost data"), traced=True)
+    for place in world.places:
+        world.crash(place, is_known=place is world.places[1])
+    world.engine.run_until(world.engine.now_s + 30.0)
+    assert not any(key.startswith((KEYS.members, KEYS.agents, KEYS.leader)) for key in world.store.tree.keys)
+    began_s = world.engine.now_s
+    for place in world.places:
+        world.boot(place)
+    run_while(world, lambda: not trained(world, 2))
+    assert world.engine.now_s - began_s < 2.0, "the last call, and no orphan time-out: one proof is enough"
+
+
+def test_without_any_proof_the_wait_is_named_at_once_and_lasts_the_orphan_timeout() -> None:
+    world = prepare(transition("lost data"), traced=True)
+    for place in world.places:
+        world.crash(place, is_known=False)
+    world.engine.run_until(world.engine.now_s + 30.0)
+    began_s = world.engine.now_s
+    for place in world.places:
+        world.boot(place)
+    run_while(world, lambda: not world.invariants.latest.orphaned)
+    assert world.engine.now_s - began_s < 0.1
+    assert "orphan_timeout=5 s" in world.invariants.latest.because
+    run_while(world, lambda: not trained(world, 2))
+    assert 5.0 < world.engine.now_s - began_s < 7.0
+    assert not world.invariants.latest.orphaned
+
+
+def test_a_group_that_was_about_to_re_form_when_it_was_killed_names_the_wait_too() -> None:
+    world = prepare(transition("lost data"), traced=True)
+    for worker in world.workers:
+        if worker.group is not None:
+            worker.group.fails_next_step = True
+    run_while(world, lambda: world.invariants.latest.state is not RoundState.BROKEN)
+    for place in world.places:
+        world.crash(place, is_known=False)
+    world.engine.run_until(world.engine.now_s + 30.0)
+    for place in world.places:
+        world.boot(place)
+    run_while(world, lambda: not world.invariants.latest.orphaned)
+    assert world.invariants.latest.because.startswith("lost ")
+
+
+def test_of_a_run_that_is_over_no_record_of_an_agent_is_left_for_longer_than_its_round() -> None:
+    world = prepare(transition("the end of the run"), traced=True)
+    world.crash(world.places[2], is_known=False)
+    run_while(world, lambda: not world.is_over())
+    for place in world.places[:2]:
+        world.stop(place)
+    run_while(world, lambda: any(place.agent for place in world.places))
+    left = [kv for key, kv in world.store.tree.keys.items() if key.startswith(KEYS.processes)]
+    assert [kv.lease_id for kv in left] == [world.store.tree.keys[KEYS.round].lease_id], "that of the host that crashed"
+
+
 def test_a_large_group_survives_every_fault() -> None:
     report = strike_with_everything(11, hosts=64, nproc=4)
     assert report.rounds > len(VERBS) / 2

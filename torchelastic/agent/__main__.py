@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 
-from torchelastic.agent.agent import Agent, AgentOptions
+from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect
+from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.url import parse_url
 
@@ -28,13 +30,24 @@ def main() -> int:
     credentials = Credentials.from_pipe(sys.stdin.buffer.read())
     options = AgentOptions(parse_url(arguments.url), arguments.socket, owner_pid=arguments.owner_pid)
 
-    async def run() -> int:
-        outcome = await Agent(options, connect(options.url, credentials)).run()
-        if outcome.message:
-            print(outcome.message, file=sys.stderr)  # noqa: T201 - the owner's screen
-        return outcome.exit_code
+    if os.getppid() != arguments.owner_pid:
+        return 0  # it has ended already, and its number may be another process's
+    outcome = asyncio.run(_run(options, credentials))
+    if outcome.message:
+        print(outcome.message, file=sys.stderr)  # noqa: T201 - the owner's screen
+    return outcome.exit_code
 
-    return asyncio.run(run())
+
+async def _run(options: AgentOptions, credentials: Credentials) -> Outcome:
+    """Serve the owner, and report its end. One that ends before it was a member leaves nothing to report."""
+    assert options.owner_pid is not None
+    agent = Agent(options, connect(options.url, credentials))
+    serving = asyncio.ensure_future(agent.run())
+    owner_ends = asyncio.ensure_future(process_end(options.owner_pid))
+    await asyncio.wait((serving, owner_ends), return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done() and not agent.connections.processes:
+        return Outcome(0)  # it may be waiting for etcd
+    return await serving
 
 
 if __name__ == "__main__":

@@ -190,16 +190,14 @@ class Agent:
             on_gone=self._on_gone,
         )
         self.membership = Membership(
-            self._store,
-            Keys(url.root),
-            url.settings,
-            host=host,
-            agent_id=f"{host}-{incarnation}",
+            self._store, Keys(url.root), url.settings, host=host, agent_id=f"{host}-{incarnation}",
             on_round=self._on_round,
             on_contact=self._on_contact,
             on_drain=self.connections.leave,
+            processes=self.connections.processes,
+            owner_pid=self._options.owner_pid,
             clock=boot_time_s,
-        )
+        )  # fmt: skip
         if self._make_supervisor is not None:
             self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, self._on_worker_exit)
             self.connections.on_ask, self.connections.on_late = self.supervisor.has_asked, self.supervisor.has_come_late
@@ -324,7 +322,7 @@ class Agent:
             patience = asyncio.sleep(self._options.term_grace_s)
             await _first_of(self._owner_is_over(owner), self._interrupted.wait(), patience)
         self.connections.process_gone(owner)
-        await self._leave_in_order()
+        await self._leave_in_order(self._options.url.settings.ttl_s)
         return Outcome(0)
 
     async def _owner_is_over(self, owner: int) -> None:
@@ -344,9 +342,9 @@ class Agent:
             await self._drain()
         if self._stop_signal is not None:
             await self.supervisor.stop(KILL_GRACE_S)
-            await self._leave_in_order()
+            await self._leave_in_order(self._options.url.timeout_s)
             return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
-        await self._leave_in_order()
+        await self._leave_in_order(self._options.url.timeout_s)
         failed = self._explaining.after_end()
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
@@ -368,13 +366,13 @@ class Agent:
         if not self.supervisor.all_over.is_set() and not self._interrupted.is_set():
             log.warning("the workers did not leave within %g s: they are ended", self._options.term_grace_s)
 
-    async def _leave_in_order(self) -> None:
-        """What this host has said must reach the store; if its workers finished, see the run closed."""
+    async def _leave_in_order(self, at_most_s: float) -> None:
+        """What this host has said must reach the store; if its workers finished, see the run closed, within a time."""
         if not any(member.done for member in self.membership.members):
             await _within(2.0, self.membership.until_written())
             return
         # the others may be in a long step: they see the end when it is over; and etcd may be away for good
-        longest = asyncio.sleep(self._options.url.timeout_s)
+        longest = asyncio.sleep(at_most_s)
         await _first_of(self.membership.until_closed(), self._interrupted.wait(), longest)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent.identity import MAX_PID
+from torchelastic.agent.identity import MAX_PID, Process
 from torchelastic.foreign_json import Fields
 from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
 from torchelastic.rendezvous import wire
@@ -87,6 +87,7 @@ class Connections:
         on_ask: called with the process and the local rank of a worker that asks for a group, if it gets one or not.
         on_done: called with those of a worker that says that it has finished.
         on_late: called with those of a worker that came to a run, other than this one, that was closed already.
+        processes: of every member that there has been.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Connections:
         on_gone: Callable[[int], None] = lambda _pid: None,
     ) -> None:
         self.by_member: dict[str, Connection] = {}
+        self.processes: dict[str, Process] = {}
         self.round: Round | None = None
         self.run_was_closed = False
         self.emptied = asyncio.Event()
@@ -276,6 +278,7 @@ class Connections:
         member = Member(f"{self._host[:MAX_HOST_IN_ID]}-{place}-{self._incarnation}{self._count}", self._host)
         connection = Connection(member, pid, local_rank, writer)
         self.by_member[member.member_id] = connection
+        self.processes[member.member_id] = Process.of(connection.pid)
         if message.get("notice"):
             self._watch_for_death(connection.pid)
         connection.tell(

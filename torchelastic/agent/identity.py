@@ -1,56 +1,81 @@
-"""Which process an agent is, so that a later agent of the same host can tell whether it still lives."""
+"""Which process one is, so that another one of the same host can tell later whether it still lives."""
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-from torchelastic.foreign_json import Fields, RecordError, decode_json
-
-log = logging.getLogger(__name__)
 
 #: No process has a larger number: a pid is a C int.
 MAX_PID = 2**31 - 1
-_MOST_BYTES = 10_000
 _PROC = Path("/proc")
 
 
-def this_process() -> dict[str, str | int]:
-    """Names this process among all that have ever run: boot, pid namespace, pid and the moment of its start.
+@dataclass(frozen=True)
+class Process:
+    """A process among all that this host has run since its boot.
 
-    Where the system does not tell (not Linux), `boot` is empty and nothing can be said of such a process later.
+    Attributes:
+        pid: as seen in this pid namespace.
+        started_ticks: the moment of its start, in the kernel's ticks since the boot; -1: it was not found.
+    """
+
+    pid: int
+    started_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The process that has this pid now."""
+        return cls(pid, _started_ticks(pid))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it certainly does not run any more; False wherever that cannot be known."""
+        if self.started_ticks < 0 or self.pid <= 0:
+            return False
+        now_ticks = _started_ticks(self.pid)
+        # /proc may be mounted so that it hides the processes of other users (hidepid)
+        return now_ticks != self.started_ticks and (now_ticks >= 0 or not _is_hidden(self.pid))
+
+
+def this_place() -> dict[str, str]:
+    """Boot and pid namespace: only of processes with the same two can anything be said here.
+
+    Where the system does not tell (not Linux), `boot` is empty and nothing can be said of any.
     """
     namespace = _PROC / "self/ns/pid"
     return {
         "boot": _read(_PROC / "sys/kernel/random/boot_id"),
         "namespace": str(namespace.readlink()) if namespace.exists() else "",
-        "pid": os.getpid(),
-        "started_ticks": _started_ticks(os.getpid()),
     }
 
 
-def has_ended(about: bytes, key: str = "what is told of a process") -> bool:
-    """Whether the process that wrote this certainly does not run any more.
+def is_this_place(other: Mapping[str, str]) -> bool:
+    """Whether processes of that place can be seen here.
 
-    False wherever that cannot be known: it ran before the last boot (hosts with one name are not always one host), or
-    in another container, or the text is none of ours, which is logged with the key that it stands under.
+    False for another boot (hosts with one name are not always one host), and for another container.
     """
-    here = this_process()
+    here = this_place()
+    return bool(here["boot"]) and here == other
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process with that pid of which /proc shows nothing."""
     try:
-        other = Fields(key, decode_json(key, about, most_bytes=_MOST_BYTES))
-        is_here = bool(here["boot"]) and all(other.text(name, None) == here[name] for name in ("boot", "namespace"))
-        pid, started_ticks = other.whole("pid", None, most=MAX_PID), other.whole("started_ticks", None, least=-1)
-    except RecordError as error:
-        log.error("ignored: %s", error)
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return False
-    return is_here and _started_ticks(pid) != started_ticks
+    except PermissionError:
+        return True
+    return False  # ours, so it would be shown: a zombie
 
 
 def _started_ticks(pid: int) -> int:
     """When a process was started, in the kernel's ticks since the boot: unlike seconds of the day they are never set.
 
-    -1 where there is no such process. See proc(5), /proc/pid/stat: the 22nd field, the 2nd one being in parentheses.
+    -1 where there is no such process, or only a zombie. See proc(5), /proc/pid/stat: the 22nd field, the 2nd one being
+    in parentheses.
     """
     text = _read(_PROC / str(pid) / "stat")
     fields = text.rpartition(")")[2].split()

@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from torchelastic.agent.identity import has_ended, this_process
+from torchelastic.agent.identity import Process
+from torchelastic.agent.predecessors import POLL_S, Predecessors
+from torchelastic.agent.process_record import describe
 from torchelastic.agent.tasks import keep_running
 from torchelastic.rendezvous.host import Host
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState
@@ -43,6 +47,8 @@ class Membership:
         on_contact: called on the event loop with the time of each sign of life that the store has answered.
         on_drain: called on the event loop with a member of this host that somebody wants to leave the run; returns
             whether it is this agent's.
+        processes: of all members of this host that there have been.
+        owner_pid: of a private agent: the process that it serves.
         clock: seconds that never go backwards.
     """
 
@@ -57,18 +63,22 @@ class Membership:
         on_round: Callable[[Round], None],
         on_contact: Callable[[float], None] = lambda _sent_s: None,
         on_drain: Callable[[str], bool] = lambda _member_id: False,
+        processes: Mapping[str, Process] | None = None,
+        owner_pid: int | None = None,
         clock: Callable[[], float],
     ) -> None:
         self._store, self._clock = store, clock
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._predecessors_at = f"{keys.agents}{host}/"
+        is_another = lambda key, _process: not key.endswith(f"/{agent_id}")  # noqa: E731 - one line
+        self._predecessors = Predecessors(store, keys, host, is_one=is_another, owner_pid=owner_pid)
         self._host = Host(
             keys,
             settings,
             name=host,
             agent_id=agent_id,
             incarnation=uuid.uuid4().hex,
-            about=json.dumps(this_process()).encode(),
+            about=json.dumps({"pid": os.getpid()}).encode(),
+            describe=partial(describe, {} if processes is None else processes),
             clock=clock,
             jitter=random.random,
             post=self._inbox.put_nowait,
@@ -96,10 +106,10 @@ class Membership:
             reraise=True,
         )
         await retrying(self._look)
-        for predecessor in await self._blocking(lambda store: store.list_prefix(self._predecessors_at).items):
-            if has_ended(predecessor.value, predecessor.key):
-                self._host.bury(predecessor)
+        await self._blocking(lambda _store: self._predecessors.look())
+        await self._bury_predecessors()
         self._tasks = [
+            asyncio.create_task(keep_running("reporting earlier agents of this host", self._keep_burying)),
             asyncio.create_task(
                 keep_running(
                     "the session with etcd",
@@ -170,6 +180,16 @@ class Membership:
         self._store.close()
         self._writer.shutdown(wait=False)
         self._heart.shutdown(wait=False)
+
+    async def _keep_burying(self) -> None:
+        """A process that was killed may take seconds to end, with much memory or a GPU."""
+        while not self._predecessors.is_empty:
+            await asyncio.sleep(POLL_S)
+            await self._bury_predecessors()
+
+    async def _bury_predecessors(self) -> None:
+        for predecessor in await self._blocking(lambda _store: self._predecessors.ended()):
+            self._host.bury(predecessor)
 
     async def _look(self) -> None:
         await self._drive(self._host.look(), self._writer)

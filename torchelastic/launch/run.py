@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
+from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome, worker_environment
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.agent.supervisor import Supervisor, Worker
@@ -115,6 +116,8 @@ def execute(options: argparse.Namespace) -> int:
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
+        if not options.standalone:  # its etcd ends with it, and there is nobody else to notify
+            stack.enter_context(sentinel.watched(url, credentials))
         socket_dir = Path(tempfile.mkdtemp(prefix="te-"))  # short: a Unix socket's path has 107 bytes
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         agent_options = AgentOptions(

@@ -7,8 +7,11 @@ import os
 
 
 async def process_end(pid: int) -> None:
-    """Return as soon as the process has ended (it is not reaped yet)."""
-    descriptor = os.pidfd_open(pid)
+    """Return as soon as the process has ended (it need not be reaped yet)."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     loop.add_reader(descriptor, _resolve, ended)

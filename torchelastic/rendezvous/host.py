@@ -16,13 +16,13 @@ What a session relies on:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 
+from torchelastic.rendezvous.burial import MAX_WRITES, Predecessor, bury
 from torchelastic.rendezvous.drain_requests import DrainRequests
 from torchelastic.rendezvous.office import Office, read_members
 from torchelastic.rendezvous.own_records import OwnRecords
-from torchelastic.rendezvous.records import Keys, Member, Round, encode_member
+from torchelastic.rendezvous.records import Keys, Member, Round
 from torchelastic.rendezvous.requests import (
     Changed,
     EndWatches,
@@ -55,8 +55,6 @@ from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Setting
 
 log = logging.getLogger(__name__)
 
-#: Writes in one transaction; etcd takes 128 operations by default (--max-txn-ops).
-MAX_WRITES = 100
 #: Between two sessions: the first pause, and the longest; twice as long each time, give or take a half.
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -74,7 +72,9 @@ class Host:
         settings: for the case that this host leads; its `ttl_s` is also the lease's.
         name: this host's name.
         agent_id: unique for each agent process.
-        about: what stands in the agent's key, so that a successor can tell whether this process still lives.
+        about: what stands in the agent's key: which process it is.
+        describe: what stands in the record that outlives this agent, of its lease and of its living members, so that
+            somebody on its host can tell later whether their processes have ended.
         incarnation: a random word; that of the first agent in an empty store names the store's life.
         clock: monotonic seconds.
         jitter: random numbers in [0, 1), to spread what many hosts would else do at the same moment.
@@ -98,11 +98,13 @@ class Host:
         post: Callable[[Message], None],
         on_round: Callable[[Round], None],
         about: bytes = b"{}",
+        describe: Callable[[int, Collection[str]], bytes] = lambda _lease_id, _members: b"{}",
         on_contact: Callable[[float], None] = lambda _sent_s: None,
         on_drain: Callable[[str], bool] = lambda _member_id: False,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._records = OwnRecords(keys)
+        self._outliving_key = f"{keys.processes}{name}/{agent_id}"
+        self._records = OwnRecords(keys, self._outliving_key, describe)
         self._document = RoundDocument(keys, self._on_change)
         self._office = Office(keys, agent_id, settings, self._document, clock)
         self._drain_requests = DrainRequests(keys.drain_of_host(name), on_drain)
@@ -110,7 +112,7 @@ class Host:
         self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
         self._clock, self._jitter, self._post = clock, jitter, post
         self._on_round, self._on_contact, self._on_progress = on_round, on_contact, on_progress
-        self._predecessors: list[KeyValue] = []
+        self._predecessors: list[Predecessor] = []
         self._incarnation = ""
         self.in_reach = True  # whether the store answers, as far as is known
         self._was_lost = False
@@ -133,9 +135,10 @@ class Host:
         if self._records.withdraw(member_id):
             self._post(Changed())
 
-    def bury(self, predecessor: KeyValue) -> None:
-        """An agent of this host with that key is known to have ended, and so are its members: say so in its place."""
+    def bury(self, predecessor: Predecessor) -> None:
+        """An agent of this host is known to have ended, and members of it: say so in its place."""
         self._predecessors.append(predecessor)
+        self._post(Changed())
 
     @property
     def round(self) -> Round:
@@ -225,6 +228,7 @@ class Host:
             self._records.withdraw(member.member_id)
         if self._in_session:
             await self._flush()
+            await txn((), (Delete(self._outliving_key),))  # what is left of it is known
         if self._lease_id:
             await revoke_lease(self._lease_id)
 
@@ -250,6 +254,7 @@ class Host:
         if not self._was_lost:
             self._on_contact(sent_s)
         while True:
+            await self._bury_all()
             await self._flush()
             await self._office.decide(self._incarnation.encode())
             self._on_progress()
@@ -264,14 +269,14 @@ class Host:
             self._lease_id, self._lease_ttl_s = lease.lease_id, lease.ttl_s
             self._records.lease_lost()
         try:
-            await self._write(())
+            await self._write(self._records.outliving_write(self._lease_id, anew=True))
         except StartOverError:
             # an earlier write had an effect after all, or the key went with its lease, or the store went back in time
             kv = await get(self._own_key)
             if kv is not None and kv.mod_revision < self._own_revision:
                 await self._move_to_a_new_lease()
             self._own_revision = 0 if kv is None else kv.mod_revision
-            await self._write(())
+            await self._write(self._records.outliving_write(self._lease_id, anew=True))
         await self._recognize_store()
 
     async def _move_to_a_new_lease(self) -> None:
@@ -308,9 +313,7 @@ class Host:
         leaders = await list_prefix(self._keys.leader)
         await OpenWatch(self._keys.leader, leaders.revision + 1)
         await self._drain_requests.follow()
-        for predecessor in self._predecessors:
-            await self._bury_now(predecessor)
-        self._predecessors.clear()
+        await self._bury_all()  # before anybody decides here: it may be what a decision waits for
         leader = next((kv for kv in leaders.items if kv.key == self._keys.leader), None)
         if leader is None:
             await self._office.campaign(self._lease_id, was_lost=self._was_lost)
@@ -383,7 +386,7 @@ class Host:
             records = self._records.unwritten(MAX_WRITES // 2)
             deletions = self._drain_requests.deletions(MAX_WRITES // 2)
             writes = [self._records.write_of(name, self.round, self._lease_id) for name in records]
-            await self._write([*writes, *deletions])
+            await self._write([*writes, *self._records.outliving_write(self._lease_id), *deletions])
             self._records.written(records)
             self._drain_requests.deleted(deletions)
 
@@ -407,12 +410,7 @@ class Host:
             self._office.doubt()
         self._heard_s = now_s
 
-    async def _bury_now(self, predecessor: KeyValue) -> None:
-        """Write tombstones for the members of an agent that has ended; its lease and its leadership end with it."""
-        listing = await list_prefix(self._keys.members)
-        dead = read_members([kv for kv in listing.items if kv.lease_id == predecessor.lease_id])
-        for start in range(0, len(dead), MAX_WRITES):
-            chunk = [replace(member, departed=True) for member in dead[start : start + MAX_WRITES]]
-            await self._write([Put(self._keys.member(member.member_id), encode_member(member)) for member in chunk])
-        log.warning("an earlier agent of this host has ended without a word: its %d workers count as lost", len(dead))
-        await revoke_lease(predecessor.lease_id)
+    async def _bury_all(self) -> None:
+        while self._predecessors:
+            await bury(self._keys, self._predecessors[0])
+            del self._predecessors[0]

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torchelastic.rendezvous.burial import MAX_WRITES
 from torchelastic.rendezvous.protocol import Publish, advance
-from torchelastic.rendezvous.records import Keys, Member, RecordError, decode_member
+from torchelastic.rendezvous.records import Keys, Member, RecordError, RoundState, decode_member
 from torchelastic.rendezvous.requests import OpenWatch, get, list_prefix, txn
 from torchelastic.rendezvous.round_document import RoundDocument
 from torchelastic.rendezvous.store import Compare, Delete, KeyValue, Put, Target
@@ -124,8 +125,18 @@ class Office:
         """Write the round if nobody else leads by now and the round is the one that the decision was made on."""
         still_leader = Compare(self._keys.leader, Target.CREATE_REVISION, self._since_revision)
         cleared = [Delete(self._keys.member(name)) for name in publish.forgotten]
-        await self._document.write(publish.round, (still_leader,), cleared, word)
+        vanishing: dict[str, bytes] = {}
+        if publish.round.state is RoundState.CLOSED:
+            vanishing = {self._keys.incarnation: word} if word else {}
+            vanishing |= {kv.key: kv.value for kv in (await self._records_of_agents())[: MAX_WRITES - len(cleared)]}
+        await self._document.write(publish.round, (still_leader,), cleared, vanishing)
         log.info("round %d is %s: %s", publish.round.number, publish.round.state.value, publish.round.because)
+
+    async def _records_of_agents(self) -> list[KeyValue]:
+        """Agents that live delete their own: those that have ended without a word come first."""
+        living = {kv.key.removeprefix(self._keys.agents) for kv in (await list_prefix(self._keys.agents)).items}
+        records = (await list_prefix(self._keys.processes)).items
+        return sorted(records, key=lambda kv: kv.key.removeprefix(self._keys.processes) in living)
 
 
 def read_members(items: Sequence[KeyValue]) -> list[Member]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member
@@ -14,13 +14,18 @@ class OwnRecords:
 
     Args:
         keys: the run's keys.
+        outliving_key: of the record that outlives this agent.
+        describe: what stands in it, of the agent's lease and of its living members.
     """
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, outliving_key: str, describe: Callable[[int, Collection[str]], bytes]) -> None:
         self.members: dict[str, Member] = {}
-        self._keys = keys
+        self._keys, self._outliving_key, self._describe = keys, outliving_key, describe
         self._ended: dict[str, Member] = {}
         self._dirty: set[str] = set()
+        #: the members that the record names which outlives this agent; None: the store may hold another one
+        self._named: frozenset[str] | None = None
+        self._naming = frozenset[str]()
 
     def declare(self, member: Member) -> None:
         """The record of a member is to be written or rewritten."""
@@ -44,9 +49,11 @@ class OwnRecords:
     def lease_lost(self) -> None:
         """The records of the living have gone with their lease."""
         self._dirty.update(self.members)
+        self._named = None  # it says which lease that was
 
     def data_lost(self, round_: Round) -> None:
         """The store has lost everything; of the dead only those of the present roster matter."""
+        self._named = None
         self._dirty.update(self.members)
         self._dirty.update(name for name in self._ended if name in round_.roster)
 
@@ -62,6 +69,7 @@ class OwnRecords:
     def written(self, records: Mapping[str, Member | None]) -> None:
         """These were written; what has changed in the meantime stays to be written."""
         self._dirty -= {name for name, record in records.items() if self._record_of(name) == record}
+        self._named = self._naming
 
     def write_of(self, name: str, round_: Round, lease_id: int) -> Put | Delete:
         """How a record is written."""
@@ -70,6 +78,18 @@ class OwnRecords:
             return Delete(key)
         # a tombstone outlives its host's lease: who starts the run again must not take the dead for cut off
         return Put(key, encode_member(record), 0 if record.departed else lease_id)
+
+    def outliving_write(self, lease_id: int, *, anew: bool = False) -> tuple[Put, ...]:
+        """What has to be written together with the records, so that they never stand there without it.
+
+        One key, on no lease: once the lease has ended it is all that tells whether the members have. None where it
+        names exactly the living members already, unless it is to be written anew: the store may hold older data by now.
+        """
+        self._named = None if anew else self._named
+        self._naming = frozenset(self.members)
+        if self._naming == self._named:
+            return ()
+        return (Put(self._outliving_key, self._describe(lease_id, sorted(self._naming))),)
 
     def _record_of(self, name: str) -> Member | None:
         return self.members.get(name) or self._ended.get(name)

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentError
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, CredentialsError, read_file, resolve
@@ -17,7 +16,7 @@ from torchelastic.rendezvous.url import RendezvousUrl
 
 
 def start(url: RendezvousUrl) -> str:
-    """Start an agent that serves this process and ends with it.
+    """Start an agent that serves this process, outlives it to report its end, and then ends too.
 
     Returns the path of its socket, which may yet appear.
 
@@ -44,8 +43,9 @@ def start(url: RendezvousUrl) -> str:
     # of these the agent has no need: the password comes through the pipe, and a URL in the environment may have it too
     unwanted = (PASSWORD_VARIABLE, wire.INIT_METHOD_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    # its own session: Ctrl-C at the terminal is for the trainer, whose end the agent then reports to the others
-    agent = subprocess.Popen(dies_with_parent(command), env=environment, start_new_session=True, stdin=subprocess.PIPE)
+    # its own session: Ctrl-C at the terminal and a signal to the trainer's process group, SIGKILL included, are for the
+    # trainer, whose end the agent then reports to the others; so it must not be ended together with the trainer either
+    agent = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.PIPE)
     assert agent.stdin is not None
     with contextlib.suppress(BrokenPipeError), agent.stdin:  # one that died at once is missed when it does not answer
         agent.stdin.write(credentials.to_pipe())

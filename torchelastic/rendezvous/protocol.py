@@ -138,8 +138,17 @@ def _break_on_loss(view: View, now_s: float) -> tuple[Action, ...]:
     gone = view.absent if now_s >= view.trusted_from_s else view.absent & view.departed
     if not gone:
         return ()
-    lost = [name for name in view.round.roster if name in gone]
-    return _broken(view, f"lost {_names(lost)}{_what_newcomers_wait_for(view)}")
+    if view.is_orphaned:
+        return _say_that_it_is_orphaned(view, now_s)
+    return _broken(view, f"lost {_names([name for name in view.round.roster if name in gone])}")
+
+
+def _say_that_it_is_orphaned(view: View, _now_s: float) -> tuple[Action, ...]:
+    """Nobody of the group is there, and none is known to have ended: name the wait, and how to shorten it."""
+    if not view.is_orphaned or view.round.orphaned:
+        return ()
+    because = _why_orphaned(view.round.number, _names(view.round.roster), view.settings.orphan_timeout_s)
+    return _broken(view, because, orphaned=True)
 
 
 def _break_on_request(view: View, _now_s: float) -> tuple[Action, ...]:
@@ -290,6 +299,7 @@ RULES: Mapping[RoundState, tuple[Rule, ...]] = {
         Rule("the store has lost data: wait", _wait_for_all_who_register_again),
         Rule("somebody is done", _finish, (RoundState.CLOSING,)),
         Rule("a member is silent that may come back: wait", _wait_for_the_silent),
+        Rule("all are gone and may still train", _say_that_it_is_orphaned, (RoundState.BROKEN,)),
         Rule("all that live are ready", _form, (RoundState.RUNNING, RoundState.BROKEN)),
         Rule("without those who leave too few are here", _release, (RoundState.BROKEN,)),
     ),
@@ -336,12 +346,12 @@ def _newcomers(view: View) -> list[Member]:
 def _amended(view: View, **changes: Any) -> Round:
     """The present round with changes, as its next edition."""
     departed = tuple(name for name in view.round.roster if name in view.departed)
-    changes = {"leaving": (), **changes}
+    changes = {"leaving": (), "orphaned": False, **changes}
     return replace(view.round, edition=view.round.edition + 1, departed=departed, restored=False, **changes)
 
 
-def _broken(view: View, because: str) -> tuple[Action, ...]:
-    return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, because=because)),)
+def _broken(view: View, because: str, *, orphaned: bool = False) -> tuple[Action, ...]:
+    return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, because=because, orphaned=orphaned)),)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -350,12 +360,11 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def _what_newcomers_wait_for(view: View) -> str:
-    if view.absent != view.roster or view.departed:
-        return ""
+def _why_orphaned(number: int, names: str, orphan_timeout_s: float) -> str:
     return (
-        f": nobody of the group is left, and it may be cut off and still train; a new one is formed after "
-        f"orphan_timeout={view.settings.orphan_timeout_s:g} s"
+        f"lost {names}, all of round {number}, with no proof that they ended: they may be cut off, and still train. "
+        f"New workers wait orphan_timeout={orphan_timeout_s:g} s, or until a host of theirs reports their end; "
+        f"if you know that they have ended, start all launchers again with a lower --orphan-timeout"
     )
 
 

@@ -115,6 +115,8 @@ class Round:
         leaving: of the roster; while gathering, who leaves at the agreed step; while broken, who is free to go because
             no group can be formed without newcomers, the member with the best state first.
         lost: of the round before, members whose processes are known to have ended; not all of very many.
+        orphaned: while broken: nobody of the roster is there, and none is known to have ended, so that they may still
+            train without etcd: a new round begins only after the orphan timeout.
     """
 
     number: int = 0
@@ -132,6 +134,7 @@ class Round:
     restored: bool = False
     leaving: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    orphaned: bool = False
 
     @cached_property
     def members(self) -> frozenset[str]:
@@ -163,6 +166,7 @@ class Keys:
     incarnation: str = field(init=False)
     members: str = field(init=False)
     agents: str = field(init=False)
+    processes: str = field(init=False)
     drain: str = field(init=False)
     status: str = field(init=False)
     look: str = field(init=False)
@@ -173,6 +177,7 @@ class Keys:
         object.__setattr__(self, "incarnation", f"{self.root}/incarnation")
         object.__setattr__(self, "members", f"{self.root}/members/")
         object.__setattr__(self, "agents", f"{self.root}/agents/")
+        object.__setattr__(self, "processes", f"{self.root}/processes/")
         object.__setattr__(self, "drain", f"{self.root}/drain/")
         object.__setattr__(self, "status", f"{self.root}/status/")
         object.__setattr__(self, "look", f"{self.root}/look")
@@ -247,6 +252,7 @@ def round_to_dict(round_: Round) -> dict[str, Any]:
         "restored": round_.restored,
         **({"leaving": list(round_.leaving)} if round_.leaving else {}),
         **({"lost": list(round_.lost)} if round_.lost else {}),
+        **({"orphaned": True} if round_.orphaned else {}),
     }
 
 
@@ -275,6 +281,7 @@ def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
         restored=fields.flag("restored", None),
         leaving=fields.texts("leaving", most=MAX_TEXT, is_optional=True),
         lost=fields.texts("lost", most=MAX_TEXT, is_optional=True),
+        orphaned=fields.flag("orphaned"),
     )
     if len(set(round_.roster)) < len(round_.roster):
         raise RecordError(f"{source}: a member stands on the roster twice")

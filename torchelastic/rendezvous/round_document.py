@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, RoundState, decode_round, encode_round
 from torchelastic.rendezvous.requests import grant_lease, list_prefix, txn
@@ -59,7 +60,11 @@ class RoundDocument:
             self._set(round_)
 
     async def write(
-        self, round_: Round, compares: Sequence[Compare] = (), writes: Sequence[Put | Delete] = (), word: bytes = b""
+        self,
+        round_: Round,
+        compares: Sequence[Compare] = (),
+        writes: Sequence[Put | Delete] = (),
+        vanishing: Mapping[str, bytes] = MappingProxyType({}),
     ) -> int:
         """Write a round over the one that was read last; returns the store's revision.
 
@@ -67,7 +72,7 @@ class RoundDocument:
             round_: the new round.
             compares: what else has to be true.
             writes: what else is written with it.
-            word: the store's incarnation, which is to vanish together with a closed round.
+            vanishing: keys and values that are to vanish together with a closed round.
 
         Raises:
             StartOverError: the store holds another round by now, or a comparison failed; nothing was written.
@@ -75,7 +80,7 @@ class RoundDocument:
         lease_id = 0
         if round_.state is RoundState.CLOSED:
             lease_id = (await grant_lease(CLOSED_TTL_S)).lease_id
-            writes = [*writes, Put(self._keys.incarnation, word, lease_id)] if word else writes
+            writes = [*writes, *(Put(key, value, lease_id) for key, value in vanishing.items())]
         unchanged = Compare(self._keys.round, Target.MOD_REVISION, self._revision)
         put = Put(self._keys.round, encode_round(round_), lease_id)
         result = await txn((*compares, unchanged), (put, *writes))
@@ -86,6 +91,8 @@ class RoundDocument:
         return result.revision
 
     def _set(self, round_: Round) -> None:
+        if round_.orphaned and not self.round.orphaned:
+            log.warning("waiting: %s", round_.because)
         self.round = round_
         self._on_change(round_)
 

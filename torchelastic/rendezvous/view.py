@@ -76,6 +76,11 @@ class View:
     orphaned_since_s: float | None = None
     trusted_from_s: float = -math.inf
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether nobody of the roster is there, and all of them may still train, cut off from the store."""
+        return bool(self.roster) and self.absent == self.roster and not self.departed
+
 
 @dataclass(frozen=True)
 class MembersChanged:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+import json
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from torchelastic.rendezvous.host import Host
@@ -14,6 +15,11 @@ from torchelastic.rendezvous.worker_rules import Contact
 from torchelastic.testing.simulation.engine import Engine
 from torchelastic.testing.simulation.network import Link, Weather
 from torchelastic.testing.simulation.store import SimulatedStore
+
+
+def describe(lease_id: int, members: Collection[str]) -> bytes:
+    """The record that outlives a simulated agent: who its members are, which the world knows all else of."""
+    return json.dumps({"lease": lease_id, "members": list(members)}).encode()
 
 
 class Task:
@@ -97,6 +103,7 @@ class SimulatedAgent:
             on_round=on_round,
             on_contact=lambda sent_s: on_contact(Contact.at(sent_s, settings.orphan_timeout_s)),
             on_drain=on_drain,
+            describe=describe,
         )
 
     def start(self) -> None:

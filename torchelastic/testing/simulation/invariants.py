@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from torchelastic.rendezvous.protocol import RULES
@@ -63,6 +64,8 @@ class Invariants:
         #: by lineage: the highest step that was committed, and in which round
         self._highest: dict[int, tuple[int, int]] = {}
         self._records: dict[str, Member] = {}
+        #: by agent: the members that the record names which outlives it
+        self._named: dict[str, frozenset[str]] = {}
         self._buried: set[str] = set()
         self._ended: set[str] = set()
         #: A store that has lost its data may begin a second history, until an agent that remembers puts the first one
@@ -89,6 +92,8 @@ class Invariants:
         stored, leader = tree.keys.get(self._keys.round), tree.keys.get(self._keys.leader)
         self.latest = NO_ROUND if stored is None else decode_round(stored.key, stored.value)
         self.leader = "" if leader is None else leader.value.decode()
+        kept = [kv for key, kv in tree.keys.items() if key.startswith(self._keys.processes)]
+        self._named = {kv.key.rpartition("/")[2]: frozenset(json.loads(kv.value)["members"]) for kv in kept}
         self._records = {
             key.removeprefix(self._keys.members): decode_member(key, kv.value, kv.create_revision)
             for key, kv in tree.keys.items()
@@ -105,7 +110,12 @@ class Invariants:
             elif key == self._keys.leader:
                 self.leader = event.kv.value.decode() if event.kind is EventKind.PUT else ""
                 self._engine.note("leader:", self.leader or "nobody")
-            elif key.startswith(self._keys.members):
+        for event in events:  # the records that outlive agents first: what is written with them counts as named
+            if event.kv.key.startswith(self._keys.processes):
+                names = json.loads(event.kv.value)["members"] if event.kind is EventKind.PUT else ()
+                self._named[event.kv.key.rpartition("/")[2]] = frozenset(names)
+        for event in events:
+            if event.kv.key.startswith(self._keys.members):
                 self._member_written(event)
 
     def _round_written(self, now: Round, lease_id: int) -> None:
@@ -160,6 +170,9 @@ class Invariants:
             self._buried.add(name)
         else:
             self.require(name not in self._buried, f"{name} was written after its tombstone")
+            # not of a closed run, with whose round these records vanish
+            is_named = name in self._named.get(self.writer, ()) or self.latest.state is RoundState.CLOSED
+            self.require(is_named, f"{self.writer} has registered {name}, and no record of it outlives the lease")
             if before is not None:
                 self.require(now.ready_for >= before.ready_for, f"{name}: an older record has come after a newer one")
         self._records[name] = now

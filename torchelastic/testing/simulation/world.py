@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from torchelastic.rendezvous.burial import Predecessor
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
@@ -110,10 +112,12 @@ class World:
         )
         self._observe(agent)
         place.agent, place.workers = agent, []
-        known = {kv.key: kv for kv in self.store.tree.keys.values()} if place.predecessors else {}
-        for key in [f"{KEYS.agents}{place.name}/{predecessor}" for predecessor in place.predecessors]:
-            if key in known:
-                agent.host.bury(known[key])
+        for predecessor in place.predecessors:
+            stored = self.store.tree.keys.get(f"{KEYS.processes}{place.name}/{predecessor}")
+            if stored is not None:
+                record = json.loads(stored.value)
+                ended = tuple(record["members"])
+                agent.host.bury(Predecessor(stored, place.name, record["lease"], ended, all_ended=True))
         place.predecessors.clear()
         self.engine.note(place.name, "boots", agent.agent_id)
         agent.start()

@@ -1,0 +1,79 @@
+"""Which processes an agent and its workers are, as a record in the store that outlives them.
+
+Another process of the same host, under the same boot and in the same pid namespace, reads from it whether they have
+ended: see `torchelastic.rendezvous.burial`. Nothing read from the store is trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torchelastic.agent.identity import MAX_PID, Process, is_this_place, this_place
+from torchelastic.foreign_json import MAX_COUNT, Fields, RecordError, decode_json
+
+#: What is longer was not written by us.
+MAX_RECORD_BYTES = 1_500_000
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """One agent and its workers.
+
+    Attributes:
+        place: boot and pid namespace, see `identity.this_place`.
+        agent: its process.
+        lease_id: of what it wrote.
+        members: the process of each member.
+    """
+
+    place: Mapping[str, str]
+    agent: Process
+    lease_id: int
+    members: Mapping[str, Process]
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        members = {name: [process.pid, process.started_ticks] for name, process in self.members.items()}
+        agent = [self.agent.pid, self.agent.started_ticks]
+        document = {**self.place, "agent": agent, "lease": self.lease_id, "members": members}
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @property
+    def is_of_this_place(self) -> bool:
+        """Whether anything can be said here of its processes."""
+        return is_this_place(self.place)
+
+
+def describe(processes: Mapping[str, Process], lease_id: int, members: Collection[str]) -> bytes:
+    """The record of this agent.
+
+    Args:
+        processes: of its members; of one that is not in there, nothing can be said later.
+        lease_id: of what it writes.
+        members: that live.
+    """
+    unknown = Process(0, -1)
+    agent = Process.of(os.getpid())
+    return ProcessRecord(this_place(), agent, lease_id, {n: processes.get(n, unknown) for n in members}).encode()
+
+
+def decode(key: str, value: bytes) -> ProcessRecord:
+    """The inverse of `ProcessRecord.encode`; the key that it stands under is named in a RecordError."""
+    fields = Fields(key, decode_json(key, value, most_bytes=MAX_RECORD_BYTES))
+    members = fields.object("members")
+    return ProcessRecord(
+        {name: fields.text(name, None) for name in this_place()},
+        _process(fields, "agent"),
+        fields.whole("lease", None, most=2**63 - 1),
+        {name: _process(Fields(f"{key}: members", members), name) for name in members},
+    )
+
+
+def _process(fields: Fields, name: str) -> Process:
+    numbers = fields.wholes(name, least=-1, below=MAX_COUNT)
+    if len(numbers) != 2 or not 0 <= numbers[0] <= MAX_PID:
+        raise RecordError(f"{fields.source}: field {name!r} is not a pid and the moment of its start")
+    return Process(*numbers)
