@@ -91,5 +91,5 @@ def test_a_record_is_read_as_it_was_written() -> None:
     ids=["nothing", "list", "empty", "null", "not json", "bottomless", "huge", "short", "text", "bool", "no place"],
 )
 def test_garbage_is_no_record(value: bytes) -> None:
-    with pytest.raises(RecordError, match="^/t/run/processes/h/a"):
+    with pytest.raises(RecordError, match=r"^/t/run/processes/h/a"):
         decode("/t/run/processes/h/a", value)

@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -108,16 +108,13 @@ def execute(options: argparse.Namespace) -> int:
     options, theirs = _understood(options)
     command, gateway = _worker_command(options), _gateway(options)
     environment = dict(os.environ)
-    end = limited(environment, options.time_limit, time.time())
-    network = meant_interface(options.iface, environment)
+    end, network = limited(environment, options.time_limit, time.time()), meant_interface(options.iface, environment)
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
         run_log = opened_log(options, environment, stack, theirs.notes)
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
-        if not options.standalone:  # its etcd ends with it, and there is nobody else to notify
-            stack.enter_context(sentinel.watched(url, credentials))
         socket_dir = Path(tempfile.mkdtemp(prefix="te-"))  # short: a Unix socket's path has 107 bytes
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         agent_options = AgentOptions(
@@ -131,7 +128,6 @@ def execute(options: argparse.Namespace) -> int:
             address=network.address,
             log_form=run_log.form,
         )
-
         own_variables = worker_environment(agent_options, options.nproc_per_node)
 
         def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
@@ -147,7 +143,9 @@ def execute(options: argparse.Namespace) -> int:
                 hidden=theirs.hidden,
             )
 
-        outcome = asyncio.run(_run_agent(agent_options, credentials, make_supervisor))
+        # the etcd of --standalone ends with the launcher, and nobody else is there to be told of that
+        with nullcontext() if options.standalone else sentinel.watched(url, credentials):
+            outcome = asyncio.run(_run_agent(agent_options, credentials, make_supervisor))
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
     run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code

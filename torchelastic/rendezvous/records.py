@@ -20,7 +20,7 @@ MAX_VALUE_BYTES = 1_500_000
 #: No name and no text in a record is longer (a host name has at most 253 characters).
 MAX_TEXT = 1024
 #: No member's id is longer, for a round has to hold three of them in one text (our own have at most 80 characters).
-MAX_ID = 255
+MAX_ID = 200
 #: No counter of a member is larger; those of a round, which are one more than a member's, may be.
 MAX_MEMBER_COUNT = 2**52
 #: Nobody is waited for longer: no lock and no timer of Python takes more seconds (292 years).
