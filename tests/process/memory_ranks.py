@@ -84,10 +84,10 @@ def value_of(rank: int, step: int) -> torch.Tensor:
 def publish(each: Member, step: int, save_id: str) -> Path:
     """The own shard of a step, without replicas."""
     flat = flatten({"w": value_of(each.rank, step)})
-    header = lay_out(flat, {"rank": each.rank})
+    name = ShardName(each.rank, each.replication.world_size, save_id)
+    header = lay_out(flat, name.meta(step))
     stage = each.container.take(header)
     checksums = stage.copy_and_hash([named.tensor for named in flat.tensors])
-    name = ShardName(each.rank, each.replication.world_size, save_id)
     return each.container.publish(stage, header.with_checksums(checksums), step, name)
 
 

@@ -105,6 +105,23 @@ class Container:
         """The container of one step; it need not be there."""
         return self.root / CheckpointContainerId.format_version_container(step)
 
+    def open(self, step: int, file: str) -> ShardReader:
+        """Opens a shard, and compares what its header states with its name.
+
+        Raises:
+            CorruptCheckpointError: it is no shard, or another one.
+            CheckpointError: it cannot be read.
+        """
+        shard = ShardReader(self.folder_of(step) / file)
+        name = ShardName.find(file)
+        try:
+            if name is not None:
+                name.require_in(shard.header.meta, step, str(shard.path))
+        except BaseException:
+            shard.close()
+            raise
+        return shard
+
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def take(self, header: Header) -> Stage:

@@ -11,7 +11,6 @@ from torchelastic.checkpoint.memory.choice import Candidate, Listing
 from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE
-from torchelastic.checkpoint.shards.reading import ShardReader
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ def _verified_bytes(container: Container, candidate: Candidate, file: str) -> in
             raise CheckpointError(f"step {candidate.step} was saved anew meanwhile")
         _mend_extras(container, commit)
         return 0
-    with ShardReader(container.folder_of(candidate.step) / file) as shard:
+    with container.open(candidate.step, file) as shard:
         shard.verify()
         return shard.size_bytes
 

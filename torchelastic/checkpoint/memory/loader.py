@@ -137,7 +137,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         if not path.exists():
             log.info("fetching %s of step %d from another host", file, step)
             self._retrieval.fetch(container, step, file, self._holders(container, step, file))
-        return ShardReader(path)
+        return container.open(step, file)
 
     def repair(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
         """See `CheckpointLoader`. On any rank, from any thread.
@@ -150,7 +150,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         path = container.folder_of(step) / file
         with self._lock:
             try:
-                with ShardReader(path) as shard:
+                with container.open(step, file) as shard:
                     shard.verify()
             except CheckpointError as error:
                 log.warning("%s is removed, and fetched from another host: %s", path, error)
@@ -159,7 +159,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
                     self._retrieval.fetch(container, step, file, self._holders(container, step, file))
                 except CheckpointError as other:
                     raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
-        return ShardReader(path)
+        return container.open(step, file)
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,11 @@ own business.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 
 COMMIT_FILE = "commit.shard"
@@ -51,6 +54,29 @@ class ShardName:
     def generation(self) -> int:
         """The generation of its save."""
         return generation_of(self.save_id)
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The same and the step for the header of the shard, which its checksums cover."""
+        return {"step": step, "save_id": self.save_id, "rank": self.rank, "world_size": self.world_size}
+
+    def require_in(self, meta: Mapping[str, Any], step: int, where: str) -> None:
+        """Compares what a header states with the name under which the shard lies.
+
+        Args:
+            meta: of the header.
+            step: of the container that it lies in.
+            where: the file, for the error.
+
+        Raises:
+            CorruptCheckpointError: it is another shard.
+        """
+        expected = self.meta(step)
+        found = {key: meta.get(key) for key in expected}
+        if found != expected:
+            raise CorruptCheckpointError(
+                f"{where} holds another shard than its name says, that of rank {found['rank']} of {found['world_size']}"
+                f" of step {found['step']}: it was renamed or replaced"
+            )
 
     @classmethod
     def find(cls, text: str) -> ShardName | None:

@@ -155,8 +155,14 @@ class ReceivedObjects:
 
 
 def verify_received(view: memoryview, object_id: str) -> None:
-    """Compares every tensor of a shard in memory with its checksum. Raises: CorruptCheckpointError."""
-    tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {object_id}")
+    """Compares every tensor of a shard in memory with its checksum, and its header with the name.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or another shard.
+    """
+    where, name = f"the copy of {object_id}", ObjectName.parse(object_id)
+    header, _ = tensors_of(torch.frombuffer(view, dtype=torch.uint8), where)
+    _shard_of(name).require_in(header.meta, name.step, where)
 
 
 def _shard_of(name: ObjectName) -> ShardName:

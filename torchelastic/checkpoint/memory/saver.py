@@ -241,12 +241,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
         slots = self._homes.at(save.base)
         name = ShardName(ticket.rank, ticket.world_size, ticket.save_id)
         target = Target(slots.container.root, save.step, name)
-        meta = {
-            "step": save.step,
-            "save_id": ticket.save_id,
-            "rank": ticket.rank,
-            "world_size": ticket.world_size,
-        }
+        meta = name.meta(save.step)
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         tensors = [tensor for _, tensor in resolved.tensors]
         if any(tensor.is_meta for tensor in tensors):
@@ -373,6 +368,10 @@ class DefaultCheckpointSaver(CheckpointSaver):
         name = ShardName.find(stored.file) if stored is not None else None
         save = self._saves.pop(name.save_id, None) if name is not None else None
         return save if save is not None else self.save
+
+    def gather(self, call: str, value: Any) -> Sequence[Any]:
+        """What all ranks say, by rank; see `ReplicationManager.gather`. Without one, what this process says."""
+        return [value] if self._replication is None else self._replication.gather(call, value)
 
     def _rank(self) -> int:
         if self._rank_getter is not None:

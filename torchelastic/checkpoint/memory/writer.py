@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import NotSavedError
+from torchelastic.checkpoint.memory.process_checkpointer import replace_dead_helpers
 from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver
 from torchelastic.checkpoint.memory.staged_state import StagedState
 from torchelastic.checkpoint.memory.staging import StagedItems
@@ -83,6 +84,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
 
     def stage(self, state_dict: Mapping[str, Any]) -> StagedState:
         """Copies a state for `async_save`, in one pass; when this returns, it may change. Raises: TypeError."""
+        replace_dead_helpers(self._saver.gather)
         return self._saver.stage_data(None, state_dict)
 
     def synchronize_staging(self) -> None:

@@ -1,0 +1,104 @@
+"""Ranks that save into memory through DCP, by public names alone; each is a host of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from torchelastic.checkpoint.memory import (
+    CheckpointContainerId,
+    CheckpointObjectManager,
+    DefaultCheckpointLoader,
+    DefaultCheckpointSaver,
+    MemoryStorageReader,
+    MemoryStorageWriter,
+)
+from torchelastic.checkpoint.replication import ReplicationManager
+
+SIZES = (300, 500)
+
+
+def container_of(root: Path, host: int) -> Path:
+    """The container of the job on one host."""
+    return root / f"host-{host}" / "job"
+
+
+def folder_of(root: Path, host: int, step: int) -> Path:
+    """The container of a step on one host."""
+    return container_of(root, host) / CheckpointContainerId.format_version_container(step)
+
+
+def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """What a rank saves; those of two ranks have other shapes and other values."""
+    return {f"weights of rank {rank}": torch.arange(SIZES[rank], dtype=torch.float32) + 1000 * step + rank}
+
+
+@contextmanager
+def _parts(host: int) -> Iterator[tuple[MemoryStorageWriter, DefaultCheckpointLoader]]:
+    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{host}"
+    objects, replication = CheckpointObjectManager(), ReplicationManager()
+    replication.initialize(objects)
+    saver = DefaultCheckpointSaver(ckpt_obj_manager=objects, replication_manager=replication)
+    try:
+        yield MemoryStorageWriter(saver, on_failure="raise"), DefaultCheckpointLoader(objects, replication)
+    finally:
+        replication.shutdown()
+
+
+def save(root: Path, step: int) -> None:
+    """Save a step on all ranks, replicated."""
+    rank = dist.get_rank()
+    with _parts(rank) as (writer, _):
+        dcp.save(state_of(rank, step), checkpoint_id=str(folder_of(root, rank, step)), storage_writer=writer)
+
+
+def recover(root: Path) -> tuple[int | None, bool]:
+    """The step that is found on this rank, and whether what is loaded of it is what was saved."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with _parts(rank) as (_, loader):
+        latest = loader.get_latest_complete_checkpoint(container_of(root, rank))
+        step = None if latest is None else CheckpointContainerId.parse_version_container_step(latest.name)
+        if step is None:
+            return None, True
+        expected = state_of(rank, step)
+        state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        dcp.load(state, checkpoint_id=str(latest), storage_reader=MemoryStorageReader(checkpoint_loader=loader))
+        return step, all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def save_with_helpers(root: Path, victim: int) -> list[str]:
+    """Saves three steps with DCP's helper process; that of one rank is killed after the first. How each save ended."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    ended = []
+    with _parts(rank) as (writer, _):
+        for step in (1, 2, 3):
+            future = dcp.async_save(
+                state_of(rank, step),
+                checkpoint_id=str(folder_of(root, rank, step)),
+                storage_writer=writer,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            )
+            try:
+                future.result(50)
+                ended.append("saved")
+            except Exception as error:
+                ended.append(f"{type(error).__name__}: {error}"[:300])
+            if step == 1 and rank == victim:
+                (helper,) = multiprocessing.active_children()
+                assert helper.pid
+                os.kill(helper.pid, signal.SIGKILL)
+                os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and for its parent to reap
+            dist.barrier()
+    return ended
