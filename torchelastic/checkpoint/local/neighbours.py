@@ -68,8 +68,15 @@ def meet(folder: ShardFolder, together: Together, call: str, timeout_s: float, r
         replica_host: the address to listen on; None: found out.
     """
     found = together(
-        f"{call}, meeting", lambda: {"host": host_id(), "root": root_id(folder.root), "token": secrets.token_hex(32)}
+        f"{call}, meeting",
+        lambda: {
+            "host": host_id(),
+            "network": network_id(),
+            "root": root_id(folder.root),
+            "token": secrets.token_hex(32),
+        },
     )
+    networks = [each["network"] for each in found]
     hosts, roots, token = [each["host"] for each in found], [each["root"] for each in found], str(found[0]["token"])
     peers = Peers({}, token, min(_SILENCE_PART * timeout_s, MOST_SILENCE_S))
     if len(found) == 1:
@@ -77,7 +84,7 @@ def meet(folder: ShardFolder, together: Together, call: str, timeout_s: float, r
     servers: list[ReplicaServer] = []
 
     def listen() -> list[Any]:
-        host = replica_host or ("127.0.0.1" if len(set(hosts)) == 1 else own_address())
+        host = replica_host or address_among(networks)
         server = ReplicaServer(
             folder,
             token,
@@ -109,6 +116,26 @@ def host_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def network_id() -> str:
+    """Equal for all processes that reach each other at 127.0.0.1: pods of one node have a network each."""
+    try:
+        return f"{host_id()}/{Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return host_id()
+
+
+def address_among(networks: Sequence[str]) -> str:
+    """Where this rank listens for the others: on loopback if all are in one network, else at its own address.
+
+    Args:
+        networks: of all ranks; see `network_id`.
+
+    Raises:
+        CheckpointError: see `own_address`.
+    """
+    return "127.0.0.1" if len(set(networks)) == 1 else own_address()
 
 
 def root_id(root: Path) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local.neighbours import host_id, own_address
+from torchelastic.checkpoint.local.neighbours import address_among, host_id, network_id
 from torchelastic.checkpoint.replication.bulk import BulkRetrieval, done_of
 from torchelastic.checkpoint.replication.circle import (
     Circle,
@@ -111,14 +111,14 @@ class ReplicationManager:
         self.shutdown()
         self._objects, self._meetings = checkpoint_object_manager, Meetings(process_group, timeout_s)
         host = host or os.environ.get(FAILURE_DOMAIN_ENV) or host_id()
-        told = {"machine": host_id(), "host": host, "token": secrets.token_hex(32)}
+        told = {"network": network_id(), "host": host, "token": secrets.token_hex(32)}
         found = self.together("ReplicationManager.initialize()", lambda: told)
         hosts = tuple(str(each["host"]) for each in found)
         self._circle = Circle(self._meetings.roll.rank, hosts, retry=retry_config or ReplicationRetryConfig())
         if len(hosts) > 1:
-            machines = [str(each["machine"]) for each in found]
+            networks = [str(each["network"]) for each in found]
             try:
-                self._serve(str(found[0]["token"]), machines, listen_port, replica_host, repl_strategy, copies)
+                self._serve(str(found[0]["token"]), networks, listen_port, replica_host, repl_strategy, copies)
             except BaseException:
                 self.shutdown()
                 raise
@@ -126,7 +126,7 @@ class ReplicationManager:
     def _serve(
         self,
         token: str,
-        machines: Sequence[str],
+        networks: Sequence[str],
         port: int,
         replica_host: str | None,
         strategy: DestinationStrategy | None,
@@ -138,15 +138,15 @@ class ReplicationManager:
 
         def listen() -> list[Any]:
             assert objects is not None
-            address = replica_host or ("127.0.0.1" if len(set(machines)) == 1 else own_address())
+            address = replica_host or address_among(networks)
             self._server = ReplicaServer(
                 objects.shelf,
                 token,
                 host=address,
-                port=port + machines[:rank].count(machines[rank]) if port else 0,
+                port=port + networks[:rank].count(networks[rank]) if port else 0,
                 timeout_s=retry.timeout_seconds,
-                max_transfers=max(_LEAST_TRANSFERS, len(machines)),  # all may ask one at once
-                max_connections=2 * max(_LEAST_TRANSFERS, len(machines)),
+                max_transfers=max(_LEAST_TRANSFERS, len(networks)),  # all may ask one at once
+                max_connections=2 * max(_LEAST_TRANSFERS, len(networks)),
             )
             self._server.start()
             return list(self._server.address)
