@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
 from torchelastic.checkpoint.local.fetching import from_any
 from torchelastic.checkpoint.local.names import CkptID, Save, Shard
 from torchelastic.checkpoint.local.neighbours import Neighbours, meet
-from torchelastic.checkpoint.local.roll_call import listed
+from torchelastic.checkpoint.local.roll_call import RollCall, listed
 from torchelastic.checkpoint.local.shard_folder import Held, ShardFolder
 from torchelastic.checkpoint.local.shard_write import Peers, ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
@@ -93,6 +94,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._neighbours: Neighbours | None = None
         self._copies_to = Peers()
         self._layout = RecurringLayout()
+        self._dropped = _when_dropped(self, None, None, self._roll)
         disk.make_folder(self._root)
 
     @property
@@ -160,10 +162,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         Files stay. The object can be used on, by all ranks.
         """
-        if self._neighbours is not None:
-            self._neighbours.close()
-        if self._folder is not None:
-            self._folder.close()
+        self._dropped.detach()
+        _let_go(self._neighbours, self._folder, None)
         self._neighbours = self._folder = None
         super().close()
 
@@ -184,6 +184,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         cliques = self._together(f"{call}, arriving", own_folder)
         self._neighbours = meet(self._files, self._together, call, self._timeout_s, self._replica_host)
+        self._dropped.detach()
+        self._dropped = _when_dropped(self, self._neighbours, self._folder, self._roll)
         clique = [rank for rank in cliques[self.rank] if rank != self.rank]
         self._copies_to = self._neighbours.peers_of(clique)
         if self.repl_strategy is not None and not clique:
@@ -275,8 +277,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _read(self, shard: Shard, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
             with reader:
-                # on tmpfs the file is memory already, and fresh memory for a copy costs more than the copy
-                tensors = reader.map() if is_in_memory(reader.path) else reader.read()
+                # on tmpfs the file is memory already, and fresh memory for a copy costs more than the copy; but a
+                # file that is mapped keeps its room on tmpfs, after it was pruned too, as long as the state lives
+                is_mapped = is_in_memory(reader.path) and self._files.has_room_beside()
+                tensors = reader.map() if is_mapped else reader.read()
                 return decode(reader.header, tensors, allow_pickles=self._allow_pickles)
 
         return self._from_any(shard, use, keep=keep)
@@ -286,6 +290,21 @@ class LocalCheckpointManager(BaseCheckpointManager):
             raise CheckpointError("this manager was closed while it was in use")
         places = self._survey.places(shard, self.rank, self._neighbours.roots)
         return from_any(shard, places, use, files=self._files, neighbours=self._neighbours, keep=keep)
+
+
+def _when_dropped(
+    manager: LocalCheckpointManager, neighbours: Neighbours | None, folder: ShardFolder | None, roll: RollCall
+) -> weakref.finalize[Any, LocalCheckpointManager]:
+    """Lets everything go with the last reference to a manager; not when the interpreter ends, which frees it all."""
+    dropped = weakref.finalize(manager, _let_go, neighbours, folder, roll)
+    dropped.atexit = False
+    return dropped
+
+
+def _let_go(neighbours: Neighbours | None, folder: ShardFolder | None, roll: RollCall | None) -> None:
+    for one in (neighbours, folder, roll):
+        if one is not None:
+            one.close()
 
 
 def _verified(reader: ShardReader) -> ShardReader:

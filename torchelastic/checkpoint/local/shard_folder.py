@@ -8,14 +8,15 @@ The middle numbers are the shard's rank and how many ranks saved: replicas lie i
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.image import read_header
-from torchelastic.checkpoint.local.names import Save, Shard
+from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.shards import Box, Disk, Entry, Header, ShardReader, SlotPool, Stage
 from torchelastic.checkpoint.shards.pool import remove_left_overs
@@ -96,6 +97,12 @@ class ShardFolder:
                 except (CheckpointError, TypeError, ValueError) as error:
                     log.info("passed over: %s", error)  # removed meanwhile, or still being written
         return found
+
+    def has_room_beside(self) -> bool:
+        """Whether saving can go on beside what lies here, if all of that stays: each rank comes to two more slots."""
+        with explained("look for room for checkpoints", self.root):
+            held_bytes = sum(path.stat().st_size for path in self.root.glob(f"*/*{SUFFIX}"))
+            return shutil.disk_usage(self.root).free >= 2 * held_bytes
 
     def saves_in(self, folders: Iterable[int]) -> set[Save]:
         """The saves of which anything lies in some of the folders."""

@@ -43,3 +43,31 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
         for start in range(0, world_size, block)
         for first in range(start, start + replication_jump)
     )
+
+
+def holders_of(rank: int, replication_jump: int, replication_factor: int, world_size: int) -> list[int]:
+    """The ranks that hold the shard of one, itself included, also where the world cannot be cut into cliques.
+
+    Then each rank gives copies to those that are one jump, two jumps, .. behind it, around the world: each still holds
+    as many shards as in a clique. So a job that has lost a rank goes on.
+
+    Args:
+        rank: whose shard it is.
+        replication_jump: see `parse_group_sequence`.
+        replication_factor: see `parse_group_sequence`; fewer where the world is smaller.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: a number is below 1.
+
+    >>> [holders_of(rank, 1, 2, world_size=4) for rank in range(4)]
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
+    >>> [holders_of(rank, 1, 2, world_size=3) for rank in range(3)]
+    [[0, 1], [1, 2], [0, 2]]
+    """
+    if min(replication_jump, replication_factor, world_size) >= 1 and world_size % (
+        replication_jump * replication_factor
+    ):
+        return sorted({(rank + number * replication_jump) % world_size for number in range(replication_factor)})
+    cliques = parse_group_sequence(replication_jump, replication_factor, world_size)
+    return next(ranks for ranks in cliques if rank in ranks)

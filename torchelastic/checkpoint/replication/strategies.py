@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from torchelastic.checkpoint.local.names import CkptID
-from torchelastic.checkpoint.replication.cliques import parse_group_sequence
+from torchelastic.checkpoint.replication.cliques import holders_of, parse_group_sequence
 from torchelastic.checkpoint.replication.exchange import ExchangePlan, retrieve_plan
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
 
@@ -120,11 +120,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """See `ReplicationStrategy`.
 
         Raises:
-            ValueError: this is the strategy of another rank's clique, or the world is no multiple of jump times factor.
+            ValueError: this is the strategy of another rank's clique.
         """
         if self._parameters is not None:  # the group may have been formed anew since
-            cliques = parse_group_sequence(*self._parameters, world_size)
-            return next(ranks for ranks in cliques if rank in ranks)
+            return holders_of(rank, *self._parameters, world_size)
         ranks = self.local_group.ranks
         if rank not in ranks or max(ranks) >= world_size:
             raise ValueError(
@@ -214,16 +213,9 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder):
         self.replication_factor = replication_factor
 
     def clique(self, rank: int, world_size: int) -> list[int]:
-        """See `ReplicationStrategy`; a process that is alone is its own clique, since nobody else is there.
-
-        Raises:
-            ValueError: the world is no multiple of jump times factor.
-        """
-        if world_size == 1:
-            return [rank]
+        """See `ReplicationStrategy` and `holders_of`; a process that is alone is its own clique."""
         jump = default_jump() if self.replication_jump is None else self.replication_jump
-        cliques = parse_group_sequence(jump, self.replication_factor, world_size)
-        return next(ranks for ranks in cliques if rank in ranks)
+        return holders_of(rank, jump, self.replication_factor, world_size)
 
     def _eager_build(self) -> ReplicationStrategy:
         return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)

@@ -1,0 +1,106 @@
+"""Ranks that save with LocalCheckpointManager, by public names alone; each is a host with a folder of its own."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchelastic.checkpoint import CheckpointError
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from torchelastic.checkpoint.replication import LazyCliqueReplicationStrategy
+
+MIB = 2**20
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _manager(root: Path, **options: Any) -> LocalCheckpointManager:
+    strategy = LazyCliqueReplicationStrategy(1, 2) if dist.is_initialized() else None
+    return LocalCheckpointManager(root / f"host-{_rank()}", repl_strategy=strategy, timeout_s=30, **options)
+
+
+def _state(step: int, size_bytes: int = 4000) -> BasicTensorAwareStateDict:
+    return BasicTensorAwareStateDict({"weights": torch.full((size_bytes // 4,), float(step)), "rank": _rank()})
+
+
+def save(root: Path, step: int) -> None:
+    """Save a step."""
+    _manager(root).save(_state(step), step)
+
+
+def save_two(root: Path) -> None:
+    """Save the steps 1 and 2, and keep both."""
+    manager = _manager(root, keep=2)
+    for step in (1, 2):
+        manager.save(_state(step), step)
+
+
+def resume(root: Path) -> dict[str, Any]:
+    """What is found and what is loaded, of the own rank's number or, with fewer ranks, of the ranks there are."""
+    manager = _manager(root)
+    found, saved_by = manager.find_latest(), manager.latest_world_size
+    loaded = None
+    if found >= 0:
+        state, id_ = manager.load(shard=_rank() % saved_by)
+        assert isinstance(state, BasicTensorAwareStateDict)
+        tree = state.to_tree()
+        assert (float(tree["weights"].unique()), tree["rank"]) == (id_.iteration, id_.rank)
+        loaded = id_.iteration
+    return {"found": found, "loaded": loaded}
+
+
+def resume_and_save(root: Path, size_bytes: int, steps: list[int]) -> list[str]:
+    """One rank resumes, keeps what it has loaded, and saves; how each save ended."""
+    manager = _manager(root)
+    kept = manager.load()[0] if manager.find_latest() >= 0 else None
+    ended = []
+    for step in steps:
+        try:
+            manager.save(_state(step, size_bytes), step)
+            ended.append("saved")
+        except CheckpointError as error:
+            ended.append(str(error))
+    assert kept is None or isinstance(kept, BasicTensorAwareStateDict)
+    return ended
+
+
+def drop_managers(root: Path, count: int) -> dict[str, list[int]]:
+    """Descriptors, threads and bytes in hidden files after each of some managers that saved and were not closed."""
+    seen: dict[str, list[int]] = {"descriptors": [], "threads": [], "hidden": []}
+    for step in range(count):
+        _manager(root).save(_state(step, MIB), step)
+        gc.collect()
+        if dist.is_initialized():
+            dist.barrier()
+        hidden = list(root.glob("host-*/*/.tmp-*"))
+        seen["descriptors"].append(len(list(Path("/proc/self/fd").iterdir())))
+        seen["threads"].append(threading.active_count())
+        seen["hidden"].append(len(hidden))
+        if dist.is_initialized():
+            dist.barrier()
+    return seen
+
+
+def save_quickly(root: Path, count: int) -> int:
+    """Some asynchronous saves without a pause; the most bytes that lay in the folder, in states."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
+    manager, queue, most = _manager(root), AsyncCallsQueue(), 0
+    for step in range(count):
+        request = manager.save(_state(step, MIB), step, is_async=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=False)
+        held = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+        most = max(most, held // MIB)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    return most
