@@ -66,7 +66,8 @@ class Contender(ABC):
     def __init__(self, place: Place, memory: SharedBytes) -> None:
         self.place = place
         self.memory = memory
-        self.state = dict(memory.payload.tensors)
+        self.state: dict[str, Any] = dict(memory.payload.tensors)
+        self.target: dict[str, Any] = memory.target
         self.step = 0
 
     @abstractmethod
@@ -133,6 +134,21 @@ class Answers:
     def load(self) -> dict[str, float]:
         """A floor, and a load, of which every byte is looked at afterwards."""
         return self._load(self._contender.load)
+
+    def load_values(self, count: int) -> dict[str, float]:
+        """A floor, and a load of so many plain values, which are no tensors: each is a pickle of its own to DCP."""
+        tensors = self._contender.state, self._contender.target
+        values = {f"value{number}": number / 2 for number in range(count)}
+        self._contender.state, self._contender.target = values, dict.fromkeys(values, -1.0)
+        try:
+            self._contender.save()
+            self._finish()
+            took_ms = timed_ms(self._contender.load)
+            if self._contender.target != values:
+                raise RuntimeError("what was loaded is not what was saved")
+        finally:
+            self._contender.state, self._contender.target = tensors
+        return {"memcpy_ms": self._memory.floor_ms(), "ms": took_ms}
 
     def find_and_load(self) -> dict[str, float]:
         """The same with the search for the newest step."""

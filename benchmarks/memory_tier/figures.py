@@ -56,6 +56,8 @@ PARTS = {
         ALL[:3], (("background", {"checkpointer": "process"}),), {"x": 1.15, "cpu_ratio": 0.7}, cpu_of="flashpoint_pool"
     ),
     "load": Part(ALL, (_SAVE, ("load", {})), {"x": 1.6}),
+    # the floor is a memcpy of the tensors, of which nothing is loaded: only `ours_over_dcp` says something
+    "load_values": Part(("ours", "dcp"), (("load_values", {"count": 2000}),)),
     "find_and_load": Part(("ours",), (_SAVE, ("find_and_load", {}))),
     "replicated": Part(("ours", "flashpoint_pool", "flashpoint"), (_SAVE,), {"x": 5.0}, ranks=2),
 }

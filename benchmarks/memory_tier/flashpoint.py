@@ -91,7 +91,7 @@ class Flashpoint(Contender):
     def load(self) -> None:
         checkpoint_id = self._id(self.step)
         reader = _named("adapter.pytorch.memory_storage_reader.MemoryStorageReader")(checkpoint_id, self.loader)
-        dcp.load(self.memory.target, checkpoint_id=checkpoint_id, storage_reader=reader)
+        dcp.load(self.target, checkpoint_id=checkpoint_id, storage_reader=reader)
 
     def commit_file(self) -> Path:
         """Only the host of the coordinator has metadata."""

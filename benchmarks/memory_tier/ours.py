@@ -64,7 +64,7 @@ class Ours(Contender):
 
     def _load(self, checkpoint_id: str) -> None:
         reader = MemoryStorageReader(path=checkpoint_id, checkpoint_loader=self.loader)
-        dcp.load(self.memory.target, checkpoint_id=checkpoint_id, storage_reader=reader)
+        dcp.load(self.target, checkpoint_id=checkpoint_id, storage_reader=reader)
 
     def _next_id(self) -> str:
         self.step += 1

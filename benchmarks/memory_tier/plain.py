@@ -22,7 +22,7 @@ class PlainDcp(Contender):
         return future
 
     def load(self) -> None:
-        dcp.load(self.memory.target, storage_reader=dcp.FileSystemReader(self._path(self.step)))
+        dcp.load(self.target, storage_reader=dcp.FileSystemReader(self._path(self.step)))
 
     def commit_file(self) -> Path:
         return self._path(self.step) / ".metadata"

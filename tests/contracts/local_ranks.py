@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint import CheckpointError
-from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.replication import LazyCliqueReplicationStrategy
 
 MIB = 2**20
+#: For how long a save that is held back has to wait.
+BUSY_S = 5.0
 
 
 def _rank() -> int:
@@ -91,9 +92,9 @@ def drop_managers(root: Path, count: int) -> dict[str, list[int]]:
 
 
 def save_quickly(root: Path, count: int) -> int:
-    """Some asynchronous saves without a pause; the most bytes that lay in the folder, in states."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
-    manager, queue, most = _manager(root), AsyncCallsQueue(), 0
+    """Some asynchronous saves while the background is busy for some seconds; how many states came to lie in memory."""
+    manager, queue, goes_on, most = _manager(root), AsyncCallsQueue(worker="thread"), threading.Event(), 0
+    queue.schedule_async_request(AsyncRequest(goes_on.wait, (BUSY_S,), []))
     for step in range(count):
         request = manager.save(_state(step, MIB), step, is_async=True)
         assert request is not None
@@ -101,6 +102,7 @@ def save_quickly(root: Path, count: int) -> int:
         queue.maybe_finalize_async_calls(blocking=False)
         held = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
         most = max(most, held // MIB)
+    goes_on.set()
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
     return most

@@ -8,10 +8,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torchelastic.checkpoint.memory import (
@@ -24,6 +26,7 @@ from torchelastic.checkpoint.memory import (
 )
 from torchelastic.checkpoint.replication import ReplicationManager
 
+dcp: Any = torch.distributed.checkpoint  # its names are not exported explicitly
 SIZES = (300, 500)
 
 
@@ -79,7 +82,7 @@ def save_with_helpers(root: Path, victim: int) -> list[str]:
     """Saves three steps with DCP's helper process; that of one rank is killed after the first. How each save ended."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     rank = dist.get_rank()
     ended = []
     with _parts(rank) as (writer, _):
