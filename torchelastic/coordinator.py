@@ -102,6 +102,9 @@ class Coordinator(ABC):
     def state_changed(self, state: State, *, synced: bool) -> None:  # noqa: B027 - as above
         """The state was rolled back (`synced` False) or has just been brought level with the group (True)."""
 
+    def fails_for_good(self) -> None:  # noqa: B027 - as above
+        """`train` is about to raise an error that a new process would run into again: none is to be started."""
+
     def nobody_has_progress(self) -> bool | None:
         """Whether the new group has only fresh or unusable states, so that a checkpoint is wanted. None: not known."""
         return None

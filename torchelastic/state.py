@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from torchelastic.coordinator import NonRetryableException
@@ -112,3 +112,72 @@ def check_can_roll_back(state: State, snapshot: Any) -> None:
             f"{kind.__name__}.snapshot() returns a value, but apply(snapshot) is not written, so a failed step could "
             f"not be undone: write {kind.__name__}.apply, or return None from snapshot()"
         )
+
+
+#: How the loop calls the hooks of a state, beside `sync`: the names of the arguments, for people.
+_HOOKS: Mapping[str, tuple[str, ...]] = {
+    "snapshot": (),
+    "apply": ("snapshot",),
+    "commit": (),
+    "capture_snapshot": (),
+    "apply_snapshot": ("snapshot",),
+    "should_save_checkpoint": ("rank",),
+}
+#: The same of those that only a checkpoint manager asks for.
+_SAVING_HOOKS: Mapping[str, tuple[str, ...]] = {
+    "save": ("stream",),
+    "load": ("stream",),
+    "checkpoint_tree": (),
+    "load_checkpoint_tree": ("tree",),
+    "replicated": ("names",),
+}
+
+
+def check_hooks(state: State, *, saves: bool) -> None:
+    """Find a hook that cannot be called, before this worker asks for a group: it would fail at every start.
+
+    Args:
+        state: the user's.
+        saves: whether there is a checkpoint manager, which calls `save`, `load` and their kind.
+
+    Raises:
+        TypeError: names the hook and how to write it.
+    """
+    for name, arguments in {**_HOOKS, **(_SAVING_HOOKS if saves else {})}.items():
+        hook = getattr(state, name)
+        if not _takes(hook, len(arguments)):
+            wanted = ", ".join(("self", *arguments))
+            raise TypeError(f"{_written(state, hook)} must be written as {name}({wanted}), as it is called so")
+    if not _takes(state.sync, 2) and not _takes(state.sync, 0):
+        raise TypeError(
+            f"{_written(state, state.sync)} must be written as sync(self), or as sync(self, world_size, rank)"
+        )
+
+
+def check_train_step(train_step: Callable[[Any], Any]) -> None:
+    """Find a train step that cannot be called with the state alone. Raises TypeError: says how to write it."""
+    if not _takes(train_step, 1):
+        name = getattr(train_step, "__name__", type(train_step).__name__)
+        raise TypeError(f"{name}{_signature(train_step)} must be written as {name}(state), as it is called so")
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments; True where nothing is known of it."""
+    try:
+        signature = _signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Of what is called: a decorator may add arguments to what it wraps."""
+    return inspect.signature(function, follow_wrapped=False)
+
+
+def _written(state: State, hook: Callable[..., Any]) -> str:
+    return f"{type(state).__name__}.{hook.__name__}{_signature(hook)}"

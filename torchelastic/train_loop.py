@@ -5,9 +5,9 @@
         until the run is over or the group has to change:
             snapshot -> train step -> commit -> monitor, deadline, checkpoint, agree, report
 
-A step that fails with a RuntimeError is undone and repeated in a new group; a step that has committed is never undone,
-whatever fails after it. StopIteration from the step ends the run for everybody. Any other exception is the user's: it
-is raised as it is. The order of the calls is that of torchelastic 0.1.
+A step that fails with a RuntimeError is undone and repeated in a new group, unless the same error has come at it three
+times; a step that has committed is never undone, whatever fails after it. StopIteration from the step ends the run for
+everybody. Any other exception is the user's: it is raised as it is. The order of the calls is that of torchelastic 0.1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.coordinator import Coordinator, DrainedException, StopException, is_retryable
 from torchelastic.data import waiting
 from torchelastic.ledger.meter import this_worker
-from torchelastic.state import State, call_sync, check_can_roll_back
+from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help
+from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step
 from torchelastic.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
@@ -73,11 +74,14 @@ def train(
         StoppedEarly: (of `torchelastic.lifetime`, a SystemExit) stopped before a deadline: start it again.
         NonRetryableException: no group could be had, nobody holds a state to go on from, or the save before a deadline
             failed.
-        RuntimeError: too many failures in a row; the last one is the cause.
-        TypeError: `state` is no State, `lifetime` is none, or the step returned something else.
+        RuntimeError: of the step or the state, the third time that the same one came at one step; or too many failures
+            in a row, the last one being the cause.
+        TypeError: `state` is no State, a hook or `train_step` cannot be called as it is written, `lifetime` is none, or
+            the step returned something else.
         ValueError: an environment variable that should hold a deadline holds something else.
         Exception: whatever else the step or the state raised, unchanged.
     """
+    check_train_step(train_step)
     loop = TrainLoop(coordinator, state, checkpoint, max_failures, lifetime)
     try:
         for step in loop.steps():
@@ -127,9 +131,10 @@ class TrainLoop:
         self.rank = -1
         self._checkpoints = LoopCheckpoints(coordinator, checkpoint)
         self._lifetime = None if lifetime is None else _loop_lifetime(coordinator, self._checkpoints, lifetime)
+        check_hooks(state, saves=self._checkpoints.manager is not None)
         self._max_failures = max_failures
-        self._failures = 0
-        self._last_error: BaseException | None = None
+        self._failures = RepeatedFailures()
+        self._said_no_undo = False
         self._synced_before = False
         self.meter = this_worker()
         self.meter.publish_to_parent()
@@ -198,7 +203,7 @@ class TrainLoop:
         except StopException:
             raise
         except Exception as error:  # noqa: BLE001 - sorted by type in _failed
-            self._failed(error)
+            self._failed(error, in_user_code=True)
             self.roll_back(snapshot)
             return False
         return True
@@ -253,8 +258,7 @@ class TrainLoop:
             self.undo(RuntimeError("the step must not count: another group may be training by now"), snapshot)
             return False
         self.state.commit()
-        self._failures = 0
-        self._last_error = None
+        self._failures.committed()
         self.meter.committed()
         self.coordinator.step_committed()
         self._checkpoints.step_committed()
@@ -262,35 +266,65 @@ class TrainLoop:
 
     def undo(self, error: BaseException, snapshot: Any) -> None:
         """Called by the step that has failed: raises what cannot be retried, rolls back otherwise."""
-        self._failed(error)
-        self.meter.undone(f"{type(error).__name__}: {error}")
+        is_undone = snapshot is not None
+        try:
+            self._failed(error, in_user_code=True, is_undone=is_undone)
+        finally:
+            self.meter.undone(f"{type(error).__name__}: {error}", is_undone=is_undone)
         self.roll_back(snapshot)
+
+    def snapshot(self) -> Any:
+        """What undoes the step that begins now; None: nothing will, which is said once, by rank 0."""
+        snapshot = self.state.snapshot()
+        if snapshot is None and not self._said_no_undo:
+            self._said_no_undo = True
+            if self.rank == 0:
+                log.warning(
+                    "%s.snapshot() returns None: a step that fails is not undone, and what it has changed stays where "
+                    "sync() does not repair it; write snapshot() and apply(snapshot), or use ModelState",
+                    type(self.state).__name__,
+                )
+        return snapshot
 
     def roll_back(self, snapshot: Any) -> None:
         """Back to the snapshot; what it is worth now goes to the coordinator, who chooses a source by it."""
         self.state.apply(snapshot)
         self.coordinator.state_changed(self.state, synced=False)
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException, *, in_user_code: bool = False, is_undone: bool = True) -> None:
         self.coordinator.on_error(error)
         if not is_retryable(error):
             raise error
-        self._failures += 1
-        self._last_error = error
+        times = self._failures.failed(error, in_user_code=in_user_code)
         self._checkpoints.failed()
         # the first line: gloo's messages have many
         first_line = next(iter(str(error).splitlines()), "")
-        log.warning("failure %d in a row: %s: %s", self._failures, type(error).__name__, first_line)
+        more = "" if is_undone else "; what the step had changed was not undone"
+        log.warning("failure %d in a row: %s: %s%s", self._failures.count, type(error).__name__, first_line, more)
+        if times >= SAME_FAILURES:
+            self._give_up_on(error)
+
+    def _give_up_on(self, error: BaseException) -> None:
+        """It is deterministic: another attempt would end in the same way, here and, as a rule, in a new process."""
+        log.error(
+            "the same error %d times at one step: it is not tried again (for an error that may go away, raise "
+            "torchelastic.RetryableException)",
+            SAME_FAILURES,
+        )
+        if not new_process_may_help(error):
+            self.coordinator.fails_for_good()
+        raise error
 
     def _give_up_after_too_many_failures(self) -> None:
         limit = MAX_FAILURES if self._max_failures is None else self._max_failures
-        if self._failures >= limit > 0 or (limit <= 0 and self._failures):
+        count, last_error = self._failures.count, self._failures.last_error
+        if count >= limit > 0 or (limit <= 0 and count):
             error = RuntimeError(
-                f"{self._failures} failures in a row without a committed step (the bound is {limit}: max_failures, or "
-                f"torchelastic.train_loop.MAX_FAILURES); the last one: {self._last_error}"
+                f"{count} failures in a row without a committed step (the bound is {limit}: max_failures, or "
+                f"torchelastic.train_loop.MAX_FAILURES); the last one: {last_error}"
             )
             self.coordinator.on_error(error)
-            raise error from self._last_error
+            raise error from last_error
 
 
 class Step:
@@ -308,7 +342,7 @@ class Step:
         self.worker_stats: WorkerStats | None = None
         self._entered = False
         self._loop = loop
-        self._snapshot = loop.state.snapshot()
+        self._snapshot = loop.snapshot()
         self._started_s = time.time()
 
     def returned(self, value: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.data import ElasticBatchSampler, ElasticLoader, EpochLoader
 from torchelastic.data.shares import SecondDeal
 
 
@@ -243,3 +243,47 @@ def test_what_was_prefetched_is_dropped_when_the_batch_is_dealt_out_again() -> N
     assert next(loader).tolist() == [3]
     sampler.commit()
     assert next(loader).tolist() == [4, 5]
+
+
+# --- one iteration per epoch ------------------------------------------------------------------------------------------
+
+
+def per_epoch(size: int, batch: int, *, epochs: int = 1, **options: Any) -> EpochLoader:
+    return EpochLoader(Numbers(size), ElasticBatchSampler(size, batch, epochs=epochs, shuffle=False), **options)
+
+
+def test_an_iteration_is_an_epoch_or_the_rest_of_one(workers: int) -> None:
+    loader = per_epoch(10, 4, epochs=3, num_workers=workers)
+    assert len(loader) == 3
+    first = [batch.tolist() for batch in loader]
+    assert first == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    running = iter(loader)
+    assert next(running).tolist() == first[0]
+    state = loader.state_dict()
+    assert (state["epoch"], state["cursor"]) == (1, 4)
+    assert [batch.tolist() for batch in loader] == first[1:], "what was handed out counts as trained"
+    resumed = per_epoch(10, 4, epochs=3, num_workers=workers)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == first[1:]
+    assert len(resumed) == 3, "of a whole epoch"
+    resumed.close()
+    loader.close()
+
+
+def test_ranks_share_each_batch_and_another_number_of_them_goes_on() -> None:
+    ranks = [per_epoch(8, 4, rank=rank, world_size=2) for rank in range(2)]
+    assert [next(iter(one)).tolist() for one in ranks] == [[0, 1], [2, 3]]
+    states = [one.state_dict() for one in ranks]
+    assert states[0] == states[1], "Lightning saves that of rank 0 alone"
+    alone = per_epoch(8, 4)
+    alone.load_state_dict(states[0])
+    assert [batch.tolist() for batch in alone] == [[4, 5, 6, 7]]
+
+
+def test_more_epochs_than_the_sampler_has_are_named() -> None:
+    loader = per_epoch(4, 4)
+    assert len(list(loader)) == 1
+    with pytest.raises(RuntimeError, match="all 1 epochs of the sampler are over"):
+        next(iter(loader))
+    with pytest.raises(ValueError, match="give both, or neither"):
+        per_epoch(4, 4, rank=0)

@@ -36,23 +36,33 @@ KEYS = Keys("/torchelastic/run")
 
 
 class Stage:
-    """One host and its store; its coroutine goes on when it is told to, and no time passes."""
+    """One host and its store; its coroutine goes on when it is told to, and time passes when `now_s` is set.
 
-    def __init__(self) -> None:
+    Attributes:
+        refusal: the store's answer to the next request, which has no effect.
+        lost_answer: the answer to the request that next makes this host the leader gets lost.
+        contacts: when the signs of life were sent for which the host may go on.
+    """
+
+    def __init__(self, ttl_s: float = 10.0) -> None:
         self.store = MemoryStore(clock=lambda: 0.0)
+        self.now_s = 0.0
         self.posted: list[Message] = []
         self.rounds: list[Round] = []
+        self.contacts: list[float] = []
         self.refusal: StoreError | None = None
+        self.lost_answer: StoreError | None = None
         self.host = Host(
             KEYS,
-            Settings(1, 4),
+            Settings(1, 4, ttl_s=ttl_s),
             name="h",
             agent_id="a",
             incarnation="word",
-            clock=lambda: 0.0,
+            clock=lambda: self.now_s,
             jitter=lambda: 0.5,
             post=self.posted.append,
             on_round=self.rounds.append,
+            on_contact=self.contacts.append,
         )
         self._run: Coroutine[Any, Any, None] | None = None
 
@@ -67,7 +77,12 @@ class Stage:
                     error, self.refusal = self.refusal, None
                     request = coroutine.throw(error)
                 elif isinstance(request, Ask):
-                    request = coroutine.send(request.call(self.store))
+                    led, reply = self.store.get(KEYS.leader), request.call(self.store)
+                    if self.lost_answer is not None and led != self.store.get(KEYS.leader):
+                        error, self.lost_answer = self.lost_answer, None
+                        request = coroutine.throw(error)
+                    else:
+                        request = coroutine.send(reply)
                 else:
                     request = coroutine.send(None)
         except StopIteration as end:

@@ -116,6 +116,12 @@ def test_each_of_the_others_has_one_line() -> None:
     ]
 
 
+def test_of_a_step_that_was_not_undone_nothing_else_is_said() -> None:
+    step = Undone(at_s=8.0, position=Position(0, 3, 12), error="y", is_undone=False)
+    told = report(failed(1, 7.0), step)
+    assert told.text().splitlines()[-1] == "then rank 0 (round 3, step 12): its step failed and was not undone: y"
+
+
 def test_a_step_that_was_undone_in_a_round_before_has_another_cause() -> None:
     before, after = (Undone(at_s=6.0, position=Position(0, number, 12), error="x") for number in (2, 3))
     assert report(before, failed(1, 7.0)).others == ()

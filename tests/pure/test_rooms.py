@@ -29,6 +29,7 @@ FLOORS: dict[str, int] = {
     "checkpoint": 2,
     "ledger": 3,
     "lifetime": 3,
+    "repeated_failures": 3,
     "state": 3,
     "status": 4,
     "model_state": 4,

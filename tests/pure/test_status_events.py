@@ -47,6 +47,11 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
         (Join(at_ns=0, worker="a/0", rank=1, round=3, world_size=4), "again in round 3 as rank 1 of 4"),
         (Loss(at_ns=0, member="b-0-1", certainty="guess"), "b-0-1 was lost (guess)"),
         (Failure(at_ns=0, step=7, replayed_ns=250 * MS, cause="x"), "the step after 7 was undone, 250 ms of work: x"),
+        (Failure(at_ns=0, replayed_ns=250 * MS, cause="x"), "a step was undone, 250 ms of work: x"),
+        (
+            Failure(at_ns=0, step=7, replayed_ns=250 * MS, is_undone=False),
+            "the step after 7 failed and was not undone, as the state has no snapshot, 250 ms of work",
+        ),
         (Restore(at_ns=0, step=7, source="peer", took_ns=1500 * MS), "level at step 7 from a peer, 1.5 s"),
         (ReForm(at_ns=0, phases_ns={"a": 3 * MS, "b": 5 * MS}), "trains again after 8 ms (a 3 ms, b 5 ms)"),
         (Save(at_ns=0, step=7, tier="disk", stall_ns=12 * MS), "saved step 7 to disk, stood still for 12 ms"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torchelastic
 from torchelastic import train_loop
 from torchelastic.checkpoint import Checkpoint, CheckpointManager
 from torchelastic.coordinator import Coordinator
+from torchelastic.state import check_train_step
 from torchelastic.train_loop import train
 
 
@@ -156,6 +158,53 @@ def test_failures_in_a_row_are_bounded_and_the_last_is_the_cause(monkeypatch: py
     assert tries == 4
 
 
+def test_the_same_error_at_one_step_is_raised_as_it_is_at_the_third_attempt() -> None:
+    class Hears(ScriptedCoordinator):
+        def fails_for_good(self) -> None:
+            self._note("fails_for_good")
+
+    coordinator, state, tries = Hears(), Counter(), 0
+
+    def step(state: Counter) -> None:
+        nonlocal tries
+        tries += state.count == 2
+        state.count += 1
+        if state.count == 3:
+            raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match=r"^shapes do not fit$") as caught:
+        train(coordinator, step, state)
+    assert caught.value.__cause__ is caught.value.__context__ is None, "one traceback"
+    assert (tries, coordinator.calls.count("fails_for_good")) == (3, 1)
+
+
+def test_the_same_error_of_a_sync_is_raised_at_the_third_attempt() -> None:
+    class Broken(Counter):
+        def sync(self) -> None:
+            super().sync()
+            raise RuntimeError("sizes do not fit")
+
+    state = Broken()
+    with pytest.raises(RuntimeError, match=r"^sizes do not fit$"):
+        train(ScriptedCoordinator(), count_to(1), state)
+    assert state.syncs == 3
+
+
+def test_an_error_of_the_accelerator_is_left_to_a_new_process() -> None:
+    class Hears(ScriptedCoordinator):
+        def fails_for_good(self) -> None:
+            self._note("fails_for_good")
+
+    def step(state: Counter) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    coordinator = Hears()
+    with pytest.raises(RuntimeError, match=r"^CUDA error"):
+        train(coordinator, step, Counter())
+    assert coordinator.calls.count("rendezvous_barrier") == 3
+    assert "fails_for_good" not in coordinator.calls
+
+
 def test_a_committed_step_sets_the_count_of_failures_back() -> None:
     faults: dict[int, Exception] = {number: RuntimeError() for number in range(1, 30)}
     state = Counter()
@@ -260,6 +309,59 @@ def test_a_snapshot_without_apply_is_refused_before_anything_is_trained() -> Non
     with pytest.raises(torchelastic.NonRetryableException, match="apply"):
         train(coordinator, count_to(1), Forgetful())
     assert coordinator.calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "complaint"),
+    [
+        ("sync", lambda self, group: None, r"sync\(self\), or as sync\(self, world_size, rank\)"),
+        ("snapshot", lambda self, step: 1, r"snapshot\(self\)"),
+        ("apply", lambda self: None, r"apply\(self, snapshot\)"),
+        ("commit", lambda self, step: None, r"commit\(self\)"),
+        ("save", lambda self: None, r"save\(self, stream\)"),
+        ("load", lambda self, stream, extra: None, r"load\(self, stream\)"),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused_before_anything_is_trained(
+    name: str, hook: Callable[..., Any], complaint: str
+) -> None:
+    coordinator, state = ScriptedCoordinator(), type("Mine", (Counter,), {name: hook})()
+    with pytest.raises(TypeError, match=rf"Mine\..*must be written as {complaint}"):
+        train(coordinator, count_to(1), state, checkpoint=MemoryManager())
+    assert coordinator.calls == []
+
+
+def test_hooks_for_checkpoints_are_only_looked_at_where_there_is_a_manager() -> None:
+    state = type("Mine", (Counter,), {"save": lambda self: None})()
+    train(ScriptedCoordinator(), count_to(2), state)
+    assert state.count == 2
+
+
+def test_a_train_step_that_cannot_be_called_is_refused_before_anything_is_trained() -> None:
+    def step(state: Counter, batch: int) -> None: ...
+
+    coordinator = ScriptedCoordinator()
+    with pytest.raises(TypeError, match=r"step\(state: .*, batch: .*\).* must be written as step\(state\)"):
+        train(coordinator, step, Counter())  # type: ignore[arg-type]  # what the test is about
+    assert coordinator.calls == []
+
+
+def test_what_a_decorator_adds_or_nothing_is_known_of_can_be_called() -> None:
+    def with_batch(step: Callable[[Counter, int], None]) -> Callable[..., None]:
+        @functools.wraps(step)
+        def wrapped(*arguments: Any) -> None:
+            step(arguments[0], 1)
+
+        return wrapped
+
+    @with_batch
+    def step(state: Counter, batch: int) -> None:
+        state.count += batch
+        if state.count == 2:
+            raise StopIteration
+
+    train(ScriptedCoordinator(), step, Counter())
+    check_train_step(dict.fromkeys)  # C code without a signature
 
 
 class OldState(torchelastic.State):

@@ -144,3 +144,9 @@ def test_a_failed_worker_is_started_again_unless_its_script_fails_before_it_asks
 
 def test_a_start_is_late_by_the_measure_of_the_others_on_its_host() -> None:
     assert [late_start_s(slowest_s) for slowest_s in (0.0, 12.0, 30.0)] == [60.0, 60.0, 150.0]
+
+
+def test_who_has_failed_for_good_is_not_started_again_unless_a_signal_ended_it_after_all() -> None:
+    assert not may_restart(1, has_asked=True, fails_for_good=True, run_is_over=False)
+    assert may_restart(-9, has_asked=True, fails_for_good=True, run_is_over=False)
+    assert may_restart(1, has_asked=True, fails_for_good=False, run_is_over=False)

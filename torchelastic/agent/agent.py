@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
@@ -24,16 +23,14 @@ from torchelastic.agent.showing import Showing
 from torchelastic.agent.starting import Starting
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor, Worker
 from torchelastic.agent.telling import Telling
-from torchelastic.ledger.meter import LEDGER_VARIABLE
 from torchelastic.lifetime.requeue import STOPPED_EARLY
-from torchelastic.log_lines import FORMAT_VARIABLE, HUMAN, JSON
+from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
 from torchelastic.page.listening import PageOptions
 from torchelastic.processes import boot_time_s
 from torchelastic.processes.process_end import process_end
-from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -200,8 +197,7 @@ class Agent:
         )  # fmt: skip
         if self._make_supervisor is not None:
             self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, self._on_worker_exit)
-            self.connections.on_ask, self.connections.on_late = self.supervisor.has_asked, self.supervisor.has_come_late
-            self.connections.on_done = self.supervisor.has_finished
+            self._pass_on_to(self.supervisor)
             self._books = self._open_books(self.supervisor, host, incarnation)
         self._telling = Telling(
             self._store, Keys(url.root), host=host, incarnation=incarnation,
@@ -214,6 +210,12 @@ class Agent:
                 page, self._store, url, host=host, status=self._telling.status, events=self._telling.view.lines,
                 supervisor=self.supervisor,
             )  # fmt: skip
+
+    def _pass_on_to(self, supervisor: Supervisor) -> None:
+        """Let the supervisor know what its workers say."""
+        self.connections.on_ask, self.connections.on_late = supervisor.has_asked, supervisor.has_come_late
+        self.connections.on_done = supervisor.has_finished
+        self.connections.on_fail_for_good = supervisor.fails_for_good
 
     def _open_books(self, supervisor: Supervisor, host: str, incarnation: str) -> Bookkeeping:
         supervisor.on_failure = self._explaining.failed
@@ -336,9 +338,10 @@ class Agent:
             self._books.start()
         starting = Starting(self.supervisor, lambda: self.membership.round, self._options.term_grace_s)
         starting.start()
-        await _first_of(self.supervisor.all_over.wait(), self._draining.wait(), self._interrupted.wait())
+        ends = (self.supervisor.all_over, self.supervisor.too_few, self._draining, self._interrupted)
+        await _first_of(*(end.wait() for end in ends))
         starting.stop()
-        if self._draining.is_set():
+        if self._draining.is_set() or self.supervisor.too_few.is_set():
             await self._drain()
         if self._stop_signal is not None:
             await self.supervisor.stop(KILL_GRACE_S)
@@ -365,6 +368,7 @@ class Agent:
         await _first_of(self.supervisor.all_over.wait(), self._interrupted.wait(), patience)
         if not self.supervisor.all_over.is_set() and not self._interrupted.is_set():
             log.warning("the workers did not leave within %g s: they are ended", self._options.term_grace_s)
+        await self.supervisor.stop(KILL_GRACE_S)
 
     async def _leave_in_order(self, at_most_s: float) -> None:
         """What this host has said must reach the store; if its workers finished, see the run closed, within a time."""
@@ -397,23 +401,3 @@ async def _within(seconds: float, work: Any) -> None:
         await asyncio.wait_for(work, seconds)
     except asyncio.TimeoutError:
         log.info("gave up waiting after %g s", seconds)
-
-
-def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
-    """What the workers of this host see."""
-    environment = dict(os.environ)
-    # set for this process alone, so that etcd3 can be imported; the user's protobuf is the user's
-    environment.pop("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", None)
-    return environment | {
-        wire.SOCKET_VARIABLE: str(options.socket_path),
-        wire.INIT_METHOD_VARIABLE: str(options.url),
-        "TORCHELASTIC_RUN_ID": options.url.run_id,
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "PYTHONUNBUFFERED": "1",
-        # the stacks of a worker that crashes, or that hangs before it has a coordinator, see the supervisor
-        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
-        LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
-        FORMAT_VARIABLE: options.log_form,
-        # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-    }

@@ -93,17 +93,19 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class Undone:
-    """A worker of this host lives, and its step was undone.
+    """A worker of this host lives, and its step has failed and was undone if it could be.
 
     Attributes:
         at_s: when it noticed.
         position: where it stood.
         error: what it raised.
+        is_undone: whether its state went back to its snapshot.
     """
 
     at_s: float
     position: Position = NOWHERE
     error: str = ""
+    is_undone: bool = True
 
     is_consequence = False
 
@@ -115,7 +117,8 @@ class Undone:
     @property
     def how(self) -> str:
         """What became of it."""
-        return f"its step was undone: {self.error[:_MOST_ERROR]}"
+        what = "was undone" if self.is_undone else "failed and was not undone"
+        return f"its step {what}: {self.error[:_MOST_ERROR]}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,7 @@ class Connections:
         on_done: called with those of a worker that says that it has finished.
         on_late: called with those of a worker that came to a run, other than this one, that was closed already.
         processes: of every member that there has been.
+        on_fail_for_good: called with those of a worker whose error would come again in another process.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Connections:
         self.on_done: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
         self.on_late: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
         self._knows_elsewhere = False
+        self.on_fail_for_good: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
@@ -318,6 +320,8 @@ class Connections:
             self.leave(connection.member.member_id)
         elif op == "stop":
             self._stop(connection)
+        elif op == "fail_for_good":
+            self.on_fail_for_good(connection.pid, connection.local_rank)
         elif op == "done":
             connection.waiting_since_s = None
             self.on_done(connection.pid, connection.local_rank)

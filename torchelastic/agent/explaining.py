@@ -91,7 +91,7 @@ class Explaining:
         """An event of this host's ledger."""
         if isinstance(event, Failure):
             position = Position(event.rank, event.round, event.step)
-            self._add(Undone(at_s=at_s, position=position, error=event.cause))
+            self._add(Undone(at_s=at_s, position=position, error=event.cause, is_undone=event.is_undone))
 
     def failed(self, failed: Failed) -> None:
         """A worker of this host has failed."""

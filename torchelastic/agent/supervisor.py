@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from torchelastic.agent.causes import Failed, begins_traceback, describe_exit, failed_at_s
 from torchelastic.agent.passing_on import catches
 from torchelastic.agent.terminal import Terminal
+from torchelastic.agent.worker_lines import WorkerLines
 from torchelastic.agent.worker_log import WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE, Position
@@ -67,13 +67,13 @@ class Worker:
         is_hung: its present process is being ended because it hung.
         started_s: when its present process was started, by the monotonic clock.
         asked_s: when that process first asked for a group; None: it has not.
+        fails_for_good: that process has said that its error would come again in another one.
         has_finished: that process has said that it has finished; once it has ended: and the run was closed then.
         position: where its last process stood when it ended, if the agent has said so.
         traceback_s: when its present process last began a traceback, in Unix seconds.
         ended_s: when its last process ended.
         tail: the last lines of its standard error.
         log_paths: where its output was written to, by the number of restarts before it.
-        unshown: streams of which lines could not be shown.
     """
 
     local_rank: int
@@ -86,18 +86,24 @@ class Worker:
     is_hung: bool = False
     started_s: float = 0.0
     asked_s: float | None = None
+    fails_for_good: bool = False
     has_finished: bool = False
     position: Position = NOWHERE
     traceback_s: float | None = None
     ended_s: float = 0.0
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     log_paths: dict[int, Path] = field(default_factory=dict)
-    unshown: set[str] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing runs here and nothing will."""
         return self.process is None and (self.gave_up or self.leaves or self.exit_code == 0)
+
+    def heard(self, line: str) -> None:
+        """A line of its standard error."""
+        self.tail.append(line)
+        if begins_traceback(line):
+            self.traceback_s = time.time()
 
     def failed(self) -> Failed:
         """What its last process has failed of."""
@@ -123,6 +129,7 @@ class Supervisor:
         nproc: how many.
         environment: for all of them; LOCAL_RANK and TORCHELASTIC_RESTART_COUNT are added for each.
         max_restarts: per worker.
+        min_workers: with fewer on this host the run cannot go on, as no other host takes part; 0: others may.
         log_dir: where their output goes as files, None: only to the screen.
         run_is_over: whether the run is closed or closing, so that none is started again.
         on_exit: called with the worker and its former pid as soon as a process has ended.
@@ -139,6 +146,7 @@ class Supervisor:
         *,
         environment: Mapping[str, str],
         max_restarts: int,
+        min_workers: int = 0,
         log_dir: Path | None,
         run_is_over: Callable[[], bool],
         on_exit: Callable[[Worker, int], None],
@@ -151,12 +159,15 @@ class Supervisor:
         #: the slowest start-up so far, in seconds from the start of a process to its first request for a group
         self.slowest_start_s = 0.0
         self.all_over = asyncio.Event()
+        #: those that are left wait for workers that will not come
+        self.too_few = asyncio.Event()
         self._command, self._environment = list(command), dict(environment)
-        self._max_restarts = max_restarts
+        self._max_restarts, self._min_workers = max_restarts, min_workers
         self._logs = None if log_dir is None else WorkerLogs(log_dir)
         self._run_is_over, self._on_exit = run_is_over, on_exit
         self.on_failure = on_failure
-        self._terminal, self._hidden = terminal or Terminal(), hidden
+        self._terminal = terminal or Terminal()
+        self._lines = WorkerLines(self._terminal, hidden)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -191,6 +202,12 @@ class Supervisor:
         worker = self._worker(pid, local_rank)
         if worker is not None and worker.restarts:
             worker.leaves = worker.came_late = True
+
+    def fails_for_good(self, pid: int, local_rank: int | None) -> None:
+        """A process says that its error would come again in another one; arguments as for `has_asked`."""
+        worker = self._worker(pid, local_rank)
+        if worker is not None:
+            worker.fails_for_good = True
 
     @property
     def starting(self) -> list[Worker]:
@@ -258,11 +275,14 @@ class Supervisor:
         )
         worker.tail.clear()
         worker.is_hung, worker.position, worker.traceback_s = False, NOWHERE, None
-        worker.started_s, worker.asked_s, worker.has_finished = time.monotonic(), None, False
+        worker.started_s, worker.asked_s = time.monotonic(), None
+        worker.has_finished = worker.fails_for_good = False
         file = self._open_log(worker)
+        assert worker.process.stdout is not None
+        assert worker.process.stderr is not None
         readers = [
-            self._task(self._pass_on(worker, worker.process.stdout, "stdout", file)),
-            self._task(self._pass_on(worker, worker.process.stderr, "stderr", file)),
+            self._task(self._lines.pass_on(worker.local_rank, "stdout", worker.process.stdout, file)),
+            self._task(self._lines.pass_on(worker.local_rank, "stderr", worker.process.stderr, file, worker.heard)),
         ]
         self._task(self._or_give_up(worker, self._watch(worker, worker.process, readers, file)))
 
@@ -278,7 +298,7 @@ class Supervisor:
         except Exception:  # nobody waits for a worker of which nothing is known any more
             log.exception("this is a bug in torchelastic: worker %d ended, and is not started again", worker.local_rank)
             worker.process, worker.gave_up = None, True
-            self._check_all_over()
+            self._give_up_on(worker)
 
     async def _watch(
         self,
@@ -306,7 +326,10 @@ class Supervisor:
         if worker.exit_code != 0 and not self._stopping.is_set() and not worker.leaves:
             log.info("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
             worker.gave_up = worker.restarts >= self._max_restarts or not may_restart(
-                worker.exit_code, has_asked=worker.asked_s is not None, run_is_over=self._run_is_over()
+                worker.exit_code,
+                has_asked=worker.asked_s is not None,
+                fails_for_good=worker.fails_for_good,
+                run_is_over=self._run_is_over(),
             )
             self.on_failure(worker.failed())
             if not worker.gave_up:
@@ -316,47 +339,17 @@ class Supervisor:
                     self._spawn(worker)
                     return
         worker.gave_up = worker.gave_up or self._stopping.is_set()
-        self._check_all_over()
+        self._give_up_on(worker)
 
-    def _check_all_over(self) -> None:
-        if all(other.is_over for other in self.workers):
+    def _give_up_on(self, worker: Worker) -> None:
+        """A worker is over for good: so may all be, or too many."""
+        left = sum(not other.is_over for other in self.workers)
+        if not left:
             self.all_over.set()
-
-    async def _pass_on(self, worker: Worker, pipe: IO[bytes] | None, stream: str, file: WorkerLog | None) -> None:
-        assert pipe is not None
-        reader = asyncio.StreamReader(limit=2**20)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        while True:
-            try:
-                line = await reader.readuntil(b"\n")
-            except asyncio.IncompleteReadError as rest:
-                line = rest.partial
-            except asyncio.LimitOverrunError:
-                line = await reader.read(2**16)
-            if not line:
-                break
-            if file is not None:
-                file.write(line)
-            text = line.decode(errors="replace").rstrip("\n")
-            self._show(worker, stream, text)
-            if stream == "stderr":
-                worker.tail.append(text)
-                if begins_traceback(text):
-                    worker.traceback_s = time.time()
-        transport.close()
-
-    def _show(self, worker: Worker, stream: str, text: str) -> None:
-        """Whatever happens, its pipe is emptied: a worker whose pipe is full stands still."""
-        if (worker.local_rank, stream) in self._hidden:
-            return
-        try:
-            self._terminal.said(worker.local_rank, stream, text)
-        except Exception:  # said once: the next line may do better
-            if stream not in worker.unshown:
-                worker.unshown.add(stream)
-                log.exception("worker %d: lines of its %s are missing on this screen", worker.local_rank, stream)
+        elif worker.gave_up and left < self._min_workers and not self._run_is_over() and not self._stopping.is_set():
+            why = f"fewer than min_workers={self._min_workers} are left, and no other host takes part"
+            log.error("worker %d is not started again; %s: the run ends", worker.local_rank, why)
+            self.too_few.set()
 
     async def _tick(self) -> None:
         while not self.all_over.is_set():

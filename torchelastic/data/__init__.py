@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
     from torchelastic.data.cycling import CyclingIterator as CyclingIterator
     from torchelastic.data.distributed_sampler import ElasticDistributedSampler as ElasticDistributedSampler
+    from torchelastic.data.epoch_loader import EpochLoader as EpochLoader
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
     from torchelastic.data.shares import BatchShare as BatchShare
     from torchelastic.data.shares import Share as Share
@@ -23,6 +24,7 @@ _HOMES = {
     "ElasticBatchSampler": "batch_sampler",
     "ElasticDistributedSampler": "distributed_sampler",
     "ElasticLoader": "loader",
+    "EpochLoader": "epoch_loader",
     "Share": "shares",
 }
 
@@ -32,6 +34,7 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticDistributedSampler",
     "ElasticLoader",
+    "EpochLoader",
     "Share",
 ]
 

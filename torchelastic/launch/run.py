@@ -19,9 +19,10 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from torchelastic.agent import sentinel
-from torchelastic.agent.agent import Agent, AgentOptions, Outcome, worker_environment
+from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.agent.worker_environment import worker_environment
 from torchelastic.launch.interface import add_interface, meant_interface
 from torchelastic.launch.log import add_log, opened_log
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
@@ -115,11 +116,11 @@ def execute(options: argparse.Namespace) -> int:
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
-        socket_dir = Path(tempfile.mkdtemp(prefix="te-"))  # short: a Unix socket's path has 107 bytes
-        stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
+        # a short name: a Unix socket's path has 107 bytes
+        socket_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="te-", ignore_cleanup_errors=True))
         agent_options = AgentOptions(
             url,
-            socket_dir / "agent",
+            Path(socket_dir, "agent"),
             metrics_address=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
             push_gateway=gateway,
             term_grace_s=options.term_grace,
@@ -136,6 +137,7 @@ def execute(options: argparse.Namespace) -> int:
                 options.nproc_per_node,
                 environment={**own_variables, **theirs.variables, **end, **network.variables},
                 max_restarts=options.max_restarts,
+                min_workers=url.min_workers if options.standalone else 0,
                 log_dir=options.log_dir,
                 run_is_over=run_is_over,
                 on_exit=on_exit,

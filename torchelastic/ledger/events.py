@@ -108,17 +108,19 @@ class Loss(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Event):
-    """A step was undone; `at_ns` is when this worker noticed.
+    """A step failed, and was undone if it could be; `at_ns` is when this worker noticed.
 
     Attributes:
         began_ns: when the step before it had been committed.
         replayed_ns: what of the time since then was put down as replayed.
+        is_undone: whether the state went back to its snapshot; false: it has none.
     """
 
     kind: ClassVar[str] = "failure"
 
     began_ns: int = 0
     replayed_ns: int = 0
+    is_undone: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +282,7 @@ def tally_from_dict(fields: Any) -> Tally:
 
 
 _TEXTS = ("worker", "cause", "member", "certainty", "source", "tier")
-_FLAGS = ("is_loss", "is_over", "is_first")
+_FLAGS = ("is_loss", "is_over", "is_first", "is_undone")
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -164,8 +164,13 @@ class Meter:
             if self._committed == 1:
                 self._note(FirstStep(at_ns=now_ns))
 
-    def undone(self, cause: str = "") -> None:
-        """The step that was under way does not count; a new group is wanted. Where none was, only the latter."""
+    def undone(self, cause: str = "", *, is_undone: bool = True) -> None:
+        """The step that was under way does not count; a new group is wanted. Where none was, only the latter.
+
+        Args:
+            cause: what it failed of.
+            is_undone: whether the state goes back to its snapshot.
+        """
         now_ns = self._close()
         was_in_step = self._account == _PRODUCTIVE or self._pending_ns > 0
         pending_ns, self._pending_ns = self._pending_ns, 0
@@ -174,7 +179,10 @@ class Meter:
         self._account = _RE_FORM
         self._write()
         if was_in_step:
-            self._note(Failure(at_ns=now_ns, began_ns=now_ns - pending_ns, replayed_ns=pending_ns, cause=short(cause)))
+            began_ns, cause = now_ns - pending_ns, short(cause)
+            self._note(
+                Failure(at_ns=now_ns, began_ns=began_ns, replayed_ns=pending_ns, cause=cause, is_undone=is_undone)
+            )
 
     def over(self) -> None:
         """There will be no further step."""

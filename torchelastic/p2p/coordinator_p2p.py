@@ -331,6 +331,10 @@ class CoordinatorP2P(Coordinator):
         cut = self._groups.abort()
         log.debug("%s: %d connections cut", type(e).__name__, cut)
 
+    def fails_for_good(self) -> None:
+        """Have the agent start no other process in this one's place."""
+        self.rendezvous.fail_for_good()
+
     def leaves_last(self) -> bool:
         """Whether this worker was asked to leave, those who stay are too few, and its state is the best there is."""
         return self._leaves_last

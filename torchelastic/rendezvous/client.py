@@ -109,6 +109,10 @@ class AgentClient:
         self.is_leaving = True
         self._send({"op": "stop"})
 
+    def fail_for_good(self) -> None:
+        """Say that this process is about to end with an error that another one in its place would run into again."""
+        self._send({"op": "fail_for_good"})
+
     def is_over_for(self, step: int) -> bool:
         """Whether the run is over for a member with this many committed steps.
 

@@ -143,6 +143,9 @@ class RendezvousHandler(ABC):
     def stop(self) -> None:  # noqa: B027 - as above
         """This worker and its group stop the run before a deadline; it goes on with its next start. `close` follows."""
 
+    def fail_for_good(self) -> None:  # noqa: B027 - as above
+        """This worker is about to end with an error that another process in its place would run into again."""
+
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group leaves the run, so that all are to stop at an agreed step."""
         return False
@@ -273,6 +276,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._client is not None:
             with suppress(AgentError):  # it is gone, and starts nobody again
                 self._client.stop()
+
+    def fail_for_good(self) -> None:
+        """Tell the agent, which does not start another process in this one's place; waits for nothing."""
+        if self._client is not None:
+            with suppress(AgentError):  # as for `stop`
+                self._client.fail_for_good()
 
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group leaves the run."""

@@ -117,6 +117,19 @@ def loss_from_error(error: BaseException) -> Loss | None:
     return None
 
 
+def is_of_group(error: BaseException) -> bool:
+    """Whether an error speaks of the group, its store or a peer, so that somebody else's failure may be its cause.
+
+    The words are those of `loss_from_error`, of the backends' own names in their messages, and of our own messages.
+    """
+    if any(
+        kind.__module__ == "torch.distributed" for kind in type(error).__mro__
+    ):  # DistError and what derives from it
+        return True
+    text = str(error).lower()
+    return loss_from_error(error) is not None or any(words in text for words in ("gloo", "nccl", "another worker"))
+
+
 def is_time_out(error: BaseException) -> bool:
     """Whether a collective, or a wait for the store, has given up waiting."""
     return any(words in str(error).lower() for words in ("timed out", "time-out", "timeout"))

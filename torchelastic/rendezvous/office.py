@@ -92,8 +92,8 @@ class Office:
     def doubt(self) -> None:
         """For a time to live, or as long as an agent may need to come back, a missing key proves nothing."""
         if self.is_held:
-            until_s = self._clock() + max(self._settings.ttl_s, COME_BACK_S)
-            self._view = replace(self._view, trusted_from_s=max(self._view.trusted_from_s, until_s))
+            # never earlier than before: the same bound, from a later time on
+            self._view = replace(self._view, trusted_from_s=self._clock() + max(self._settings.ttl_s, COME_BACK_S))
 
     def leave(self) -> None:
         """Decide nothing any more."""

@@ -9,6 +9,7 @@ Worker to agent:
     {"op": "stop"}          stops the run before a deadline, with all of its group, and hangs up
     {"op": "elsewhere", "pid": .., "local_rank": .., "run": .., "closed": ..}    instead of a hello: the script names
         another run than the launcher's, which may be closed already; then the worker hangs up
+    {"op": "fail_for_good"} is about to end with an error that another process in its place would run into again
     {"op": "metrics", ..}   see `torchelastic.metrics`
 Agent to worker besides the answers:
     {"op": "contact", "leave_at_s": .., "commit_until_s": ..}     how long it may go on without a sign of the store

@@ -108,19 +108,21 @@ def is_replaced(joined: Round, now: Round) -> bool:
     return now.number > joined.number or (now.number == joined.number and now.state is RoundState.BROKEN)
 
 
-def may_restart(exit_code: int, *, has_asked: bool, run_is_over: bool) -> bool:
+def may_restart(exit_code: int, *, has_asked: bool, run_is_over: bool, fails_for_good: bool = False) -> bool:
     """Whether a worker process that has failed may be started again, restarts permitting.
 
     A script that fails with an error before it first asks for a group (a typo, a missing file) fails the next time too:
-    that is reported now, not after k restarts. A signal (the out-of-memory killer, a crash in native code) is no error
+    that is reported now, not after k restarts. So does one whose step has failed with the same error again and again. A
+    signal (the out-of-memory killer, a crash in native code) is no error
     of the script, so it may go better the next time.
 
     Args:
         exit_code: as subprocess has it (negative: a signal).
         has_asked: whether the process had asked for a group.
         run_is_over: whether the run is closed or closing.
+        fails_for_good: whether it has said that its error would come again in another process.
     """
-    return not run_is_over and (has_asked or exit_code < 0)
+    return not run_is_over and not (fails_for_good and exit_code > 0) and (has_asked or exit_code < 0)
 
 
 def late_start_s(slowest_start_s: float) -> float:

@@ -167,7 +167,9 @@ def _loss(event: Loss) -> str:
 
 
 def _failure(event: Failure) -> str:
-    return f"the step after {event.step} was undone, {_seconds(event.replayed_ns)} of work"
+    which = f"the step after {event.step}" if event.step >= 0 else "a step"
+    what = "was undone" if event.is_undone else "failed and was not undone, as the state has no snapshot"
+    return f"{which} {what}, {_seconds(event.replayed_ns)} of work"
 
 
 def _restore(event: Restore) -> str:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchelastic.adapters.lightning.order import run_last
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, OutOfStepError, TensorAwareStateDict
@@ -28,8 +29,9 @@ LOCAL_CHECKPOINT = "local"
 class LocalCheckpointing:
     """Has the trainer save local checkpoints between the durable ones. Needs `HierarchicalCheckpointIO` as a plugin.
 
-    It acts at the end of a batch only, on all ranks. It is no `ModelCheckpoint`: the trainer still adds its own, and
-    what is the best or the last checkpoint, or whether one was saved on exit, is not its business.
+    It acts at the end of a batch only, on all ranks, when all other callbacks have run. It is no `ModelCheckpoint`: the
+    trainer still adds its own, and what is the best or the last checkpoint, or whether one was saved on exit, is not
+    its business.
 
     Args:
         every_n_train_steps: save when so many optimizer steps were taken since the last multiple.
@@ -62,6 +64,7 @@ class LocalCheckpointing:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Tells the plugin what the trainer is about to do. Raises: TypeError if there is no such plugin."""
         self._plugin(trainer).is_fitting = stage == "fit"
+        run_last(trainer, self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Training begins, or goes on from a checkpoint."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torchelastic.adapters.lightning.memory_io import AnyPath, MemoryCheckpointing, container_of
+from torchelastic.adapters.lightning.order import run_last
 
 
 class MemorySaving:
     """Saves checkpoints in memory between the durable ones. Needs a trainer wrapped by `wrap_trainer_and_auto_resume`.
 
-    It saves at the end of a batch, on all ranks, after optimizer steps whose number `every_n_steps` divides and
-    `skip_every_n_steps` does not. When `fit` has ended without an exception, and the trainer has finished the durable
-    saves of its plugin, the container is removed. It is no `ModelCheckpoint`: which checkpoint is the best or the last
-    is not its business.
+    It saves at the end of a batch, on all ranks, when all other callbacks have run, after optimizer steps whose number
+    `every_n_steps` divides and `skip_every_n_steps` does not. When `fit` has ended without an exception, and the
+    trainer has finished the durable saves of its plugin, the container is removed. It is no `ModelCheckpoint`: which
+    checkpoint is the best or the last is not its business.
 
     Args:
         checkpoint_base_container: as given to the wrapper; None: derived from the run id, see `job_container`.
@@ -64,6 +65,7 @@ class MemorySaving:
                     f"the callback saves in {self.container} and the trainer was wrapped with {plugin.container}: "
                     "give both the same container"
                 )
+            run_last(trainer, self)
             plugin.start()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature

@@ -1,0 +1,209 @@
+"""What a run of Lightning finds again when it goes on: the counters of its callbacks, and its place in the data."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from tests.process.lightning_memory_job import KilledAt, quiet_trainer, train
+from tests.process.test_lightning_local import Model, data, trainer_at
+from torchelastic.adapters.lightning import (
+    LOCAL_CHECKPOINT,
+    LocalCheckpointCallback,
+    MemoryCheckpointCallback,
+    wrap_trainer_and_auto_resume,
+)
+from torchelastic.data import ElasticBatchSampler, EpochLoader
+
+ROOT = Path(__file__).parents[2]
+
+SAMPLES, BATCH, EPOCHS = 20, 4, 3
+PER_EPOCH = SAMPLES // BATCH
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+class CountsBatches(Callback):
+    """Its count is part of each checkpoint."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_callbacks_behind_the_one_that_saves_in_memory_lose_no_batch_at_a_resume(folder: Path) -> None:
+    train(folder / "job", CountsBatches(), max_steps=8)  # behind it, as in the docs
+    counts = CountsBatches()
+    resumed = train(folder / "job", counts)
+    assert (resumed.resumed_from, resumed.seen) == ("step-6_ckpt", list(range(6, 12)))
+    assert counts.count == 12
+
+
+def test_callbacks_behind_the_one_that_saves_locally_lose_no_batch_at_a_resume(tmp_path: Path) -> None:
+    quiet = {"enable_checkpointing": False}
+    trainer_at(tmp_path, LocalCheckpointCallback(5), CountsBatches(), **quiet).fit(Model(), data())
+    counts, model = CountsBatches(), Model()
+    trainer_at(tmp_path, LocalCheckpointCallback(100), counts, **quiet).fit(model, data(), ckpt_path=LOCAL_CHECKPOINT)
+    assert model.seen == [10, 11]
+    assert counts.count == 12
+
+
+# --- the place in the data --------------------------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """Sample i is i, so that batches show which samples were loaded."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class Notes(LightningModule):
+    """Notes the samples and the loss of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(1, 1)
+        self.batches: list[tuple[int, list[int], float]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = (self.layer(batch / SAMPLES) - 1.0).square().mean()
+        self.batches.append((int(self.trainer.global_step), [int(one) for one in batch], float(loss.detach())))
+        return loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def loader(**options: Any) -> EpochLoader:
+    sampler = ElasticBatchSampler(SAMPLES, BATCH, epochs=EPOCHS, seed=5, drop_last=True)
+    return EpochLoader(Numbers(), sampler, **options)
+
+
+def fit(container: Path, *callbacks: Callback, max_steps: int = -1, **options: Any) -> Notes:
+    """Trains all epochs, or so many steps, from the newest checkpoint; one is saved at each step."""
+    saving = MemoryCheckpointCallback(container, 1, keep_on_train_end=True)
+    trainer: Trainer = quiet_trainer(saving, *callbacks, max_steps=max_steps, max_epochs=EPOCHS)
+    auto_resume = wrap_trainer_and_auto_resume(trainer, container, async_save=False)
+    model = Notes()
+    trainer.fit(model, loader(**options), ckpt_path=auto_resume.ckpt_path())
+    return model
+
+
+def test_an_epoch_goes_on_where_it_was_interrupted(folder: Path) -> None:
+    whole = fit(folder / "whole").batches
+    assert [step for step, _, _ in whole] == list(range(EPOCHS * PER_EPOCH))
+    for epoch in range(EPOCHS):
+        parts = [ids for _, ids, _ in whole[epoch * PER_EPOCH :][:PER_EPOCH]]
+        assert sorted(chain.from_iterable(parts)) == list(range(SAMPLES))
+    for stop in (1, PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, 2 * PER_EPOCH, 3 * PER_EPOCH - 1):
+        assert fit(folder / f"{stop}", max_steps=stop).batches == whole[:stop]
+        assert fit(folder / f"{stop}").batches == whole[stop:], f"interrupted after {stop} steps"
+    assert fit(folder / "whole").batches == [], "it was over"
+
+
+def test_what_worker_processes_have_loaded_ahead_is_not_counted(folder: Path) -> None:
+    whole = fit(folder / "whole").batches
+    fit(folder / "job", max_steps=7, num_workers=2)
+    assert fit(folder / "job", num_workers=2).batches == whole[7:]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_killed_run_goes_on_in_its_epoch_also_with_another_number_of_ranks(folder: Path) -> None:
+    step = PER_EPOCH + 2
+    first = launch(folder, step, ranks=2)
+    assert first.returncode == 1
+    assert "Signal 9 (SIGKILL)" in first.stdout
+    before = noted(folder)
+    assert max(before) == step - 1
+    assert all(len(before[one]) == BATCH for one in range(step))
+    second = launch(folder, -1, ranks=1)
+    assert second.returncode == 0, second.stdout[-3000:]
+    after = noted(folder, "after-")
+    assert sorted(after) == list(range(step, EPOCHS * PER_EPOCH)), "from the last complete step on"
+    both = {**before, **after}
+    for epoch in range(EPOCHS):
+        steps = range(epoch * PER_EPOCH, (epoch + 1) * PER_EPOCH)
+        assert sorted(chain.from_iterable(both[one] for one in steps)) == list(range(SAMPLES)), "each sample once"
+
+
+def launch(folder: Path, killed_at: int, ranks: int) -> subprocess.CompletedProcess[str]:
+    """Start this file as a script of torchrun; rank 1 is killed at a step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "tests.process.test_lightning_resume", str(folder), str(killed_at)]
+    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "TORCHELASTIC_RUN_ID": "resume"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
+    )
+
+
+def noted(folder: Path, kind: str = "before-") -> dict[int, list[int]]:
+    """The samples of each step, of all ranks."""
+    found: dict[int, list[int]] = {}
+    for path in folder.glob(f"{kind}*"):
+        for step, ids in re.findall(r"(\d+): ([\d ]*)", path.read_text()):
+            found.setdefault(int(step), []).extend(map(int, ids.split()))
+    return found
+
+
+class Writes(Callback):
+    """Writes down which samples were trained, once their step is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Notes, *arguments: Any) -> None:  # type: ignore[override]
+        step, ids, _ = pl_module.batches[-1]
+        with self.path.open("a") as file:
+            file.write(f"{step}: {' '.join(map(str, ids))}\n")
+
+
+def main() -> None:
+    folder, killed_at = Path(sys.argv[1]), int(sys.argv[2])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    kind = "before" if killed_at >= 0 else "after"
+    callbacks: list[Callback] = [Writes(folder / f"{kind}-{rank}")]
+    if rank == 1:
+        callbacks.append(KilledAt(killed_at))
+    saving = MemoryCheckpointCallback(folder / "job", 1, keep_on_train_end=True)
+    options = {"devices": size, "strategy": "ddp"} if size > 1 else {}
+    trainer = quiet_trainer(saving, *callbacks, max_steps=-1, max_epochs=EPOCHS, **options)
+    auto_resume = wrap_trainer_and_auto_resume(trainer, folder / "job", async_save=False)
+    trainer.fit(Notes(), loader(), ckpt_path=auto_resume.ckpt_path())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The environment of the workers that an agent starts."""
+
+from __future__ import annotations
+
+import os
+
+from torchelastic.agent.agent import AgentOptions
+from torchelastic.ledger.meter import LEDGER_VARIABLE
+from torchelastic.log_lines import FORMAT_VARIABLE
+from torchelastic.rendezvous import wire
+
+
+def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
+    """What the workers of this host see."""
+    environment = dict(os.environ)
+    # set for this process alone, so that etcd3 can be imported; the user's protobuf is the user's
+    environment.pop("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", None)
+    return environment | {
+        wire.SOCKET_VARIABLE: str(options.socket_path),
+        wire.INIT_METHOD_VARIABLE: str(options.url),
+        "TORCHELASTIC_RUN_ID": options.url.run_id,
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "PYTHONUNBUFFERED": "1",
+        # the stacks of a worker that crashes, or that hangs before it has a coordinator, see the supervisor
+        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
+        LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
+        FORMAT_VARIABLE: options.log_form,
+        # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    }

@@ -1,0 +1,107 @@
+"""Failures in a row, without a committed step between them: which are the same again, and when to stop trying. Pure.
+
+A failure that comes again in the same place with the same words is deterministic: another attempt in the same process
+costs a rendezvous and ends like the one before. What the loss of a peer or of a whole group looks like says nothing of
+that kind: it is repeated for as long as others fail.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from types import TracebackType
+
+from torchelastic.coordinator import RetryableException
+from torchelastic.rendezvous.loss import is_of_group
+
+#: So often the same failure is seen before it counts as deterministic.
+SAME_FAILURES = 3
+
+#: Packages whose frames are not the user's.
+_NOT_THE_USERS = ("torchelastic", "torch")
+#: Addresses of objects in a message differ from attempt to attempt.
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+#: Errors of an accelerator that a new process may be free of: a corrupted context, memory held by earlier attempts.
+_OF_DEVICE = ("AcceleratorError", "OutOfMemoryError")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What makes one failure the same as another.
+
+    Attributes:
+        kind: the error's type.
+        message: its text, without addresses of objects.
+        file: of the innermost frame in the user's code.
+        line: of that frame.
+    """
+
+    kind: str
+    message: str
+    file: str
+    line: int
+
+
+class RepeatedFailures:
+    """Counts the failures of one worker since its last committed step. Use it on the training thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last_error: BaseException | None = None
+        self._seen: Counter[Fingerprint] = Counter()
+
+    def committed(self) -> None:
+        """A step has succeeded: what comes from here on begins anew."""
+        if self.count:
+            self.count, self.last_error = 0, None
+            self._seen.clear()
+
+    def failed(self, error: BaseException, *, in_user_code: bool) -> int:
+        """Count one more.
+
+        Args:
+            error: with its traceback.
+            in_user_code: whether a step or a hook of the state failed, and not the forming of a group.
+
+        Returns:
+            How often this same failure was seen; 0: it is of a kind that is not recognized.
+        """
+        self.count += 1
+        self.last_error = error
+        mark = fingerprint(error) if in_user_code else None
+        if mark is None:
+            return 0
+        self._seen[mark] += 1
+        return self._seen[mark]
+
+
+def fingerprint(error: BaseException) -> Fingerprint | None:
+    """What another failure has to share to be the same.
+
+    None: the error may be another's fault (it speaks of the group or of a peer), the user has asked to try it again
+    (`RetryableException`), or it comes from no line of the user's code.
+    """
+    if isinstance(error, RetryableException) or is_of_group(error):
+        return None
+    place = _innermost_of_user(error.__traceback__)
+    if place is None:
+        return None
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return Fingerprint(kind, _ADDRESS.sub("0x", str(error)), *place)
+
+
+def new_process_may_help(error: BaseException) -> bool:
+    """Whether the same failure need not come again in another process: it is the accelerator's."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint(_OF_DEVICE) or "CUDA error" in str(error)
+
+
+def _innermost_of_user(traceback: TracebackType | None) -> tuple[str, int] | None:
+    place = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+            place = (frame.f_code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return place
