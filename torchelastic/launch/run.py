@@ -48,6 +48,9 @@ exit codes: 0 the run is finished, 1 it or a worker failed, 2 wrong words, 75 st
 (see docs/lifetime.md), 128 + N stopped by signal N
 """
 
+#: Short: a Unix socket's path has 107 bytes.
+_SOCKET_DIR = "te-"
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the command line. Dashes and underscores are the same, as for torchrun's users."""
@@ -116,8 +119,7 @@ def execute(options: argparse.Namespace) -> int:
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
-        # a short name: a Unix socket's path has 107 bytes
-        socket_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="te-", ignore_cleanup_errors=True))
+        socket_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=_SOCKET_DIR, ignore_cleanup_errors=True))
         agent_options = AgentOptions(
             url,
             Path(socket_dir, "agent"),
