@@ -148,10 +148,10 @@ def test_a_copy_in_another_ranks_folder_stands_in_for_a_damaged_shard(
 def test_what_a_run_removes_meanwhile_is_passed_over(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    add_streams(tmp_path, 2)
     for step in (1, 2):
         add_checkpoint(tmp_path, step)
         add_local(tmp_path, step)
-    add_streams(tmp_path, 2)
     gone = [tmp_path / "step-000000001.e1.r2.g1", tmp_path / "0", *tmp_path.glob("session/*/iter_0000010_*")]
     looks = Path.stat
 

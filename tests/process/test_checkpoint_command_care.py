@@ -41,8 +41,8 @@ from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header
 
 
 def test_verify_of_what_is_intact(tmp_path: Path, capsys: Capture) -> None:
-    add_checkpoint(tmp_path, 1)
     add_streams(tmp_path, 1)
+    add_checkpoint(tmp_path, 1)
     add_local(tmp_path, 1)
     code, out, _ = run(capsys, "verify", tmp_path)
     assert code == 0

@@ -79,9 +79,11 @@ def test_expire_due_ends_leases_without_a_call_and_tells_the_watches() -> None:
 
 def test_with_a_real_clock_a_lease_ends_by_itself_and_the_thread_with_the_last_lease() -> None:
     store = MemoryStore()
+    before = set(threading.enumerate())  # of stores that other tests have left open
 
     def timers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "memory-store-leases"]
+        new = [thread for thread in threading.enumerate() if thread not in before]
+        return [thread for thread in new if thread.name == "memory-store-leases"]
 
     assert timers() == []
     lease = store.grant_lease(1.0)
