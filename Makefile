@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Processes that run tests at the same time: each file of tests is one's. Most tests wait for processes of their own.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p tests.progress
 VENV_NEMO ?= .venv-nemo
 READY_NEMO := $(VENV_NEMO)/.ready
 
@@ -46,13 +49,13 @@ types: $(READY)
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long"
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "long and not slow"
+	$(PYTEST) -m "long and not slow"
 
 test-all: lint types
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slurm: $(READY)
 	$(BIN)/python -m pytest tests/slurm

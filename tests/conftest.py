@@ -54,8 +54,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """No test leaves variables behind: those that come after it in this process would depend on it."""
     yield
     kept = {name: value for name, value in os.environ.items() if name == "PYTEST_CURRENT_TEST"}
+    variables = item.config.stash[_VARIABLES]
     os.environ.clear()
-    os.environ.update({**item.config.stash[_VARIABLES], **kept})
+    os.environ.update({**variables, **kept})
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,7 @@ def test_scaler_two_optimizers_accumulation_and_ema_at_once_in_a_loop_of_ones_ow
     assert sorted(told) == [[[0, 3]], [[0, 3], [3, 2], [2, 3]], [[0, 3], [3, 2], [2, 3]]]
 
 
+@pytest.mark.long
 def test_batch_norm_and_an_ema_of_it(battery_jobs: MakeJob) -> None:
     faults = [Fault("kill", "all backward 0", rank=1, step=6)]
     job = battery_jobs(["batchnorm", "ema"], faults, wait_for_newcomer_at=[9])

@@ -69,6 +69,7 @@ def check_nothing_lost(job: Job) -> None:
     assert "broken" not in [state for _, state, _ in documents(job)], documents(job)
 
 
+@pytest.mark.long
 def test_sigterm_to_a_worker_lets_it_leave_at_a_step_and_a_spare_steps_in(jobs: MakeJob) -> None:
     """Three train, one waits. The worker of rank 0 leaves: one new round, with the spare in it."""
     job = jobs(gates=[10])
@@ -87,6 +88,7 @@ def test_sigterm_to_a_worker_lets_it_leave_at_a_step_and_a_spare_steps_in(jobs: 
     assert {event["worker"] for event in job.of("formed", round=2)} == {0, 1, 2, 3} - {source["worker"]}
 
 
+@pytest.mark.long
 def test_sigterm_to_an_agent_lets_all_its_workers_leave_at_one_step(
     jobs: MakeJob, etcd: EtcdServer, run_id: str
 ) -> None:

@@ -74,6 +74,7 @@ def test_an_agent_that_is_killed_and_started_again_at_once_is_mourned_for_less_t
     job.check_identity(finishers=3)
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_everywhere_and_is_started_again_does_not_wait_for_orphan_timeout(
     etcd: EtcdServer, run_id: str, jobs: MakeJob
 ) -> None:

@@ -76,6 +76,7 @@ def test_where_all_hang_in_user_code_each_says_where_and_ends_if_the_policy_says
     assert len(job.of("started")) == 4
 
 
+@pytest.mark.long
 def test_a_rank_that_skips_a_collective_is_named_and_nobody_is_ended(jobs: MakeJob) -> None:
     job = jobs(**ADAPTIVE, skip_at=STEP)
     run_standalone(job)

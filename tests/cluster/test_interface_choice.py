@@ -52,6 +52,7 @@ def test_hosts_meet_over_the_network_that_was_chosen(jobs: MakeJob, lab: Lab) ->
     job.check_identity(finishers=2)
 
 
+@pytest.mark.long
 def test_without_a_choice_hosts_take_the_way_to_etcd_and_where_that_does_not_join_them_it_is_said(
     jobs: MakeJob, lab: Lab
 ) -> None:

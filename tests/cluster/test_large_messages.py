@@ -17,6 +17,7 @@ STEPS, FATAL = 60, 5
 SOON_S = 5.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attempt", range(2))
 def test_a_kill_in_the_middle_of_a_broadcast_costs_the_killed_worker_alone(tmp_path: Path, attempt: int) -> None:
     del attempt  # where the message is cut differs from run to run

@@ -111,6 +111,7 @@ def test_a_slow_checkpoint_makes_no_round_and_a_torn_one_is_passed_over(jobs: Ma
     job.check_identity(finishers=2)
 
 
+@pytest.mark.long
 def test_workers_wait_for_an_etcd_that_starts_later(jobs: MakeJob, run_id: str) -> None:
     job = jobs(epochs=1)
     with socket.create_server(("127.0.0.1", 0)) as nobody:

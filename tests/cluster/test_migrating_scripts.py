@@ -249,6 +249,7 @@ def run_the_line(start: Callable[..., Started], script: Path, url: str, folder: 
     return folder / "0.pt"
 
 
+@pytest.mark.long
 def test_a_script_of_0_1_with_its_imports_changed_survives_a_kill(
     start: Callable[..., Started], etcd: EtcdServer, run_id: str, tmp_path: Path
 ) -> None:

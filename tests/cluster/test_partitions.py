@@ -153,6 +153,7 @@ def test_when_a_hosts_link_goes_down_the_others_train_again_within_the_bound_and
     hosts.assert_all_ended_level({1: 3, 2: 2, 3: 3})
 
 
+@pytest.mark.long
 def test_a_link_that_is_down_for_less_than_the_time_to_live_costs_only_that_time(
     make_hosts: Callable[..., Hosts],
 ) -> None:

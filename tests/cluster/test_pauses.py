@@ -77,6 +77,7 @@ def make_hosts(jobs: MakeJob, etcd: EtcdServer, run_id: str) -> Callable[..., Ho
 # --- short pauses -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_worker_that_stands_still_for_less_than_the_collectives_time_out_only_costs_that_time(
     make_hosts: Callable[..., Hosts],
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_worker_that_stands_still_for_less_than_the_collectives_time_out_only_
     job.check_identity(finishers=2)
 
 
+@pytest.mark.long
 def test_an_agent_that_stands_still_for_less_than_its_time_to_live_is_not_noticed(
     make_hosts: Callable[..., Hosts],
 ) -> None:

@@ -25,6 +25,7 @@ def counted(job: Job, step: int, round_number: int, what: str = "indices") -> di
     return {event["rank"]: event[what] for event in job.of("drawn", step=step, round=round_number)}
 
 
+@pytest.mark.long
 def test_drop_commits_what_is_there_and_trains_the_rest_later_in_the_epoch(jobs: MakeJob) -> None:
     faults = [Fault("kill", "backward", rank=1, step=5), Fault("kill", "backward", rank=0, step=26, incarnation=None)]
     job = run_standalone(jobs(faults, salvage="drop", wait_for_newcomer_at=[15]), nproc=3)
@@ -38,6 +39,7 @@ def test_drop_commits_what_is_there_and_trains_the_rest_later_in_the_epoch(jobs:
     assert "4 count later in the epoch" in job.output()
 
 
+@pytest.mark.long
 def test_recompute_deals_the_lost_samples_out_and_ends_where_an_undisturbed_run_ends(jobs: MakeJob) -> None:
     faults = [
         Fault("kill", "backward", rank=1, step=5),

@@ -80,6 +80,7 @@ def test_an_etcd_that_cannot_be_started_is_named_once_and_tried_until_it_can(job
     assert "etcd has lost its data: registering again, training goes on" in output
 
 
+@pytest.mark.long
 def test_its_etcd_ends_with_the_launcher_also_if_it_has_just_ended_itself(jobs: MakeJob) -> None:
     job = jobs(step_ms=40, epochs=20)
     agent = job.start("--standalone")
@@ -91,6 +92,7 @@ def test_its_etcd_ends_with_the_launcher_also_if_it_has_just_ended_itself(jobs: 
     assert again is None or not is_alive(again)
 
 
+@pytest.mark.long
 def test_nothing_listens_where_another_host_could_reach_it(jobs: MakeJob) -> None:
     job = jobs(gates=[3])
     agent = job.start("--standalone", nproc=2)

@@ -94,6 +94,7 @@ def test_the_next_tier_is_used_where_the_memory_of_the_host_is_gone(
     assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
 
 
+@pytest.mark.long
 def test_a_kill_in_the_middle_of_a_save_leaves_the_older_checkpoint(
     jobs: MakeJob, tmpfs: Path, undisturbed: torch.Tensor
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_run_that_is_told_to_stop_saves_everywhere_before_it_goes(jobs: MakeJo
     job.check_identity(finishers=WORLD)
 
 
+@pytest.mark.long
 def test_a_host_whose_memory_is_gone_is_replaced_by_its_replica(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, tmpfs: Path, undisturbed: torch.Tensor
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_host_whose_memory_is_gone_is_replaced_by_its_replica(
     assert torch.equal(job.check_identity(finishers=WORLD), undisturbed)
 
 
+@pytest.mark.long
 def test_survivors_go_on_from_their_own_memory_and_save_in_the_next_group(
     jobs: MakeJob, tmpfs: Path, undisturbed: torch.Tensor
 ) -> None:

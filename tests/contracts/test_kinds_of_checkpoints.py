@@ -78,6 +78,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str]
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_a_job_that_finds_only_what_another_kind_has_saved_does_not_start_afresh(
     answers: Mapping[tuple[str, str], Answers], writer: str, reader: str

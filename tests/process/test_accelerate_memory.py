@@ -61,6 +61,7 @@ def pair() -> list[Outcome]:
     return trained(Run(""), FIRST, ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kill_at", "async_save"), [(7, True), (9, False)])
 def test_a_killed_loop_goes_on_from_memory_and_ends_with_the_same_state(
     base: str, alone: Outcome, kill_at: int, async_save: bool

@@ -21,6 +21,7 @@ def checkpoint() -> Iterator[TorchAsyncCheckpoint]:
     one.close()
 
 
+@pytest.mark.long
 def test_the_file_holds_the_state_of_the_moment_of_the_call(checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
     weight = torch.zeros(1000)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(weight.clone())])
@@ -39,6 +40,7 @@ def test_the_file_holds_the_state_of_the_moment_of_the_call(checkpoint: TorchAsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
 
 
+@pytest.mark.long
 def test_a_failed_save_is_told_and_the_next_one_works(checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
     checkpoint.async_save({"x": torch.ones(1)}, tmp_path / "missing" / "a.pt")
     with pytest.raises(AsyncCheckpointError, match=r"CheckpointError: .*could not save a checkpoint: No such file"):
@@ -48,6 +50,7 @@ def test_a_failed_save_is_told_and_the_next_one_works(checkpoint: TorchAsyncChec
     assert torch.load(tmp_path / "a.pt", weights_only=True) == {"x": torch.ones(1)}
 
 
+@pytest.mark.long
 def test_a_process_for_each_save_tells_too(tmp_path: Path) -> None:
     checkpoint = TorchAsyncCheckpoint(persistent_queue=False)
     checkpoint.async_save({"x": 1}, tmp_path / "missing" / "a.pt")

@@ -66,6 +66,7 @@ def failure(queue: AsyncCallsQueue, function: Callable[..., object], *args: Any)
     return caught.value
 
 
+@pytest.mark.long
 def test_one_process_does_all_calls_gives_way_and_leaves_ctrl_c_to_the_trainer(
     persistent: AsyncCallsQueue, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_what_cannot_be_pickled_is_refused_by_schedule(persistent: AsyncCallsQue
     run(persistent, async_work.note_sum, torch.ones(2), tmp_path / "after")
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_reported_with_all_that_it_had_to_do(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
     persistent.schedule_async_request(AsyncRequest(async_work.hang, (tmp_path / "pid",), [never]))
     persistent.schedule_async_request(AsyncRequest(async_work.note_sum, (torch.ones(1), tmp_path / "no"), [never]))
@@ -173,10 +175,12 @@ def test_a_worker_that_hangs_is_given_up(
     assert is_gone(pid)
 
 
+@pytest.mark.long
 def test_a_worker_that_leaves_has_failed_whatever_its_exit_code(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
     assert "ended with exit code 0 before the call was done" in str(failure(persistent, async_work.leave, 0))
 
 
+@pytest.mark.long
 def test_a_process_for_each_call_has_to_end_well(tmp_path: Path) -> None:
     with AsyncCallsQueue(persistent=False, timeout_s=PATIENCE_S) as queue:
         requests = [
@@ -191,6 +195,7 @@ def test_a_process_for_each_call_has_to_end_well(tmp_path: Path) -> None:
     assert wait_for(tmp_path / "sum") == "3.0"
 
 
+@pytest.mark.long
 def test_abort_kills_a_worker_that_ignores_sigterm(tmp_path: Path) -> None:
     queue = AsyncCallsQueue(sigterm_timeout=0.2, timeout_s=PATIENCE_S)
     queue.schedule_async_request(AsyncRequest(async_work.hang, (tmp_path / "pid", True), [never]))

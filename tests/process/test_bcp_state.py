@@ -327,6 +327,7 @@ state.save(sync=False)
 """
 
 
+@pytest.mark.long
 def test_the_interpreter_does_not_end_before_the_save_in_the_background_is_published(folder: Path) -> None:
     folder.mkdir()
     command = [sys.executable, "-c", LAST_SAVE]

@@ -85,6 +85,7 @@ def test_ours_copies_hashes_and_loads_on_as_many_threads_as_all_others_have(
     assert set(pools) == ({threads} if threads > 1 else set())
 
 
+@pytest.mark.long
 def test_the_result_says_how_many_threads_there_were_and_has_one_load_for_each_kind_of_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.checkpoint", "--sizes=16x4", "--runs=1", f"--folder={tmp_path}"]
     command += ["--ways=ours_sync,ours_async,torch_save,dcp_save,dcp_async"]

@@ -369,6 +369,7 @@ def test_a_demo_that_takes_too_long_fails_and_leaves_no_process_behind(
     assert own_processes == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_worker_killed_half_way_costs_no_image(tmp_path: Path, digits_folder: Path) -> None:
     (tmp_path / "digits").symlink_to(digits_folder)

@@ -118,6 +118,7 @@ def test_a_killed_run_of_two_ranks_goes_on_from_memory_as_if_nothing_had_happene
     assert not [host for host in ("host0", "host1") if (folder / host / "job").exists()], "the run is over"
 
 
+@pytest.mark.long
 def test_a_lost_host_gets_its_objects_back_from_the_other_one(crew: Crew, folder: Path) -> None:
     options = {"hosts": 2, "async_save": False}
     succeeded(crew.run(train_with, folder, {"max_steps": 7, **options}, ranks=2))

@@ -292,6 +292,7 @@ def survive(rank: int, world_size: int, root: Path, is_async: bool, when: str) -
     return told
 
 
+@pytest.mark.long
 def test_an_asynchronous_save_survives_its_partner_that_is_killed_in_the_middle_of_the_transfer(tmp_path: Path) -> None:
     with ranks_of(survive, 4, tmp_path, True, "in the transfer") as answers_of:
         answers = answers_of(SURVIVORS)
@@ -308,6 +309,7 @@ def test_an_asynchronous_save_survives_its_partner_that_is_killed_in_the_middle_
     assert all("no replica" not in " ".join(told["warnings"]) for told in answers[1:])
 
 
+@pytest.mark.long
 def test_an_older_checkpoint_stays_where_the_shard_of_a_killed_partner_is_missing(tmp_path: Path) -> None:
     with ranks_of(survive, 4, tmp_path, True, "before the transfer") as answers_of:
         answers = answers_of(SURVIVORS)
@@ -319,6 +321,7 @@ def test_an_older_checkpoint_stays_where_the_shard_of_a_killed_partner_is_missin
         assert told["loaded"] == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before the save", "in the transfer"])
 def test_a_synchronous_save_names_the_killed_rank_on_all_others_and_keeps_what_it_wrote(
     tmp_path: Path, when: str

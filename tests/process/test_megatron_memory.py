@@ -81,6 +81,7 @@ def test_a_killed_job_goes_on_with_the_values_at_the_call(crew: Crew, killed: An
         assert {f"step-1_ckpt/{name}" for name in ("common.pt", "metadata.json", "commit.shard")} <= set(answer.files)
 
 
+@pytest.mark.long
 def test_one_rank_loads_the_model_of_two(crew: Crew, killed: Any) -> None:
     folder, saved = killed
     (answer,) = succeeded(crew.run(work.load_gpt, f"{folder}/temporal", ranks=1))
@@ -176,6 +177,7 @@ def test_a_save_that_cannot_be_made_is_left_out_and_the_queue_goes_on(lived: lis
         assert rank.after == [("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-1_ckpt", 1.0), ("step-4_ckpt", 4.0)]
 
 
+@pytest.mark.long
 def test_nothing_is_left_over_after_many_saves(lived: list[work.Lived]) -> None:
     for rank in lived:
         first, *_, last = rank.counts

@@ -38,6 +38,7 @@ def test_one_line_is_printed_for_each_part_with_the_load_of_the_machine(lines: d
     assert all(line["environment"]["load_1min"] >= 0 for line in lines.values())
 
 
+@pytest.mark.long
 def test_ours_and_plain_dcp_save_and_both_are_ratios_to_a_copy(lines: dict[str, dict[str, Any]]) -> None:
     for name in ("ours", "dcp"):
         found = lines["save"][name]

@@ -103,6 +103,7 @@ def test_what_a_lost_host_had_comes_back_from_its_peer(memory: Path, tmp_path: P
         assert (lost / "step-21_ckpt" / "commit.shard").exists()
 
 
+@pytest.mark.long
 def test_without_anything_in_memory_the_long_term_checkpoint_is_loaded(memory: Path, tmp_path: Path) -> None:
     first, again = tmp_path / "page.py", tmp_path / "again.py"
     first.write_text(page())

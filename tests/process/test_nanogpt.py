@@ -142,6 +142,7 @@ def test_a_run_of_python_goes_on_under_torchrun_to_the_same_bits(here: Path) -> 
     require_same("parts", "whole")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_run_of_torchelastic_goes_on_to_the_bits_of_python(here: Path) -> None:
     """Without dropout, which each way draws in a manner of its own."""

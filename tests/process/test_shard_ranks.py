@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,6 +62,7 @@ def survivor(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 def test_dtensors_of_two_ranks(tmp_path: Path) -> None:
     found = survivor_of(tmp_path, survivor, victim)
     expected = {**whole(), "same": whole()["rows"]}

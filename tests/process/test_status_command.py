@@ -336,7 +336,9 @@ class Terminal:
         self.master, self.slave = pty.openpty()
         self.resize(30, 100)
         self.modes = termios.tcgetattr(self.slave)
-        environment = {k: v for k, v in os.environ.items() if k != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+        # COLUMNS is of the terminal in which the tests run: workers of xdist have it
+        left_out = {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "COLUMNS", "LINES"}
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
         program = ["-c", first + CONSOLE] if first else ["-m", "torchelastic.launch"]
         self.process = subprocess.Popen(
             [sys.executable, "-c", TAKE_THE_TERMINAL, sys.executable, *program, "top", *words],

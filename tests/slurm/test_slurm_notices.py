@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 GRACE = {"TORCHELASTIC_TERM_GRACE_S": "6"}
 
 
+@pytest.mark.long
 def test_a_cancelled_job_saves_and_is_not_started_again_and_the_next_one_goes_on_from_there(
     slurm: Slurm, uninterrupted: Job, tmp_path: Path
 ) -> None:
