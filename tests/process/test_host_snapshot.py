@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tests.process.ledger_workers import killed, started
 from torchelastic.agent.bookkeeping import Bookkeeping
-from torchelastic.agent.supervisor import Worker
+from torchelastic.agent.worker import Worker
 from torchelastic.status.ledger_collector import LedgerCollector
 
 

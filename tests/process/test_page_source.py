@@ -18,7 +18,8 @@ import pytest
 from tests.process.page_clients import TOKEN, get
 from tests.pure.status_runs import NOW_S, a_host
 from torchelastic.agent.showing import Showing
-from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.agent.supervisor import Supervisor
+from torchelastic.agent.worker import Worker
 from torchelastic.launch.options import UsageError
 from torchelastic.launch.page import opened_page
 from torchelastic.ledger.book import Book

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.process.supervised import PATIENCE_S
-from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.terminal import Terminal
+from torchelastic.agent.worker import Worker
 
 #: More than the pipe to the agent holds: who is not read does not get to its end.
 TALKS = "import sys; [print('x' * 100) for _ in range(5000)]; print('the end', file=sys.stderr)"

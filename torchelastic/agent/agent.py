@@ -21,8 +21,9 @@ from torchelastic.agent.exposing import Exposing
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.showing import Showing
 from torchelastic.agent.starting import Starting
-from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor, Worker
+from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.telling import Telling
+from torchelastic.agent.worker import Worker
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.choice import InterfaceError

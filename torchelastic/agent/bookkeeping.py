@@ -12,7 +12,7 @@ from pathlib import Path
 from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.ending import Ended, end_of
 from torchelastic.agent.event_log import EventLog
-from torchelastic.agent.supervisor import Worker
+from torchelastic.agent.worker import Worker
 from torchelastic.ledger.events import Drain, Event
 from torchelastic.ledger.journal import BackgroundJournal, Head, JournalWriter
 from torchelastic.ledger.keeper import Keeper, journal_name

@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.agent.supervisor import Supervisor
+from torchelastic.agent.worker import Worker
 from torchelastic.rendezvous.records import Round, RoundState
 from torchelastic.rendezvous.worker_rules import late_start_s
 

@@ -14,16 +14,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchelastic.agent.causes import Failed, begins_traceback, describe_exit, failed_at_s
+from torchelastic.agent.causes import Failed, describe_exit
 from torchelastic.agent.passing_on import catches
 from torchelastic.agent.terminal import Terminal
+from torchelastic.agent.worker import Worker, signal_group
 from torchelastic.agent.worker_lines import WorkerLines
 from torchelastic.agent.worker_log import WorkerLog, WorkerLogs
 from torchelastic.lifetime.requeue import STOPPED_EARLY
-from torchelastic.log_lines import NOWHERE, Position
+from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.main_thread import signal_main_thread
 from torchelastic.processes.process_end import process_end
@@ -31,8 +31,6 @@ from torchelastic.rendezvous.worker_rules import may_restart
 
 log = logging.getLogger(__name__)
 
-#: Lines of standard error that are kept to be shown last when a worker has failed.
-TAIL_LINES = 60
 #: Between two looks at what is to be shown of lines that were said again and again.
 TICK_S = 1.0
 #: Sent to a worker that hangs, before it is ended: `CoordinatorP2P` has registered a dump of all stacks for it.
@@ -49,76 +47,6 @@ KILL_GRACE_S = 5.0
 def restart_delay_s(restarts: int) -> float:
     """Seconds to wait before the restart with this number (1, 2, ..): 0.2, 0.4, .. up to 30."""
     return float(min(0.1 * 2**restarts, 30.0))
-
-
-@dataclass
-class Worker:
-    """One place on this host; the processes in it come and go.
-
-    Attributes:
-        local_rank: its number on this host.
-        restarts: how often its process has been started again.
-        process: the present one, None between two.
-        exit_code: of the last one that ended, as subprocess has it (negative: a signal).
-        gave_up: it has failed and will not be started again.
-        leaves: it was asked to leave the run, or stopped before a deadline: however it ends, it has not failed and will
-            not be started again.
-        came_late: the run was finished while it was started again, so it leaves, with whatever exit code.
-        is_hung: its present process is being ended because it hung.
-        started_s: when its present process was started, by the monotonic clock.
-        asked_s: when that process first asked for a group; None: it has not.
-        fails_for_good: that process has said that its error would come again in another one.
-        has_finished: that process has said that it has finished; once it has ended: and the run was closed then.
-        position: where its last process stood when it ended, if the agent has said so.
-        traceback_s: when its present process last began a traceback, in Unix seconds.
-        ended_s: when its last process ended.
-        tail: the last lines of its standard error.
-        log_paths: where its output was written to, by the number of restarts before it.
-    """
-
-    local_rank: int
-    restarts: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    exit_code: int | None = None
-    gave_up: bool = False
-    leaves: bool = False
-    came_late: bool = False
-    is_hung: bool = False
-    started_s: float = 0.0
-    asked_s: float | None = None
-    fails_for_good: bool = False
-    has_finished: bool = False
-    position: Position = NOWHERE
-    traceback_s: float | None = None
-    ended_s: float = 0.0
-    tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
-    log_paths: dict[int, Path] = field(default_factory=dict)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing runs here and nothing will."""
-        return self.process is None and (self.gave_up or self.leaves or self.exit_code == 0)
-
-    def heard(self, line: str) -> None:
-        """A line of its standard error."""
-        self.tail.append(line)
-        if begins_traceback(line):
-            self.traceback_s = time.time()
-
-    def failed(self) -> Failed:
-        """What its last process has failed of."""
-        return Failed(
-            at_s=failed_at_s(self.ended_s, self.exit_code, self.traceback_s),
-            worker=self.local_rank,
-            exit_code=self.exit_code,
-            position=self.position,
-            restarts=self.restarts,
-            gave_up=self.gave_up,
-            is_hang=self.is_hung,
-            had_finished=self.has_finished,
-            lines=tuple(self.tail),
-            log=str(self.log_paths.get(self.restarts, "")),
-        )
 
 
 class Supervisor:
@@ -218,16 +146,16 @@ class Supervisor:
         """Start none any more, and end those by SIGTERM whose processes have not asked for a group yet."""
         self._stopping.set()
         for worker in self.starting:
-            _signal_group(worker, signal.SIGTERM)
+            worker.signal(signal.SIGTERM)
 
     async def stop(self, grace_s: float) -> None:
         """End all workers: SIGTERM, then after `grace_s` SIGKILL, to them and to what they have started."""
         self._stopping.set()
         for worker in self.workers:
-            _signal_group(worker, signal.SIGTERM)
+            worker.signal(signal.SIGTERM)
         if not await self._ended_within(grace_s):
             for worker in self.workers:
-                _signal_group(worker, signal.SIGKILL)
+                worker.signal(signal.SIGKILL)
             await self._ended_within(5.0)
 
     def end_hung(self, pid: int) -> None:
@@ -236,7 +164,7 @@ class Supervisor:
         if worker is not None and worker.process is not None:
             log.error("worker %d (pid %d) did not get ready in time: %s", worker.local_rank, pid, _dump_stacks(pid))
             worker.is_hung = True
-            self._task(_end(worker, worker.process, (DUMP_S, signal.SIGKILL)))
+            self._task(worker.end(worker.process, (DUMP_S, signal.SIGKILL)))
 
     def end_starting(self, worker: Worker, why: str) -> None:
         """End a worker that nobody needs any more, and that does not end by itself: it has not failed.
@@ -250,7 +178,7 @@ class Supervisor:
             log.warning("worker %d (pid %d) %s: %s", worker.local_rank, pid, why, _dump_stacks(pid))
             worker.leaves = True
             ends = (DUMP_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)
-            self._task(_end(worker, worker.process, *ends))
+            self._task(worker.end(worker.process, *ends))
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -312,7 +240,7 @@ class Supervisor:
         worker.process, worker.ended_s = None, time.time()
         self._on_exit(worker, process.pid)
         # its data loaders, if it left any; before it is reaped, for then its number may become another process's
-        _signal_group_id(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
         worker.exit_code = process.wait()
         worker.leaves = worker.leaves or worker.exit_code == STOPPED_EARLY
         await asyncio.wait(readers, timeout=1.0)
@@ -388,24 +316,3 @@ def _dump_stacks(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return "it has just ended by itself"
     return "it cannot write its stacks" if number is None else "its stacks follow in its log"
-
-
-async def _end(worker: Worker, process: subprocess.Popen[bytes], *signals: tuple[float, int]) -> None:
-    """Send each signal so many seconds after the one before, to this process of a worker and never to its successor."""
-    for after_s, number in signals:
-        await asyncio.sleep(after_s)
-        if worker.process is not process:
-            return
-        _signal_group(worker, number)
-
-
-def _signal_group(worker: Worker, number: int) -> None:
-    if worker.process is not None:
-        _signal_group_id(worker.process.pid, number)
-
-
-def _signal_group_id(group: int, number: int) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        pass  # it has ended by itself

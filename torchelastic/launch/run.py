@@ -21,7 +21,8 @@ from urllib.parse import urlencode
 from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect
-from torchelastic.agent.supervisor import Supervisor, Worker
+from torchelastic.agent.supervisor import Supervisor
+from torchelastic.agent.worker import Worker
 from torchelastic.agent.worker_environment import worker_environment
 from torchelastic.launch.interface import add_interface, meant_interface
 from torchelastic.launch.log import add_log, opened_log

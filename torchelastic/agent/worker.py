@@ -1,0 +1,108 @@
+"""One place for a worker on this host, and the signals to the processes in it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchelastic.agent.causes import Failed, begins_traceback, failed_at_s
+from torchelastic.log_lines import NOWHERE, Position
+
+#: Lines of standard error that are kept to be shown last when a worker has failed.
+TAIL_LINES = 60
+
+
+@dataclass
+class Worker:
+    """One place on this host; the processes in it come and go.
+
+    Attributes:
+        local_rank: its number on this host.
+        restarts: how often its process has been started again.
+        process: the present one, None between two.
+        exit_code: of the last one that ended, as subprocess has it (negative: a signal).
+        gave_up: it has failed and will not be started again.
+        leaves: it was asked to leave the run, or stopped before a deadline: however it ends, it has not failed and will
+            not be started again.
+        came_late: the run was finished while it was started again, so it leaves, with whatever exit code.
+        is_hung: its present process is being ended because it hung.
+        started_s: when its present process was started, by the monotonic clock.
+        asked_s: when that process first asked for a group; None: it has not.
+        fails_for_good: that process has said that its error would come again in another one.
+        has_finished: that process has said that it has finished; once it has ended: and the run was closed then.
+        position: where its last process stood when it ended, if the agent has said so.
+        traceback_s: when its present process last began a traceback, in Unix seconds.
+        ended_s: when its last process ended.
+        tail: the last lines of its standard error.
+        log_paths: where its output was written to, by the number of restarts before it.
+    """
+
+    local_rank: int
+    restarts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    exit_code: int | None = None
+    gave_up: bool = False
+    leaves: bool = False
+    came_late: bool = False
+    is_hung: bool = False
+    started_s: float = 0.0
+    asked_s: float | None = None
+    fails_for_good: bool = False
+    has_finished: bool = False
+    position: Position = NOWHERE
+    traceback_s: float | None = None
+    ended_s: float = 0.0
+    tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
+    log_paths: dict[int, Path] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing runs here and nothing will."""
+        return self.process is None and (self.gave_up or self.leaves or self.exit_code == 0)
+
+    def heard(self, line: str) -> None:
+        """A line of its standard error."""
+        self.tail.append(line)
+        if begins_traceback(line):
+            self.traceback_s = time.time()
+
+    def failed(self) -> Failed:
+        """What its last process has failed of."""
+        return Failed(
+            at_s=failed_at_s(self.ended_s, self.exit_code, self.traceback_s),
+            worker=self.local_rank,
+            exit_code=self.exit_code,
+            position=self.position,
+            restarts=self.restarts,
+            gave_up=self.gave_up,
+            is_hang=self.is_hung,
+            had_finished=self.has_finished,
+            lines=tuple(self.tail),
+            log=str(self.log_paths.get(self.restarts, "")),
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its present process, if there is one, and to what that has started."""
+        if self.process is not None:
+            signal_group(self.process.pid, number)
+
+    async def end(self, process: subprocess.Popen[bytes], *signals: tuple[float, int]) -> None:
+        """Send each signal so many seconds after the one before, to this process of it and never to its successor."""
+        for after_s, number in signals:
+            await asyncio.sleep(after_s)
+            if self.process is not process:
+                return
+            self.signal(number)
+
+
+def signal_group(group: int, number: int) -> None:
+    """Send a signal to a worker's process and to what it has started, by the process's number."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass  # it has ended by itself
