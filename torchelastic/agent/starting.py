@@ -80,6 +80,8 @@ class Starting:
             await asyncio.sleep(CHECK_S)
 
     def _name_if_late(self, worker: Worker, waiting_s: float, round_: Round) -> None:
+        if self._supervisor.is_plain_group:
+            return  # it needs none
         if waiting_s < late_start_s(self._supervisor.slowest_start_s) or not self._is_first("late", worker):
             return
         trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)

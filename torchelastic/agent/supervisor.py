@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torchelastic.agent.causes import Failed, describe_exit
 from torchelastic.agent.passing_on import catches
+from torchelastic.agent.plain_group import NO_RANKS, PlainGroup, misses_ranks
 from torchelastic.agent.terminal import Terminal
 from torchelastic.agent.worker import Worker, signal_group
 from torchelastic.agent.worker_lines import WorkerLines
@@ -27,7 +28,7 @@ from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.main_thread import signal_main_thread
 from torchelastic.processes.process_end import process_end
-from torchelastic.rendezvous.worker_rules import may_restart
+from torchelastic.rendezvous.worker_rules import AfterLoss, after_loss
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Supervisor:
             started again.
         terminal: shows what they say.
         hidden: (local rank, "stdout" or "stderr") of what it does not show.
+        plain: the workers as a group of torchrun's kind; None: others may take part in the run, so they are none.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Supervisor:
         on_failure: Callable[[Failed], None] = lambda _failed: None,
         terminal: Terminal | None = None,
         hidden: Set[tuple[int, str]] = frozenset(),
+        plain: PlainGroup | None = None,
     ) -> None:
         self.workers = [Worker(local_rank) for local_rank in range(nproc)]
         self.total_restarts = 0
@@ -96,8 +99,10 @@ class Supervisor:
         self.on_failure = on_failure
         self._terminal = terminal or Terminal()
         self._lines = WorkerLines(self._terminal, hidden)
+        self._plain, self._anyone_asked = plain, False
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watches: dict[int, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Start all workers."""
@@ -114,6 +119,7 @@ class Supervisor:
         """A process asks for a group: a worker, or the process that a worker has started to train in its place."""
         worker = self._worker(pid, local_rank)
         if worker is not None:
+            self._anyone_asked = True
             worker.has_finished = False  # it had, and one more round is needed
             if worker.asked_s is None:
                 worker.asked_s = time.monotonic()
@@ -141,6 +147,11 @@ class Supervisor:
     def starting(self) -> list[Worker]:
         """The workers whose processes have not asked for a group yet."""
         return [worker for worker in self.workers if worker.process is not None and worker.asked_s is None]
+
+    @property
+    def is_plain_group(self) -> bool:
+        """Whether the workers have initialised a group by the environment, and none has asked the agent for one."""
+        return self._plain is not None and self._plain.is_initialised and not self._anyone_asked
 
     def stop_starting(self) -> None:
         """Start none any more, and end those by SIGTERM whose processes have not asked for a group yet."""
@@ -189,9 +200,11 @@ class Supervisor:
         return next(iter((*by_pid, *by_number)), None)
 
     def _spawn(self, worker: Worker) -> None:
-        environment = self._environment | {
+        environment = self._environment | ({} if self._plain is None else self._plain.variables(worker.local_rank))
+        environment |= {
             "LOCAL_RANK": str(worker.local_rank),
             "TORCHELASTIC_RESTART_COUNT": str(worker.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
         }
         worker.process = subprocess.Popen(
             dies_with_parent(self._command),
@@ -212,7 +225,8 @@ class Supervisor:
             self._task(self._lines.pass_on(worker.local_rank, "stdout", worker.process.stdout, file)),
             self._task(self._lines.pass_on(worker.local_rank, "stderr", worker.process.stderr, file, worker.heard)),
         ]
-        self._task(self._or_give_up(worker, self._watch(worker, worker.process, readers, file)))
+        watch = self._or_give_up(worker, self._watch(worker, worker.process, readers, file))
+        self._watches[worker.local_rank] = self._task(watch)
 
     def _open_log(self, worker: Worker) -> WorkerLog | None:
         file = None if self._logs is None else self._logs.opened(worker.local_rank, worker.restarts)
@@ -239,6 +253,7 @@ class Supervisor:
         # the others are told before anything else is done: their recovery waits for nothing here
         worker.process, worker.ended_s = None, time.time()
         self._on_exit(worker, process.pid)
+        self._look_at_plain_group()
         # its data loaders, if it left any; before it is reaped, for then its number may become another process's
         signal_group(process.pid, signal.SIGKILL)
         worker.exit_code = process.wait()
@@ -251,23 +266,62 @@ class Supervisor:
 
     async def _decide(self, worker: Worker, pid: int) -> None:
         assert worker.exit_code is not None
+        if self._plain is not None and self._plain.is_ending:
+            if worker.exit_code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+                self.on_failure(worker.failed())
+            return  # who ends the group goes on when all its workers have ended
         if worker.exit_code != 0 and not self._stopping.is_set() and not worker.leaves:
             log.info("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
-            worker.gave_up = worker.restarts >= self._max_restarts or not may_restart(
+            after = after_loss(
                 worker.exit_code,
                 has_asked=worker.asked_s is not None,
-                fails_for_good=worker.fails_for_good,
+                is_plain_group=self.is_plain_group,
                 run_is_over=self._run_is_over(),
+                restarts_left=self._max_restarts - worker.restarts,
+                fails_for_good=worker.fails_for_good,
             )
+            if after is AfterLoss.ALL_END and self._plain is not None:
+                await self._end_group(worker, self._plain)
+                return
+            worker.gave_up = after is AfterLoss.GIVEN_UP
             self.on_failure(worker.failed())
+            if self._plain is None and worker.asked_s is None and misses_ranks(worker.failed().last_error):
+                log.error("worker %d: %s", worker.local_rank, NO_RANKS)
             if not worker.gave_up:
                 worker.restarts += 1
                 self.total_restarts += 1
-                if not await _is_set_within(self._stopping, restart_delay_s(worker.restarts)):
+                is_stopped = await _is_set_within(self._stopping, restart_delay_s(worker.restarts))
+                if self._plain is not None and self._plain.is_ending:
+                    return  # as above
+                if not is_stopped:
                     self._spawn(worker)
                     return
         worker.gave_up = worker.gave_up or self._stopping.is_set()
         self._give_up_on(worker)
+
+    async def _end_group(self, lost: Worker, plain: PlainGroup) -> None:
+        """All workers end with the one that is lost, and are started again if they may."""
+        goes_on = plain.begins_to_end(lost, describe_exit(lost.exit_code))
+        for worker in self.workers:
+            worker.gave_up = not goes_on and not worker.is_over
+            if worker.process is not None:
+                self._task(worker.end(worker.process, (0.0, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)))
+        self.on_failure(lost.failed())
+        others = [watch for local_rank, watch in self._watches.items() if local_rank != lost.local_rank]
+        await asyncio.gather(*others)
+        if goes_on and not await _is_set_within(self._stopping, restart_delay_s(lost.restarts + 1)):
+            plain.begins_anew(self.workers)
+            self.total_restarts += len(self.workers)
+            for worker in self.workers:
+                self._spawn(worker)
+            return
+        for worker in self.workers:
+            worker.gave_up = worker.exit_code != 0
+        self._give_up_on(lost)
+
+    def _look_at_plain_group(self) -> None:
+        if self._plain is not None and not self._anyone_asked:
+            self._plain.look()
 
     def _give_up_on(self, worker: Worker) -> None:
         """A worker is over for good: so may all be, or too many."""
@@ -283,6 +337,7 @@ class Supervisor:
         while not self.all_over.is_set():
             await _is_set_within(self.all_over, TICK_S)
             self._terminal.tick()
+            self._look_at_plain_group()
 
     async def _ended_within(self, seconds: float) -> bool:
         return await _is_set_within(self.all_over, seconds)

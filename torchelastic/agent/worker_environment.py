@@ -20,6 +20,7 @@ def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
         wire.INIT_METHOD_VARIABLE: str(options.url),
         "TORCHELASTIC_RUN_ID": options.url.run_id,
         "LOCAL_WORLD_SIZE": str(nproc),
+        "ROLE_NAME": "default",  # unless --role says another
         "PYTHONUNBUFFERED": "1",
         # the stacks of a worker that crashes, or that hangs before it has a coordinator, see the supervisor
         "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),

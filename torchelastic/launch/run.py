@@ -21,6 +21,7 @@ from urllib.parse import urlencode
 from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect
+from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Worker
 from torchelastic.agent.worker_environment import worker_environment
@@ -146,6 +147,7 @@ def execute(options: argparse.Namespace) -> int:
                 on_exit=on_exit,
                 terminal=run_log.terminal,
                 hidden=theirs.hidden,
+                plain=PlainGroup(options.nproc_per_node, options.max_restarts) if options.standalone else None,
             )
 
         # the etcd of --standalone ends with the launcher, and nobody else is there to be told of that

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-from pathlib import Path
 
-_FILES = ("/proc/net/tcp", "/proc/net/tcp6")
+from torchelastic.network.ports import kernel_tables
+
 #: The list is not one moment's: a row can be missed while others come and go.
 _TRIES = 3
 
@@ -19,12 +19,8 @@ def uid_of_peer(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
         here: of this end.
     """
     for _ in range(_TRIES):
-        for name in _FILES:
-            try:
-                text = Path(name).read_text()
-            except OSError:
-                continue  # without IPv6, for instance
-            uid = uid_in(text, peer, here)
+        for table in kernel_tables():
+            uid = uid_in(table, peer, here)
             if uid is not None:
                 return uid
     return None

@@ -5,6 +5,7 @@ The worker's client, the agent's connections and the simulator's workers all ask
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, replace
 
@@ -123,6 +124,44 @@ def may_restart(exit_code: int, *, has_asked: bool, run_is_over: bool, fails_for
         fails_for_good: whether it has said that its error would come again in another process.
     """
     return not run_is_over and not (fails_for_good and exit_code > 0) and (has_asked or exit_code < 0)
+
+
+class AfterLoss(enum.Enum):
+    """What becomes of the workers of a host when one of them has failed."""
+
+    #: The others go on without it.
+    GIVEN_UP = enum.auto()
+    #: It is started again, the others go on.
+    ONE_AGAIN = enum.auto()
+    #: All are ended; restarts permitting, all are started again.
+    ALL_END = enum.auto()
+
+
+def after_loss(
+    exit_code: int,
+    *,
+    has_asked: bool,
+    is_plain_group: bool,
+    run_is_over: bool,
+    restarts_left: int,
+    fails_for_good: bool = False,
+) -> AfterLoss:
+    """What a failed worker means for those of its host.
+
+    A group whose members found each other by the environment, as under torchrun, is none without one of them.
+
+    Args:
+        exit_code: as in `may_restart`, like the other ones that both have.
+        has_asked: see there.
+        is_plain_group: whether the workers have initialised such a group, and none has asked the agent for one.
+        run_is_over: see there.
+        restarts_left: of this worker alone.
+        fails_for_good: see there.
+    """
+    if is_plain_group:
+        return AfterLoss.ALL_END
+    may = may_restart(exit_code, has_asked=has_asked, run_is_over=run_is_over, fails_for_good=fails_for_good)
+    return AfterLoss.ONE_AGAIN if may and restarts_left > 0 else AfterLoss.GIVEN_UP
 
 
 def late_start_s(slowest_start_s: float) -> float:

@@ -1,0 +1,93 @@
+"""The workers of a host as torchrun would start them: one group, of fixed ranks, that meets at an address and a port.
+
+For scripts that do not ask the agent for a group but call `init_process_group`, or have Lightning, Accelerate or
+Transformers call it. Which of the two a script is, is seen at the port: nobody else uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+
+from torchelastic.agent.worker import Worker
+from torchelastic.network.ports import is_in, kernel_tables, unused_port
+
+log = logging.getLogger(__name__)
+
+_ADDRESS = "127.0.0.1"
+_MISSES = re.compile(r"KeyError: '(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'|environment variable [A-Z_]+ expected")
+
+#: What to tell who misses them.
+NO_RANKS = (
+    "this script initialises by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which is set on one host "
+    "alone: start it without --rdzv-endpoint and --nnodes, with torchrun on several hosts, or train with "
+    "torchelastic.train (docs/migrating/torchrun.md)"
+)
+
+
+class PlainGroup:
+    """What the supervisor knows of it. Use it on the agent's event loop.
+
+    Args:
+        nproc: workers of this host, which are all of the run.
+        max_restarts: how often the group may be started again.
+    """
+
+    def __init__(self, nproc: int, max_restarts: int) -> None:
+        self._nproc, self._max_restarts = nproc, max_restarts
+        self._port = unused_port(_ADDRESS)
+        self._restarts = 0
+        #: a worker has opened the port, in this life of the group or in an earlier one
+        self.is_initialised = False
+        #: it is being ended, to be started again or for good
+        self.is_ending = False
+
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """What torchrun would set for this worker, besides what all of ours have."""
+        return {
+            "RANK": str(local_rank),
+            "WORLD_SIZE": str(self._nproc),
+            "ROLE_RANK": str(local_rank),
+            "ROLE_WORLD_SIZE": str(self._nproc),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": _ADDRESS,
+            "MASTER_PORT": str(self._port),
+        }
+
+    def look(self) -> None:
+        """See whether a worker has opened the port; call it now and then, and when one has just ended."""
+        if not self.is_initialised and is_in(kernel_tables(), self._port):
+            self.is_initialised = True
+            log.info("no worker has asked for a group: this script initialises by the environment (RANK, MASTER_ADDR)")
+
+    def begins_to_end(self, lost: Worker, how: str) -> bool:
+        """A worker is lost, and the others are ended; returns whether all are then started again."""
+        self.is_ending, goes_on = True, self._restarts < self._max_restarts
+        log.warning(
+            "worker %d: %s. No worker has asked for a group: this script initialises by the environment (RANK, "
+            "MASTER_ADDR), so %s, as torchrun would; with torchelastic.train only the lost one would be started again",
+            lost.local_rank, how,
+            f"all {self._nproc} workers are started again (restart {self._restarts + 1} of {self._max_restarts})"
+            if goes_on else f"all {self._nproc} workers end, --max-restarts {self._max_restarts} being used up",
+        )  # fmt: skip
+        return goes_on
+
+    def begins_anew(self, workers: Sequence[Worker]) -> None:
+        """All of these are about to be started again: with a port at which no process of the last group is known."""
+        self.is_ending = False
+        self._restarts += 1
+        self._port = unused_port(_ADDRESS)
+        for worker in workers:
+            # whoever has finished, or has taken our SIGTERM for a notice to stop, is needed again
+            worker.restarts, worker.leaves, worker.gave_up = worker.restarts + 1, False, False
+
+
+def misses_ranks(error: str) -> bool:
+    """Whether a script has failed since it knows no rank, or no address to meet at, by the last line that it said.
+
+    >>> misses_ranks("KeyError: 'RANK'"), misses_ranks("KeyError: 'loss'")
+    (True, False)
+    """
+    return _MISSES.search(error) is not None
