@@ -175,6 +175,21 @@ def test_a_script_of_torchrun_starts_all_anew_and_ends_with_these_weights(
     check_equal(read(weights), single_process(EPOCHS, decay_every=100))
 
 
+@pytest.mark.long
+def test_the_same_script_under_our_launcher_starts_all_anew_and_ends_with_these_weights(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    checkpoint, weights = tmp_path / "curve.pt", tmp_path / "weights.pt"
+    words = ("--epochs", str(EPOCHS), "--checkpoint", checkpoint, "--weights", weights)
+    before = start(*RUN, SCRIPTS / "torchrun" / "before.py", *words)
+    before.wait_while_running(checkpoint.exists, "the first checkpoint")
+    first = {rank: before.worker(rank).pid for rank in (0, 1)}
+    os.kill(first[1], signal.SIGKILL)
+    before.wait_while_running(lambda: not psutil.pid_exists(first[0]), "the end of the other worker")
+    assert "worker 1: killed by SIGKILL; no worker has asked for a group" in before.finish()
+    check_equal(read(weights), single_process(EPOCHS, decay_every=100))
+
+
 @pytest.mark.slow
 def test_what_it_becomes_survives_one_and_then_the_loss_of_all(start: Callable[..., Started], tmp_path: Path) -> None:
     checkpoints, weights = tmp_path / "curve", tmp_path / "weights.pt"

@@ -65,12 +65,15 @@ class PlainGroup:
     def begins_to_end(self, lost: Worker, how: str) -> bool:
         """A worker is lost, and the others are ended; returns whether all are then started again."""
         self.is_ending, goes_on = True, self._restarts < self._max_restarts
+        again = (
+            f"all {self._nproc} workers are started again, as torchrun would (restart {self._restarts + 1} of "
+            f"{self._max_restarts}); with torchelastic.train only the lost one would be"
+        )
+        over = f"all {self._nproc} workers are ended: the restarts are used up (--max-restarts {self._max_restarts})"
         log.warning(
-            "worker %d: %s. No worker has asked for a group: this script initialises by the environment (RANK, "
-            "MASTER_ADDR), so %s, as torchrun would; with torchelastic.train only the lost one would be started again",
-            lost.local_rank, how,
-            f"all {self._nproc} workers are started again (restart {self._restarts + 1} of {self._max_restarts})"
-            if goes_on else f"all {self._nproc} workers end, --max-restarts {self._max_restarts} being used up",
+            "worker %d: %s; no worker has asked for a group: this script initialises by the environment (RANK, "
+            "MASTER_ADDR), so %s",
+            lost.local_rank, how, again if goes_on else over,
         )  # fmt: skip
         return goes_on
 
