@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
+from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 
 PATIENCE_S = 60.0
@@ -14,7 +15,11 @@ WAITS = "import time; time.sleep(60)"
 
 
 def supervise(
-    nproc: int, scenario: Callable[[Supervisor], Awaitable[None]], script: str = WAITS, **environment: str
+    nproc: int,
+    scenario: Callable[[Supervisor], Awaitable[None]],
+    script: str = WAITS,
+    plain: PlainGroup | None = None,
+    **environment: str,
 ) -> None:
     """Run the scenario beside so many workers with this script, which are ended with it."""
 
@@ -27,6 +32,7 @@ def supervise(
             log_dir=None,
             run_is_over=lambda: False,
             on_exit=lambda _worker, _pid: None,
+            plain=plain,
         )
         supervisor.start()
         try:

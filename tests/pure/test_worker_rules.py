@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, Standing
 from torchelastic.rendezvous.worker_rules import (
+    AfterLoss,
     Contact,
+    after_loss,
     asks,
     asks_again,
     finishes,
@@ -140,6 +143,15 @@ def test_a_failed_worker_is_started_again_unless_its_script_fails_before_it_asks
 ) -> None:
     assert may_restart(exit_code, has_asked=has_asked, run_is_over=False) is may
     assert not may_restart(exit_code, has_asked=has_asked, run_is_over=True)
+
+
+@pytest.mark.parametrize("exit_code", [1, -9])
+@pytest.mark.parametrize("restarts_left", [0, 1])
+def test_of_a_group_that_met_by_the_environment_all_end_with_one(exit_code: int, restarts_left: int) -> None:
+    lost: dict[str, Any] = {"has_asked": False, "run_is_over": False, "restarts_left": restarts_left}
+    assert after_loss(exit_code, is_plain_group=True, **lost) is AfterLoss.ALL_END
+    alone = AfterLoss.ONE_AGAIN if exit_code < 0 and restarts_left else AfterLoss.GIVEN_UP
+    assert after_loss(exit_code, is_plain_group=False, **lost) is alone
 
 
 def test_a_start_is_late_by_the_measure_of_the_others_on_its_host() -> None:

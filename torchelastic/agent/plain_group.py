@@ -24,6 +24,11 @@ NO_RANKS = (
     "alone: start it without --rdzv-endpoint and --nnodes, with torchrun on several hosts, or train with "
     "torchelastic.train (docs/migrating/torchrun.md)"
 )
+#: The same where the others train in a group of the agent.
+NOT_AGAIN = (
+    "this script calls init_process_group, or has it called, and asks for a group too: a worker that is started again "
+    "cannot meet the others by the environment, so take init_process_group out"
+)
 
 
 class PlainGroup:
@@ -43,17 +48,22 @@ class PlainGroup:
         #: it is being ended, to be started again or for good
         self.is_ending = False
 
-    def variables(self, local_rank: int) -> dict[str, str]:
-        """What torchrun would set for this worker, besides what all of ours have."""
-        return {
+    def variables(self, local_rank: int, *, may_meet: bool) -> dict[str, str]:
+        """What torchrun would set for this worker, besides what all of ours have.
+
+        Args:
+            local_rank: of the worker.
+            may_meet: whether it may meet others at the port. Where they train in a group of the agent nobody is there
+                any more, and a script that initialises by the environment besides would wait for them in vain.
+        """
+        where = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(self._port)} if may_meet else {}
+        return where | {
             "RANK": str(local_rank),
             "WORLD_SIZE": str(self._nproc),
             "ROLE_RANK": str(local_rank),
             "ROLE_WORLD_SIZE": str(self._nproc),
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": _ADDRESS,
-            "MASTER_PORT": str(self._port),
         }
 
     def look(self) -> None:

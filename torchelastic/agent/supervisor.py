@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchelastic.agent.causes import Failed, describe_exit
 from torchelastic.agent.passing_on import catches
-from torchelastic.agent.plain_group import NO_RANKS, PlainGroup, misses_ranks
+from torchelastic.agent.plain_group import NO_RANKS, NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.terminal import Terminal
 from torchelastic.agent.worker import Worker, signal_group
 from torchelastic.agent.worker_lines import WorkerLines
@@ -200,7 +200,9 @@ class Supervisor:
         return next(iter((*by_pid, *by_number)), None)
 
     def _spawn(self, worker: Worker) -> None:
-        environment = self._environment | ({} if self._plain is None else self._plain.variables(worker.local_rank))
+        environment = dict(self._environment)
+        if self._plain is not None:
+            environment |= self._plain.variables(worker.local_rank, may_meet=not self._anyone_asked)
         environment |= {
             "LOCAL_RANK": str(worker.local_rank),
             "TORCHELASTIC_RESTART_COUNT": str(worker.restarts),
@@ -285,8 +287,8 @@ class Supervisor:
                 return
             worker.gave_up = after is AfterLoss.GIVEN_UP
             self.on_failure(worker.failed())
-            if self._plain is None and worker.asked_s is None and misses_ranks(worker.failed().last_error):
-                log.error("worker %d: %s", worker.local_rank, NO_RANKS)
+            if worker.asked_s is None and misses_ranks(worker.failed().last_error):
+                log.error("worker %d: %s", worker.local_rank, NO_RANKS if self._plain is None else NOT_AGAIN)
             if not worker.gave_up:
                 worker.restarts += 1
                 self.total_restarts += 1
