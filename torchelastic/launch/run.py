@@ -112,8 +112,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Be the agent until the run is over. Exit code 0 only if the run was completed; 75: stopped before a deadline."""
     options, theirs = _understood(options)
-    command, gateway = _worker_command(options), _gateway(options)
-    environment = dict(os.environ)
+    environment, command, gateway = dict(os.environ), _worker_command(options), _gateway(options)
     end, network = limited(environment, options.time_limit, time.time()), meant_interface(options.iface, environment)
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
