@@ -41,6 +41,7 @@ FLOORS: dict[str, int] = {
     "agent": 6,
     "doctor": 7,
     "launch": 8,
+    "__main__": 9,
     "testing": 9,
     "__init__": 10,
 }
