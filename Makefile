@@ -73,7 +73,7 @@ soak: $(READY)
 	$(BIN)/python -m torchelastic.testing.simulation --events 1000000000 --seconds 600 --hosts 8
 	$(BIN)/python -m torchelastic.testing.simulation --members 10000 --nproc 8
 	$(BIN)/python -m benchmarks.storm --faults 200
-	$(BIN)/python -m benchmarks.deadlines --deadlines 20
+	$(BIN)/python -m benchmarks.deadlines --jobs 0 --deadlines 20
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead

@@ -1,11 +1,17 @@
-"""Real deadlines of a real job: two ranks train, hear of their end, save and stop; at the deadline they are killed.
+"""Deadlines: simulated ones under our rule and under those of the peers, then real ones of a real job.
 
-    python -m benchmarks.deadlines [--deadlines 20] [--seed 1] [--reserve-s 1] [--shortest-s 5] [--longest-s 15]
+    python -m benchmarks.deadlines [--jobs 20] [--deadlines 20] [--seed 1] [--reserve-s 1] [--shortest-s 5] ..
 
-One job, life after life, each from the checkpoint of the last one (`BCPState`). When both ranks are at work, a file
-says when they will be killed, in 5 to 15 s; nothing else does. A deadline is met if the save was durable before it, and
-the checkpoint that is found when the job is gone holds every step that was trained. Prints one JSON line; every miss is
-in it with the numbers of its decision. `killed_after_the_save`: the interpreter was still busy with its own end, which
+First a table: jobs of several lives whose steps, saves and ends are the same for `IterManager`, and for models of the
+rules of velastic and PyRecover (`benchmarks.deadline_traces`, `deadline_rules`). Missed: the share of lives that ended
+with trained steps that were not saved (after a SIGTERM that does not say how much time is left: without a save since).
+Wasted: the share of all time in which nothing was trained that is kept, the start-up included. `--jobs 0`: no table.
+
+Then two ranks train, hear of their end, save and stop; at the deadline they are killed. `--deadlines 0`: not that. One
+job, life after life, each from the checkpoint of the last one (`BCPState`). When both ranks are at work, a file says
+when they will be killed, in 5 to 15 s; nothing else does. A deadline is met if the save was durable before it, and the
+checkpoint that is found when the job is gone holds every step that was trained. Prints one JSON line; every miss is in
+it with the numbers of its decision. `killed_after_the_save`: the interpreter was still busy with its own end, which
 takes seconds where the cores are busy. Ends with 1 if fewer than 99 in 100 were met: of 20, if one was not.
 """
 
@@ -13,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import subprocess
@@ -26,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deadline_job import build
+from benchmarks.deadline_traces import LIVES, TRACES, table
 from benchmarks.environment import print_result, summary
 from torchelastic.checkpoint import BCPState
 from torchelastic.lifetime import STOPPED_EARLY
@@ -129,13 +137,27 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], is_ready: Callable[[], bool]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deadlines", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=20, help="simulated jobs of each sort; 0: none")
+    parser.add_argument(
+        "--trace", choices=list(TRACES), action="append", help="simulate only this one; may be repeated"
+    )
+    parser.add_argument("--deadlines", type=int, default=20, help="real ones; 0: none")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
     parser.add_argument("--reserve-s", type=float, default=1.0)
     parser.add_argument("--shortest-s", type=float, default=5.0)
     parser.add_argument("--longest-s", type=float, default=15.0)
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
+    if options.jobs:
+        logging.getLogger("torchelastic").setLevel(logging.CRITICAL)  # each decision is a warning
+        print(f"{options.jobs} jobs of {LIVES} lives each, seed {seed}\n")
+        for line in table(options.jobs, seed, names=options.trace or tuple(TRACES)):
+            print(line, flush=True)
+    return real(options, seed) if options.deadlines else 0
+
+
+def real(options: argparse.Namespace, seed: int) -> int:
+    """The job that is killed, life after life; returns the exit code."""
     draw = random.Random(seed)
     lives = []
     with tempfile.TemporaryDirectory() as name:

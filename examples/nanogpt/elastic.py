@@ -167,8 +167,6 @@ def train(options: Options) -> int:
         c10d_backend=None if options.backend == "auto" else options.backend,
         process_group_timeout=PROCESS_GROUP_TIMEOUT_MS,
     )
-    lifetime = Lifetime(
-        reserve_s=options.redundant_time, unknown_save_s=options.save_ckpt_time or Lifetime.unknown_save_s
-    )
+    lifetime = Lifetime(reserve_s=options.redundant_time, unknown_save_s=options.save_ckpt_time or None)
     torchelastic.train(coordinator, training.train_step, training.state, checkpoint=manager, lifetime=lifetime)
     return 0

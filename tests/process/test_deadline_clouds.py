@@ -6,14 +6,17 @@ import logging
 import os
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 
 import pytest
 
 from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks, wait_until
 from tests.process.metadata_servers import Cloud, hanging, saying
+from torchelastic.lifetime import close_all, detect, nearest
 from torchelastic.lifetime.sources import AwsSpot, AzureScheduledEvents, GcpPreemption, Poller
-from torchelastic.lifetime.sources.metadata import MetadataSource, NoAnswerError, open_url, request
+from torchelastic.lifetime.sources.metadata import Answer, MetadataSource, NoAnswerError, open_url, request
 
 Make = Callable[..., MetadataSource]
 CLOUDS: list[Make] = [AwsSpot, GcpPreemption, AzureScheduledEvents]
@@ -162,12 +165,55 @@ def test_an_absent_service_that_was_expected_is_one_warning_with_a_remedy(
     make: Make, clocks: Clocks, caplog: pytest.LogCaptureFixture
 ) -> None:
     absent = source(make, "http://127.0.0.1:1", clocks, is_expected=True)
-    while absent.poll() is not None:
-        pass
+    assert [absent.poll() for _ in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0], "it is asked on"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "no metadata service" in record.getMessage()
     assert "hop" in record.getMessage() or "169.254.169.254" in record.getMessage()
+
+
+@each_cloud
+def test_an_expected_service_that_comes_up_later_is_found(make: Make, cloud: Cloud, clocks: Clocks) -> None:
+    """The metadata server of GKE answers only seconds after the pod has started."""
+    late = source(make, cloud.endpoint, clocks, is_expected=True)
+    cloud.is_down = True
+    for _ in range(4):
+        assert late.poll() is not None
+    assert not late.is_present
+    cloud.is_down = False
+    assert late.poll() in (2.0, 5.0)
+    assert late.is_present
+
+
+def test_an_expected_service_that_is_slow_to_answer_is_given_more_time(cloud: Cloud, clocks: Clocks) -> None:
+    given_s: list[float] = []
+
+    def slow(asks: urllib.request.Request, timeout_s: float) -> Answer:
+        given_s.append(timeout_s)
+        if timeout_s < 6.0:
+            raise NoAnswerError(f"no answer within {timeout_s:g} s")
+        return open_url(asks, timeout_s)
+
+    gcp = source(GcpPreemption, cloud.endpoint, clocks, is_expected=True, opener=slow)
+    while not gcp.is_present:
+        gcp.poll()
+        assert len(given_s) < 10
+    assert given_s[:4] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_cloud_that_is_named_and_comes_up_after_the_first_seconds_is_heard_of_all_the_same(cloud: Cloud) -> None:
+    """By the clock, and through what `IterManager` and `train(lifetime=)` call."""
+    cloud.is_down = True
+    variables = {"TORCHELASTIC_METADATA": "gcp", "TORCHELASTIC_METADATA_ENDPOINT": cloud.endpoint}
+    found = detect({**variables, "TORCHELASTIC_DEADLINE_SIGNALS": "none"})
+    try:
+        wait_until(lambda: len(cloud.requests) > 3)  # after three it was given up, for good
+        cloud.gcp["preempted"] = "TRUE"
+        cloud.is_down = False
+        together = nearest(found)
+        wait_until(lambda: together.remaining_s(time.monotonic()) is not None)
+    finally:
+        close_all(found)
 
 
 @each_cloud

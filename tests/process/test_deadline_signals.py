@@ -15,7 +15,8 @@ import pytest
 
 from tests.process.deadline_clocks import PATIENCE_S, Clocks
 from tests.process.sigterm_cases import ENDED_BY_SIGTERM, Rendezvous, exit_code_of
-from torchelastic.lifetime import DeadlineAt
+from torchelastic.lifetime import DeadlineAt, nearest
+from torchelastic.lifetime.deadline import unsure_since_s
 from torchelastic.lifetime.sources import SignalNotices, SlurmDeadline, close_all, detect
 from torchelastic.p2p.termination import leave_on_sigterm
 
@@ -256,6 +257,33 @@ def test_sigterm_is_a_notice_where_it_would_end_the_process() -> None:
     assert taken(TORCHELASTIC_AGENT_SOCKET="/run/agent") == {"SIGTERM": 30.0}, "that of a coordinator's own agent"
     assert taken(TORCHELASTIC_TERM_GRACE_S="120") == {"SIGTERM": 120.0}
     assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_guess"),
+    [
+        ({}, True),
+        ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90"}, True),
+        ({"TORCHELASTIC_TERM_GRACE_S": "30"}, False),
+        ({"TORCHELASTIC_DEADLINE_SIGNALS": "SIGTERM"}, True),
+        ({"TORCHELASTIC_DEADLINE_SIGNALS": "SIGTERM=30"}, False),
+    ],
+)
+def test_a_grace_that_nobody_has_told_is_a_guess(variables: dict[str, str], is_guess: bool) -> None:
+    signal.signal(TERM, signal.SIG_DFL)
+    deadlines = detect(variables, machine=str, runner=lambda *_: "")
+    try:
+        together = nearest(deadlines)
+        assert unsure_since_s(together) is None, "no signal came"
+        before_s = time.monotonic()
+        signal.raise_signal(TERM)
+        assert together.remaining_s(time.monotonic()) is not None
+        since_s = unsure_since_s(together)
+        assert (since_s is not None) is is_guess
+        assert since_s is None or before_s <= since_s <= time.monotonic()
+    finally:
+        close_all(deadlines)
+        signal.signal(TERM, signal.SIG_DFL)
 
 
 def test_sigterm_is_left_to_draining_and_to_whoever_has_a_handler() -> None:

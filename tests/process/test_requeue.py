@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from torchelastic.lifetime import STOPPED_EARLY, Requeue, requeue_job
 from torchelastic.lifetime import requeue as module
-from torchelastic.lifetime.requeue import ATTEMPTS, plan_requeue
+from torchelastic.lifetime.requeue import PATIENCE_S, plan_requeue, requeue_patience_s
 
 JOB = {"SLURM_JOB_ID": "42"}
 Scontrol = Callable[[str], Path]
@@ -33,7 +35,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scontrol:
 
 
 def requeue(**options: Any) -> tuple[Requeue, list[float]]:
-    """The answer, with the pauses that were made."""
+    """The answer, with the pauses that were to be made."""
     pauses: list[float] = []
     return requeue_job(**{"environment": JOB, "sleep": pauses.append, **options}), pauses
 
@@ -109,20 +111,44 @@ def test_a_controller_that_is_busy_is_asked_again_and_not_for_ever(scontrol: Sco
     calls = scontrol("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     answer, pauses = requeue()
     assert not answer.asked
-    assert calls.read_text().count("requeue") == ATTEMPTS
-    assert pauses == [1.0, 2.0]
+    assert pauses[:5] == [1.0, 2.0, 4.0, 8.0, 10.0]
+    assert PATIENCE_S - 10.0 <= sum(pauses) <= PATIENCE_S
+    assert calls.read_text().count("requeue") == len(pauses) + 1
+    hurried, pauses = requeue(patience_s=4.0)
+    assert (hurried.asked, pauses) == (False, [1.0, 2.0])
     once = tmp_path / "once"
     scontrol(f"test -e {once} && exit 0; touch {once}; echo 'Socket timed out on send/recv operation' >&2; exit 1")
     assert requeue() == (Requeue(True, "restart 1 of at most 100"), [1.0])
 
 
+def test_a_controller_that_restarts_costs_the_chain_of_jobs_nothing(scontrol: Scontrol, tmp_path: Path) -> None:
+    """slurmctld is away for some seconds of real time; three attempts within 3.3 s would have missed it."""
+    until = tmp_path / "until"
+    until.write_text(f"{time.time() + 5.0:.0f}")
+    calls = scontrol(
+        f"test $(date +%s) -ge $(cat {until}) && exit 0\n"
+        "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    )
+    began_s = time.monotonic()
+    answer = requeue_job(environment=JOB, patience_s=30.0)
+    assert answer.asked
+    assert time.monotonic() - began_s > 4.0
+    assert calls.read_text().count("requeue") > 3
+
+
+def test_how_long_the_controller_is_asked_fits_into_what_is_left_of_the_job() -> None:
+    assert requeue_patience_s(5.0) == 25.0, "the limit, and most of KillWait"
+    assert requeue_patience_s(math.inf) == PATIENCE_S
+    assert requeue_patience_s(-100.0) == 10.0, "one attempt more"
+
+
 @pytest.mark.parametrize("garbage", ["head -c 3000 /dev/urandom; exit 0", "printf '\\377\\376' >&2; exit 3"])
 def test_garbage_is_no_exception(scontrol: Scontrol, garbage: str) -> None:
     calls = scontrol(garbage)
-    answer, _ = requeue()
+    answer, pauses = requeue()
     assert isinstance(answer, Requeue)
     assert not answer.asked, "what cannot be read is no agreement"
-    assert calls.read_text().count("requeue") == ATTEMPTS
+    assert calls.read_text().count("requeue") == len(pauses) + 1 > 3
 
 
 def test_an_scontrol_that_hangs_is_ended(scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,13 +156,13 @@ def test_an_scontrol_that_hangs_is_ended(scontrol: Scontrol, monkeypatch: pytest
     # its child holds the output open: whoever waits for the end of that, waits for the child
     calls = scontrol(f"sleep 600 & echo $! >> {tmp_path}/children; exec sleep 600")
     try:
-        answer, pauses = requeue()
+        answer, pauses = requeue(patience_s=3.5)
     finally:
         for pid in (tmp_path / "children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
     assert not answer.asked
     assert "timed out after 0.3 seconds" in answer.because
-    assert (calls.read_text().count("requeue"), len(pauses)) == (ATTEMPTS, ATTEMPTS - 1)
+    assert (calls.read_text().count("requeue"), len(pauses)) == (3, 2)
 
 
 def test_without_scontrol_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

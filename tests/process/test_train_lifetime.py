@@ -130,7 +130,8 @@ def test_a_slurm_job_is_requeued_once_after_the_save(monkeypatch: pytest.MonkeyP
     asked: list[tuple[int, list[int]]] = []
     manager = InMemory()
 
-    def requeue_job(*, max_restarts: int) -> Requeue:
+    def requeue_job(*, max_restarts: int, patience_s: float) -> Requeue:
+        assert 10.0 <= patience_s < 25.0, "until the deadline, and most of KillWait"
         asked.append((max_restarts, manager.steps))
         return Requeue(True, "asked")
 

@@ -22,7 +22,8 @@ class Job:
         self.manager = IterManager(
             velastic_dir=folder, deadline=nearest([deadline]), clock=self.clock, **{"redundant_time": 0, **options}
         )
-        self.saved_at: list[int] = []
+        self.saved_at: list[int] = []  # to stop; those after which it goes on:
+        self.went_on_at: list[int] = []
         self.saved_s: list[float] = []
 
     def run(self, step_s: Sequence[float] | float, steps: int = 1000, save_s: float = 2.0) -> None:
@@ -32,8 +33,11 @@ class Job:
             if self.manager.should_save_ckpt():
                 with self.manager.saving():
                     self.clock.advance(save_s)
-                self.saved_at.append(self.manager.iter_count)
-                self.saved_s.append(self.clock() - START_S)
+                if self.manager.should_stop:
+                    self.saved_at.append(self.manager.iter_count)
+                    self.saved_s.append(self.clock() - START_S)
+                else:
+                    self.went_on_at.append(self.manager.iter_count)
             if self.manager.should_stop:
                 return
             self.clock.advance(took_s)

@@ -13,6 +13,7 @@ from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.coordinator import NonRetryableException
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, StoppedEarly, nearest
 from torchelastic.lifetime.in_loop import LoopLifetime
+from torchelastic.lifetime.sources import Notice, Notices
 from torchelastic.testing.clock import FakeClock
 
 
@@ -125,6 +126,33 @@ def test_without_a_checkpoint_manager_it_warns_at_the_start_and_stops(caplog: py
     stop = run.steps(always(1.0))
     assert (stop.saved_in, stop.step) == ((), 24)
     assert "nothing is saved" in str(stop)
+
+
+def test_steps_that_become_a_hundred_times_as_long_near_the_deadline_are_noticed_by_the_clock() -> None:
+    """5 ms, then 0.5 s each: whoever counts steps until the next decision finds the deadline over."""
+    for quick in range(2000, 3800, 50):
+        run = Run(25.0, InMemory(save_s=0.1), unknown_save_s=1.0, reserve_s=1.0)
+        stop = run.steps(iter([0.005] * quick + [0.5] * 100))
+        assert run.clock() <= run.ends_s, (quick, str(stop))
+        assert run.manager is not None
+        assert run.manager.steps[-1] == stop.step
+
+
+def test_a_notice_that_does_not_say_when_is_answered_by_a_save_at_once_and_training_goes_on() -> None:
+    notices = Notices("signal", "none came")
+    run = Run(None, InMemory(save_s=0.3), deadline=notices)
+    with pytest.raises(AssertionError, match="never stopped"):
+        run.steps(always(0.1, 100))
+    came_s = run.clock()
+    notices.tell([Notice("signal", "signal", came_s + 30.0, "SIGTERM", unsure_since_s=came_s)])
+    with pytest.raises(AssertionError, match="never stopped"):
+        run.steps(always(0.1, 10))
+    assert run.manager is not None
+    assert run.manager.steps[0] <= 102, "at once"
+    saves = len(run.manager.steps)
+    stop = run.steps(always(0.1))
+    assert (run.manager.steps[-1], len(run.manager.steps)) == (stop.step, saves + 1), "once, and at the end"
+    assert came_s + 20.0 < run.clock() <= came_s + 30.0
 
 
 def test_a_slow_step_that_is_due_is_not_begun() -> None:

@@ -135,9 +135,89 @@ class Moving:
         return None if self.at_s is None else self.at_s - now_s
 
 
+def test_how_long_a_save_takes_is_learned_by_a_trial_once_in_the_life_of_the_job(folder: Path) -> None:
+    """Saves take 60 s, and nobody has said so: the guess of a few seconds would lose one life after the other."""
+    first = Job(folder, 400.0)
+    first.run(1.0, save_s=60.0)
+    assert (first.went_on_at, len(first.saved_at)) == ([2], 1)
+    assert 300.0 < first.saved_s[0] <= 400.0, "1.5 times the 60 s are left for it"
+    second = Job(folder, 400.0)
+    second.run(1.0, save_s=60.0)
+    assert (second.went_on_at, len(second.saved_at)) == ([], 1), "the life before has told"
+    assert 300.0 < second.saved_s[0] <= 400.0
+
+
+def test_there_is_no_trial_while_the_deadline_is_far_or_where_the_user_says_how_long_a_save_takes(folder: Path) -> None:
+    far = Job(folder, 10_000.0)
+    far.run(1.0, steps=1000)
+    said = Job(folder, 400.0, save_ckpt_time=60)
+    said.run(1.0, steps=300)
+    assert far.went_on_at == said.went_on_at == []
+
+
+def test_after_a_trial_that_leaves_no_time_it_stops_without_a_second_save(folder: Path) -> None:
+    job = Job(folder, 100.0)
+    job.run(1.0, save_s=60.0)
+    assert job.manager.should_stop
+    assert (job.saved_at, job.manager.iter_count) == ([2], 2), "one save, and nothing was trained after it"
+
+
+def test_a_durable_tier_that_nobody_has_measured_is_not_taken_for_a_quick_one(folder: Path) -> None:
+    job = Job(folder, 30.0, tiers=("durable", "local disk", "memory"))
+    job.run(1.0, save_s=8.0)
+    decision = job.manager.decision
+    assert decision is not None
+    assert decision.tier == "local disk", "10 s are guessed for it, and 60 for the durable one"
+
+
+class Sigterm(Moving):
+    """A notice that does not say how much time is left: 30 s are a guess."""
+
+    def unsure_since_s(self) -> float | None:
+        return None if self.at_s is None else self.at_s - 30.0
+
+
+def test_at_a_notice_that_does_not_say_when_it_saves_at_once_and_goes_on_and_saves_again(folder: Path) -> None:
+    notice = Sigterm()
+    job = Job(folder, notice)
+    job.manager.save_took(0.3)
+    job.run(0.1, steps=200)
+    came_s = job.clock()
+    notice.at_s = came_s + 30.0
+    job.run(0.1, steps=2, save_s=0.3)
+    assert job.went_on_at, "within one iteration"
+    assert job.clock() - came_s < 1.0
+    assert not job.manager.should_stop
+    assert "nobody has said how much time is left" in str(job.manager.decision)
+    job.run(0.1, save_s=0.3)
+    assert (len(job.went_on_at), len(job.saved_at)) == (1, 1)
+    assert 28.0 < job.saved_s[0] + START_S - came_s <= 30.0
+
+
+def test_at_such_a_notice_the_tier_is_one_that_fits_into_the_shortest_grace_there_is(folder: Path) -> None:
+    notice = Sigterm()
+    job = Job(folder, notice, tiers=("durable", "memory"))
+    job.manager.save_took(12.0, "durable")
+    job.manager.save_took(0.5, "memory")
+    job.run(0.1, steps=200)
+    notice.at_s = job.clock() + 30.0
+    job.run(0.1, steps=2, save_s=0.5)
+    assert job.manager.summary().saves[1][1] == 2, "docker stop gives 10 s: too little for 18 s"
+
+
+def test_if_there_is_no_time_for_another_save_it_stops_after_that_one(folder: Path) -> None:
+    notice = Sigterm()
+    job = Job(folder, notice)
+    job.manager.save_took(12.0)
+    job.run(0.1, steps=200)
+    notice.at_s = job.clock() + 30.0
+    job.run(0.1, steps=5, save_s=12.0)
+    assert (job.went_on_at, len(job.saved_at)) == ([], 1)
+
+
 def test_a_deadline_that_comes_late_is_heard_of(folder: Path) -> None:
     notice = Moving()
-    job = Job(folder, notice)
+    job = Job(folder, notice, save_ckpt_time=10)
     job.run(0.01, steps=3000)
     notice.at_s = job.clock() + 30.0
     job.run(0.01, steps=30_000)
@@ -173,7 +253,7 @@ def test_the_decision_names_the_tier(folder: Path) -> None:
 
 
 def test_who_goes_on_all_the_same_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(folder, 20.0)
+    job = Job(folder, 20.0, save_ckpt_time=10)
     answers = []
     for _ in range(40):
         job.manager.iter()
@@ -345,7 +425,7 @@ def test_it_draws_no_random_number(folder: Path) -> None:
 
 
 def test_the_summary_is_for_people(folder: Path) -> None:
-    job = Job(folder, 60.0, total_iters=100)
+    job = Job(folder, 60.0, total_iters=100, save_ckpt_time=10)
     job.run(1.0)
     text = str(job.manager.summary())
     assert re.search(r"iterations: \d+ of 100, 1 s each, the longest 1 s, set apart at the start: 1 s", text)

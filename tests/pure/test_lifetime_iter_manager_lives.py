@@ -41,6 +41,39 @@ def test_the_next_life_counts_on_and_knows_how_long_a_save_takes(folder: Path) -
     assert second.saved_s[0] > 36.0, "a save takes 2 s, so 3 s are left for it"
 
 
+def test_the_next_life_knows_how_slow_iterations_can_be(folder: Path) -> None:
+    """30 s each, and one of 150 s in the first life: there is room for another in the second one."""
+    first = Job(folder, 3000.0, save_ckpt_time=2)
+    first.run([*[30.0] * 20, 150.0, *[30.0] * 100], save_s=2.0)
+    second = Job(folder, 900.0, save_ckpt_time=2)
+    second.run(30.0, save_s=2.0)
+    assert 900.0 - second.saved_s[0] > 120.0
+    stateless = Job(folder / "other", 900.0, save_ckpt_time=2)
+    stateless.run(30.0, save_s=2.0)
+    assert 900.0 - stateless.saved_s[0] < 60.0
+
+
+def test_iterations_of_a_life_with_another_number_of_ranks_do_not_count(folder: Path) -> None:
+    Job(folder, 3000.0, save_ckpt_time=2).run([*[30.0] * 20, 150.0, *[30.0] * 100], save_s=2.0)
+    state = state_in(folder)
+    (folder / "manager_state.json").write_text(json.dumps({**state, "world_size": 2}))
+    second = Job(folder, 900.0, save_ckpt_time=2)
+    second.run(30.0, save_s=2.0)
+    assert 900.0 - second.saved_s[0] < 60.0
+
+
+def test_a_file_of_an_earlier_version_has_no_iterations(folder: Path) -> None:
+    first = Job(folder, 30.0)
+    first.run(1.0)
+    state = state_in(folder)
+    del state["iter_times_s"]
+    (folder / "manager_state.json").write_text(json.dumps(state))
+    second = Job(folder, None)
+    assert second.manager.load_manager_state()
+    second.run(1.0, steps=1)
+    assert second.manager.iter_count == first.saved_at[0]
+
+
 def test_new_arguments_count_and_not_those_of_the_life_before(folder: Path) -> None:
     Job(folder, 30.0, total_iters=500, redundant_time=7).run(1.0)
     second = Job(folder, 60.0, total_iters=900, redundant_time=1)
@@ -72,6 +105,7 @@ def test_the_file_is_for_others_too(folder: Path) -> None:
         "iter_bound_s": 0.75,
         "world_size": 1,
         "save_times_s": {"checkpoint": []},
+        "iter_times_s": [0.5] * 9,
     }
     assert sorted(path.name for path in folder.iterdir()) == ["manager_state.json"], "and nothing is pickled"
 
@@ -94,7 +128,9 @@ def test_a_file_that_is_something_else_is_named_and_costs_the_count_only(
     assert "remove it, and the iterations are counted anew" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["completed_iters", "iter_count", "save_times_s", "iter_bound_s", "avg_iter_time"])
+@pytest.mark.parametrize(
+    "name", ["completed_iters", "iter_count", "save_times_s", "iter_bound_s", "avg_iter_time", "iter_times_s"]
+)
 @pytest.mark.parametrize("value", [None, -5, "7", float("inf"), {"checkpoint": 3}, {"checkpoint": [-1.0]}])
 def test_a_field_of_the_wrong_sort_is_no_state(folder: Path, name: str, value: object) -> None:
     job = Job(folder, None)
@@ -140,7 +176,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_request_and_a_warning_at
 
 
 def test_a_save_before_the_first_iteration_does_not_overwrite_what_the_life_before_left(folder: Path) -> None:
-    first = Job(folder, 30.0)
+    first = Job(folder, 30.0, save_ckpt_time=2)
     first.run(1.0, save_s=2.0)
     second = Job(folder, None)
     second.manager.save_took(3.0)

@@ -169,3 +169,19 @@ def test_whatever_the_deadlines_nobody_is_there_at_its_own_and_the_run_is_saved_
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(leaving).failed == 0
+
+
+def test_a_rank_that_does_not_know_when_it_ends_leaves_at_once_if_the_others_can_go_on() -> None:
+    """SIGTERM: 30 s are a guess, and docker gives 10."""
+    going = who_goes([30.0, INF, INF], outlook(), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF, INF])
+    assert (going.leaving, going.stops, going.decision.saves) == (frozenset({0}), False, False)
+    sure = who_goes([30.0, INF, INF], outlook(), min_workers=2, reserve_s=5.0)
+    assert sure.leaving == frozenset()
+
+
+def test_where_the_run_cannot_go_on_without_such_a_rank_all_save_at_once_and_go_on_if_there_is_time() -> None:
+    going = who_goes([30.0, INF], outlook(), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF])
+    assert (going.leaving, going.stops, going.decision.action) == (frozenset(), False, "save and go on")
+    short = who_goes([30.0, INF], outlook(save_s=13.0), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF])
+    assert (short.stops, short.decision.action) == (True, "save and stop"), "there is no time for a second save"
+    assert not short.decision.fits, "it is tried all the same"

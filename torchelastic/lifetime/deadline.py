@@ -162,6 +162,11 @@ class Nearest:
         known = (deadline.remaining_s(now_s) for deadline in self.deadlines)
         return min((left_s for left_s in known if left_s is not None), default=None)
 
+    def unsure_since_s(self) -> float | None:
+        """See the function of that name."""
+        known = (unsure_since_s(deadline) for deadline in self.deadlines)
+        return max((since_s for since_s in known if since_s is not None), default=None)
+
     def which(self, now_s: float) -> Deadline | None:
         """The one that counts; the first, if several are equally near; None if none is known."""
         known = [(deadline.remaining_s(now_s), deadline) for deadline in self.deadlines]
@@ -170,6 +175,16 @@ class Nearest:
             return None
         _, nearest_one = min(near, key=lambda pair: pair[0])
         return nearest_one.which(now_s) if isinstance(nearest_one, Nearest) else nearest_one
+
+
+def unsure_since_s(deadline: Deadline) -> float | None:
+    """When the newest notice came that does not say how much time is left, in monotonic seconds; None: there is none.
+
+    A deadline that can be so unsure has a method of that name; `remaining_s` is then a guess, and it is right to save
+    at once. Ask `remaining_s` before: a signal is only read there.
+    """
+    method: Callable[[], float | None] | None = getattr(deadline, "unsure_since_s", None)
+    return None if method is None else method()
 
 
 def nearest(deadlines: Iterable[Deadline | None]) -> Nearest:

@@ -2,20 +2,44 @@
 
 The rule: go on as long as one more step, and a save after it into the most durable tier that fits now, are expected to
 be done in time. So the save is begun at the last safe step, and not at the first that looks dangerous.
+
+Two saves come earlier, and training goes on after them. One when a notice has come that does not say how much time is
+left (`docker stop` gives 10 s, pods on spot nodes of GKE have 15 s, and a process cannot know): at once. And a trial
+save, where nobody knows how long a save takes: a life may be lost to a save that is longer than the guess.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text
 from torchelastic.lifetime.bounds import MARGIN, Bound, guess, upper_bound
 
-__all__ = ["StopDecision", "Tier", "decide", "part_of_risk"]
+__all__ = ["StopDecision", "Tier", "decide", "guess_save_s", "part_of_risk"]
+
+#: The least that anybody gives between a notice that does not say how much time is left and the end: `docker stop`.
+SHORTEST_GRACE_S = 10.0
+#: A trial save is made when the deadline is nearer than this: before, a periodic save may tell how long it takes.
+TRIAL_BELOW_S = 3600.0
+#: How long a save takes while none was measured, by words in the name of the tier; and for any other tier, since a
+#: durable one may be a busy file system or an object store.
+_GUESSES_S = {"memory": 2.0, "ram": 2.0, "shm": 2.0, "disk": 10.0, "local": 10.0, "nvme": 10.0, "ssd": 10.0}
+_DURABLE_GUESS_S = 60.0
+
+
+def guess_save_s(tier: str) -> float:
+    """How many seconds a save into the tier of that name is taken to need while none was measured.
+
+    >>> guess_save_s("memory"), guess_save_s("local disk"), guess_save_s("durable"), guess_save_s("programs")
+    (2.0, 10.0, 60.0, 60.0)
+    """
+    words = re.findall("[a-z]+", tier.lower())
+    return next((seconds for word, seconds in _GUESSES_S.items() if word in words), _DURABLE_GUESS_S)
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,11 @@ class Tier:
     bound: Bound
     usual_s: float | None = None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether any save was measured; else the bound is a guess."""
+        return self.bound.samples > 0
+
     def __post_init__(self) -> None:
         text("name", self.name, "name the tier, for example 'durable'")
         remedy = "give seconds, 0 or more"
@@ -50,7 +79,7 @@ class Tier:
         *,
         confidence: float = 0.99,
         margin: float = MARGIN,
-        if_unknown_s: float,
+        if_unknown_s: float | None = None,
         at_least_s: float = 0.0,
     ) -> Tier:
         """A tier from the saves that were made to it.
@@ -61,7 +90,7 @@ class Tier:
                 `torchelastic.checkpoint.policy.TierCost`.
             confidence: that the bound should hold with.
             margin: see `bounds.upper_bound`.
-            if_unknown_s: the bound if there was no save yet.
+            if_unknown_s: the bound if there was no save yet; None: `guess_save_s` of the name.
             at_least_s: what the bound is never below.
 
         Raises:
@@ -69,7 +98,7 @@ class Tier:
         """
         measured = upper_bound(save_times_s, confidence, margin=margin, what="saves")
         if measured is None:
-            seconds = max(if_unknown_s, at_least_s)
+            seconds = max(guess_save_s(name) if if_unknown_s is None else if_unknown_s, at_least_s)
             return cls(name, guess(seconds, f"no save to {name!r} was measured yet: a guess", confidence))
         usual_s = statistics.median(save_times_s)
         if measured.seconds < at_least_s:
@@ -83,7 +112,7 @@ class StopDecision:
     """What to do now.
 
     Attributes:
-        action: "go on", or "save and stop".
+        action: "go on", "save and go on" (the end may come at any moment, or to measure a save), or "save and stop".
         tier: the tier that counts: of the save, if there is one to do; None: no deadline.
         fits: whether the save into that tier is expected to be done in time.
         is_downgrade: whether a more durable tier does not fit any more.
@@ -92,7 +121,7 @@ class StopDecision:
         numbers: what it rests on, by name with its unit.
     """
 
-    action: Literal["go on", "save and stop"]
+    action: Literal["go on", "save and go on", "save and stop"]
     tier: str | None
     fits: bool
     is_downgrade: bool
@@ -108,6 +137,11 @@ class StopDecision:
         """Whether to save now, and stop."""
         return self.action == "save and stop"
 
+    @property
+    def saves(self) -> bool:
+        """Whether to save now; it may go on after that."""
+        return self.action != "go on"
+
     def __str__(self) -> str:
         return f"{self.action}: {self.because}"
 
@@ -122,9 +156,15 @@ def part_of_risk(confidence: float, parts: int = 2) -> float:
 
 
 def decide(
-    remaining_s: float | None, step: Bound | None, tiers: Sequence[Tier], *, reserve_s: float = 0.0
+    remaining_s: float | None,
+    step: Bound | None,
+    tiers: Sequence[Tier],
+    *,
+    reserve_s: float = 0.0,
+    at_once_s: float | None = None,
+    may_try: Collection[str] = (),
 ) -> StopDecision:
-    """Whether to train one more step, or to save into which tier and stop.
+    """Whether to train one more step, or to save into which tier, and to stop then or to go on.
 
     The bounds of the step and of the saves each carry a part of the risk: ask for `part_of_risk(confidence)` in them,
     and the deadline is met with `confidence`.
@@ -134,11 +174,55 @@ def decide(
         step: how much time to leave for one more step (`bounds.step_bound`); None: not known yet, counts as 0.
         tiers: the most durable first; at least one.
         reserve_s: to keep besides, for what nobody measures.
+        at_once_s: a notice has come that does not say when the end is, and nothing was saved since: seconds until the
+            end at the earliest. `remaining_s` is a guess then. None: there is no such notice.
+        may_try: the tiers that may be saved to only to learn how long that takes, where it was not measured.
 
     Raises:
         ValueError: there are no tiers, two have the same name, or a time is NaN (or the reserve negative or infinite).
     """
     _check(remaining_s, tiers, reserve_s)
+    decision = _before_deadline(remaining_s, step, tiers, reserve_s)
+    if at_once_s is not None and not decision.stops:
+        return _at_once(at_once_s, decision, step, tiers, reserve_s)
+    tier = next((tier for tier in tiers if tier.name == decision.tier), None)
+    if tier is None or tier.is_measured or tier.name not in may_try:
+        return decision
+    is_unknown = not any(other.is_measured for other in tiers)
+    if decision.stops or (is_unknown and decision.numbers["remaining_s"] <= TRIAL_BELOW_S):
+        because = f"a save to {tier.name!r} was never measured, and takes {tier.bound}: it is made now to measure it"
+        return replace(decision, action="save and go on", given_up_s=0.0, because=because)
+    return decision
+
+
+def _at_once(
+    at_once_s: float, decision: StopDecision, step: Bound | None, tiers: Sequence[Tier], reserve_s: float
+) -> StopDecision:
+    """Save now, into what may be done before the end comes at the earliest; and stop if there is no time for more."""
+    fitting = [tier for tier in tiers if tier.bound.seconds <= at_once_s]
+    tier = fitting[0] if fitting else min(tiers, key=lambda tier: tier.bound.seconds)
+    remaining_s = decision.numbers.get("remaining_s", math.inf)
+    again_s = tier.bound.seconds + (0.0 if step is None else step.seconds) + tier.bound.seconds + reserve_s
+    goes_on = again_s <= remaining_s
+    because = (
+        f"nobody has said how much time is left, at least {at_once_s:.3g} s, perhaps {remaining_s:.3g} s: saving to "
+        f"{tier.name!r} at once ({tier.bound}); there is {'' if goes_on else 'no '}time to go on after it"
+    )
+    return StopDecision(
+        "save and go on" if goes_on else "save and stop",
+        tier.name,
+        bool(fitting),
+        tier is not tiers[0],
+        0.0 if goes_on else _given_up(remaining_s, tier),
+        because,
+        {**decision.numbers, "at_once_s": at_once_s},
+    )
+
+
+def _before_deadline(
+    remaining_s: float | None, step: Bound | None, tiers: Sequence[Tier], reserve_s: float
+) -> StopDecision:
+    """One more step, or the last save; see `decide`."""
     if remaining_s is None or remaining_s == math.inf:
         return StopDecision("go on", None, True, False, 0.0, "no deadline is known")
     step_s = 0.0 if step is None else step.seconds

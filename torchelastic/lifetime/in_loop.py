@@ -13,19 +13,20 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.coordinator import Coordinator, NonRetryableException
-from torchelastic.lifetime.bounds import Bound, guess
+from torchelastic.lifetime.bounds import Bound
 from torchelastic.lifetime.deadline import nearest
-from torchelastic.lifetime.decision import Tier, part_of_risk
+from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
+from torchelastic.lifetime.decision import TRIAL_BELOW_S, Tier
 from torchelastic.lifetime.iteration_times import IterationTimes
 from torchelastic.lifetime.leaving import Going, near_below_s, on_hosts, who_goes, who_requeues
-from torchelastic.lifetime.outlook import NEAR_ITERATIONS, Outlook, interval_iterations
+from torchelastic.lifetime.outlook import AT_ONCE, REMAINING, Outlook
 from torchelastic.lifetime.progress_file import ProgressFile, Steps
-from torchelastic.lifetime.requeue import requeue_job
+from torchelastic.lifetime.requeue import requeue_job, requeue_patience_s
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE
 from torchelastic.lifetime.stopping import Lifetime, StoppedEarly
@@ -37,12 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The deadline is looked at so often,
-LOOK_S = 0.1
-#: and how long steps take is worked out anew so often, or when one was longer than all before.
-_WORK_OUT_S = 1.0
-#: If no save was measured by then, one is made to measure it.
-TRIAL_BELOW_S = 3600.0
+#: So many steps are trained between two decisions at most, while the ranks have not yet agreed that there is time:
+#: steps may have become longer since the last one.
+_MAX_SKIP = 4
 #: So often a save before a deadline is tried, if it fails and there is time.
 MAX_TRIES = 3
 #: What stands for the tiers where there is no checkpoint manager.
@@ -97,19 +95,18 @@ class LoopLifetime:
         launcher = variables.get(SOCKET_VARIABLE, "") if INIT_METHOD_VARIABLE in variables else ""
         self._host = f"{socket.gethostname()} {launcher}" if host is None else host
         self._sources = detect(variables, clock=clock) if settings.deadline is None else []
+        self._times = IterationTimes()
         self._deadline = nearest([*self._sources, settings.deadline])
-        self._part = part_of_risk(settings.confidence)
+        self._monitor = DeadlineMonitor(self._deadline, self._times, confidence=settings.confidence, clock=clock)
         self._job = variables.get(JOB_VARIABLE, "").strip()
         self._file = ProgressFile.from_environment(variables)
         self._resumed_step: int | None = None
-        self._times = IterationTimes()
         self._rank, self._world_size = 0, 1
         self._began_s = self._next_look_s = clock()
         self._remaining_s = math.inf
         self._is_near = False
         self._skip = 0
-        self._worked_out_s = -math.inf
-        self._known: tuple[float, Bound | None, float] = (0.0, None, 0.0)
+        self._due_s = -math.inf  # when to decide again, though no step after the last decision was reached
         self._has_tried = self._has_measured = False
         self._leaves: str | None = None
         self._requeues = False
@@ -129,7 +126,8 @@ class LoopLifetime:
             self._times.reset()
         self._rank, self._world_size = rank, world_size
         self._is_near, self._skip = False, 0
-        self._next_look_s = self._worked_out_s = -math.inf
+        self._next_look_s = self._due_s = -math.inf
+        self._monitor.forget()
         self.resumes()
 
     def after_step(self, state: State) -> None:
@@ -181,57 +179,36 @@ class LoopLifetime:
     # --- what this rank knows -----------------------------------------------------------------------------------------
 
     def _look(self, now_s: float) -> None:
-        self._next_look_s = now_s + LOOK_S
+        self._next_look_s = now_s + CHECK_S
         if self._file.is_due(now_s):
             self._tell_progress(now_s)
-        remaining_s = self._deadline.remaining_s(now_s)
-        self._remaining_s = math.inf if remaining_s is None else remaining_s
+        self._remaining_s = self._monitor.remaining_s()
         if self._remaining_s == math.inf:
             self._is_near = False
             return
-        if now_s >= self._worked_out_s + _WORK_OUT_S or self._times.newest_s > self._known[2]:
-            self._worked_out_s = now_s
-            self._known = self._work_out()
-        self._is_near = self._remaining_s <= near_below_s(self._outlook(), self._settings.reserve_s) + LOOK_S
-
-    def _work_out(self) -> tuple[float, Bound | None, float]:
-        """The usual step, the slowest of the next one, and of those until the others have heard of it."""
-        view = self._times.view()
-        if view is None:
-            return 0.0, None, 0.0
-        step = view.bound(1, self._part)
-        far = view.bound(2 * interval_iterations(view.usual_s) + NEAR_ITERATIONS, self._part)
-        return view.usual_s, step, 0.0 if far is None else far.seconds
+        own = self._outlook()
+        is_near = own.remaining_s <= near_below_s(own, self._settings.reserve_s) + CHECK_S
+        # between two decisions that have found time enough it is the clock that asks for the next one: the steps that
+        # were to be trained until then may have become longer
+        self._is_near = own.at_once_s < math.inf or (is_near and now_s >= self._due_s)
 
     def _outlook(self) -> Outlook:
-        usual_s, step, far_s = self._known
-        return Outlook(
-            remaining_s=self._remaining_s,
-            usual_s=usual_s,
-            step=step,
-            far_s=far_s,
-            interval=1,
-            tiers=tuple(self._tier(name, times) for name, times in self._saves.save_times_s.items())
-            or (Tier(_NO_TIER, guess(0.0, "nothing is saved")),),
-            count=self._saves.step,
-            lived=self._times.count,
-        )
-
-    def _tier(self, name: str, times_s: Sequence[float]) -> Tier:
-        if not times_s and self._rank != 0:
-            # rank 0 knows, or guesses: where it saves alone, no other rank ever measures anything
-            return Tier(name, Bound(0.0, self._part, True, 0, "rank 0 knows"))
-        return Tier.of(name, times_s, confidence=self._part, if_unknown_s=self._settings.unknown_save_s)
+        """What this rank knows now, for the next step alone."""
+        part, if_unknown_s = self._monitor.part, self._settings.unknown_save_s
+        tiers = [
+            Tier.of(name, times_s, confidence=part, if_unknown_s=if_unknown_s)
+            for name, times_s in self._saves.save_times_s.items()
+        ]
+        nothing = Tier(_NO_TIER, Bound(0.0, part, True, 1, "nothing is saved"))
+        return self._monitor.outlook(tiers or [nothing], count=self._saves.step, lived=self._times.count, is_near=True)
 
     # --- what all know ------------------------------------------------------------------------------------------------
 
     def _decide(self, state: State) -> None:
         """On every rank after the same step."""
         now_s = self._clock()
-        remaining_s = self._deadline.remaining_s(now_s)
-        self._remaining_s = math.inf if remaining_s is None else remaining_s
-        self._known = self._work_out()
         own = self._outlook()
+        self._remaining_s = own.remaining_s
         peers = self._coordinator.peers() or Alone()
         is_measured = self._has_measured or all(self._saves.save_times_s.values())
         said = [json.loads(one) for one in peers.gather(self._words(own, is_measured))]
@@ -242,14 +219,19 @@ class LoopLifetime:
             raise NonRetryableException(
                 "the ranks save to different tiers: give train() the same checkpoint="
             ) from None
+        hosts = [host for *_, host in said]
         going = who_goes(
-            on_hosts([-rank_numbers[0] for rank_numbers in numbers], [host for *_, host in said]),
+            on_hosts([-rank_numbers[REMAINING] for rank_numbers in numbers], hosts),
             common,
             min_workers=self._coordinator.min_workers,
             reserve_s=self._settings.reserve_s,
+            at_once_s=on_hosts([-rank_numbers[AT_ONCE] for rank_numbers in numbers], hosts),
         )
         jobs = [job for _, job, *_ in said]
-        self._skip = going.look_again_in
+        # alone it goes by the clock; several ranks have to decide after the same step, so they skip a few at most
+        self._skip = 0 if peers.world_size == 1 else min(going.look_again_in, _MAX_SKIP)
+        self._due_s = now_s + going.look_again_s
+        self._is_near = self._is_near and going.look_again_s == 0.0
         if going.stops and not said[0][2]:
             self._measure(state, going, now_s + going.end_s)
         elif going.stops:
@@ -258,6 +240,8 @@ class LoopLifetime:
             )
         elif peers.rank in going.leaving and self._leaves is None:
             self._leave(is_mine=peers.rank in who_requeues(jobs, going.leaving))
+        if going.decision.saves and not going.stops:
+            self._save_and_go_on(state, going, now_s + going.end_s)
 
     def _words(self, own: Outlook, is_measured: bool) -> bytes:
         return json.dumps([own.numbers(), self._job, is_measured, self._host]).encode()
@@ -268,6 +252,12 @@ class LoopLifetime:
         log.info("step %d is saved, to know how long that takes, before this: %s", self._saves.step, going.decision)
         self._saves.save_last(state, self._patience_s(end_s))
         self._decide(state)
+
+    def _save_and_go_on(self, state: State, going: Going, end_s: float) -> None:
+        """At a notice that does not say how much time is left; those who stay take part, and those who leave."""
+        log.warning("step %d: %s (deadline: %s)", self._saves.step, going.decision, self._which())
+        self._monitor.saves(going.decision.tier)
+        self._saves.save_last(state, self._patience_s(end_s))
 
     def _leave(self, *, is_mine: bool) -> None:
         self._leaves = (
@@ -306,15 +296,18 @@ class LoopLifetime:
         """The tiers in which the step is durable, as rank 0 says; tried again while there is time. RuntimeError."""
         needed_s = min(seconds for name, seconds in going.decision.numbers.items() if name.startswith("save_"))
         for _ in range(MAX_TRIES):
+            began_s = self._clock()
             tiers = self._saves.save_last(state, self._patience_s(end_s))
-            words = json.dumps([tiers, end_s - self._clock()]).encode()
+            now_s = self._clock()
+            words = json.dumps([tiers, end_s - now_s, now_s - began_s]).encode()
             try:
                 said = [json.loads(one) for one in peers.gather(words)]
             except RuntimeError:
                 if not tiers:
                     raise
                 return tiers  # somebody is lost; what is saved is saved
-            if said[0][0] or min(left_s for _, left_s in said) < needed_s:
+            # what is needed may be a guess, and a long one: there is time for what has just been tried
+            if said[0][0] or min(left_s for _, left_s, _ in said) < min(needed_s, max(took_s for *_, took_s in said)):
                 return tuple(said[0][0])
             log.error("step %d could not be saved; there is time to try it again", self._saves.step)
         return ()
@@ -324,7 +317,8 @@ class LoopLifetime:
         return max(end_s - self._clock(), self._settings.reserve_s) - self._settings.reserve_s / 2.0
 
     def _requeue(self) -> None:
-        asked = requeue_job(max_restarts=self._settings.max_restarts)
+        patience_s = requeue_patience_s(self._monitor.remaining_s())
+        asked = requeue_job(max_restarts=self._settings.max_restarts, patience_s=patience_s)
         log.warning("requeue: %s", asked.because)
 
     def _which(self) -> str:

@@ -51,7 +51,8 @@ class IterManager(RunFigures):
     Args:
         total_iters: of the run, for the time that is left of it; 0 or less: not known.
         redundant_time: seconds to keep in reserve besides the measured bounds; a negative number counts as 0.
-        save_ckpt_time: seconds that a save takes at least. 0, and none was measured yet: `watch.UNKNOWN_SAVE_S`.
+        save_ckpt_time: seconds that a save takes at least. 0: not known; then, if no life of the job has measured one,
+            there is a trial save when a deadline is known and less than an hour away.
         use_torch_compile: whether the first iterations may compile; then `COMPILING` of them are set apart, else
             `WARM_UP`.
         predict_freq: iterations from one progress line to the next, at least. Only a terminal gets one.
@@ -74,12 +75,13 @@ class IterManager(RunFigures):
 
     _resumed_step: int | None = None  # where this life has begun
     _saved_step: int | None = None  # what the newest save holds
-    _next_line, _next_look, _complain_at = 0, 1, math.inf  # by the count of calls of `iter`
+    _next_line, _complain_at = 0, math.inf  # by the count of calls of `iter`
     _has_begun = _is_counting = _is_past_end = _is_closed = _is_over = False
     _last_s: float | None = None  # when the present iteration has begun,
     _apart_s = 0.0  # and how long saves took in it
     _save_began_s: float | None = None  # one that nobody measures
-    _answered: StopDecision | None = None  # what should_save_ckpt() has said yes to
+    _answered: StopDecision | None = None  # what should_save_ckpt() has said yes to,
+    _asked_tier: str | None = None  # and the tier that it asked for, until a save was measured
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class IterManager(RunFigures):
         self._progress = ProgressFile.from_environment()
         self._sources = detect(clock=clock) if deadline is None else []  # last: what it starts is to be closed
         if deadline is None:
-            self._watch.deadline = nearest(self._sources)
+            self._watch.monitor.deadline = nearest(self._sources)
         self.start_time = clock()
 
     # --- in the loop --------------------------------------------------------------------------------------------------
@@ -141,26 +143,29 @@ class IterManager(RunFigures):
         self._apart_s = 0.0
         self._last_s = now_s
         self._iter_count += 1
-        if is_new_group or self._calls >= self._next_look:
-            self._look(now_s, is_new_group)
+        if is_new_group or self._watch.is_due(now_s, self._calls):
+            self._check(now_s, is_new_group)
         if self._calls >= self._complain_at:
             self._complain()
 
     def should_save_ckpt(self) -> bool:
-        """Whether to save now, and stop after it. True once per deadline, at the same iteration on all ranks.
+        """Whether to save now, at the same iteration on all ranks; `should_stop` says whether to stop after it.
 
-        The checkpoint then holds what was trained before the present iteration. The first rank notes the count of
-        iterations for the next life.
+        True once before a deadline, then to stop. True besides, to go on after it: at a notice that does not say how
+        much time is left (SIGTERM, where nobody has said the grace), and once in the life of a job to learn how long a
+        save takes. The checkpoint then holds what was trained before the present iteration. The first rank notes the
+        count of iterations for the next life.
         """
-        stop = self._watch.stop
-        if stop is None or stop is self._answered:
+        save = self._watch.save
+        if save is None or save is self._answered:
             return False
-        self._answered = stop
-        self._complain_at = self._calls + 2
-        self.given_up_s = None
+        self._answered, self._asked_tier = save, save.tier
         self._save_began_s = self._clock()
-        log.warning("iteration %d: %s (deadline: %s)", self._iter_count, stop, self._watch.deadline_text())
-        publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * stop.given_up_s)
+        log.warning("iteration %d: %s (deadline: %s)", self._iter_count, save, self._watch.deadline_text())
+        if save.stops:
+            self._complain_at = self._calls + 2
+            self.given_up_s = None
+            publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * save.given_up_s)
         self._note_for_next_life()
         return True
 
@@ -208,8 +213,13 @@ class IterManager(RunFigures):
         self._begin_life()
         self._saves.took(self._tier() if tier is None else tier, seconds)
         self._save_began_s = None
-        if self._answered is not None and self.given_up_s is None:
+        was_asked, self._asked_tier = self._asked_tier is not None, None
+        if self._answered is not None:
             self._saved_step = self._done()
+        if was_asked and not self.should_stop and self._watch.stops_after_save(self._done(), self._calls):
+            self._answered = self._watch.save  # what would be saved now is saved
+            log.warning("iteration %d: %s", self._iter_count, self._watch.stop)
+        if self._answered is not None and self._answered.stops and self.given_up_s is None:
             left_s = self._watch.remaining_s()
             if left_s is not None:
                 self.given_up_s = max(0.0, left_s)
@@ -270,7 +280,7 @@ class IterManager(RunFigures):
             log.info("counting on from iteration %d, as %s says", state.completed_iters, self.velastic_state_path)
         self._is_counting = True
         self._saves.remember(state.save_times_s)
-        self._watch.earlier_bound_s = state.iter_bound_s
+        self._watch.remember(state)
         return True
 
     def close(self) -> None:
@@ -307,9 +317,8 @@ class IterManager(RunFigures):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _look(self, now_s: float, is_new_group: bool) -> None:
-        following, done = self._watch.look(self._iter_count - 1, self._calls)
-        self._next_look = self._calls + following
+    def _check(self, now_s: float, is_new_group: bool) -> None:
+        done = self._watch.check(self._iter_count - 1, self._calls)
         if is_new_group:
             self._iter_count = done + 1  # a rank that has just come counts with the others
         if self._resumed_step is None:
@@ -350,7 +359,8 @@ class IterManager(RunFigures):
 
     def _tier(self) -> str:
         stop = self._watch.stop
-        return self._saves.first_tier if stop is None or stop.tier is None else stop.tier
+        asked = self._asked_tier if stop is None else stop.tier
+        return self._saves.first_tier if asked is None else asked
 
     def _complain(self) -> None:
         """Somebody trains on who should not; said once."""

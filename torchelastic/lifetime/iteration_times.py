@@ -13,10 +13,11 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy.arguments import whole_number
-from torchelastic.lifetime.bounds import MARGIN, Bound, step_bound
+from torchelastic.lifetime.bounds import MARGIN, Bound, step_bound, upper_bound
 
 #: The first iterations of a process, or of a new group, that are set apart; and those that may compile.
 WARM_UP, COMPILING = 1, 3
@@ -28,6 +29,8 @@ _PAUSE_FACTOR, _PAUSE_DEVIATIONS = 3.0, 8.0
 _DEVIATION_OF_MAD = 1.4826
 #: How many pauses at equal distances make a rhythm.
 _RHYTHM = 3
+#: How many pauses without anything between them are no pauses any more.
+_SLOWER = 2
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,14 @@ class TimesView:
         ordinary_s: those that are no pauses, oldest first.
         pauses_s: the others, oldest first.
         rhythm: of the pauses; None: none was seen.
+        slower_s: the newest iterations, if several in a row are as long as pauses; else none.
     """
 
     usual_s: float
     ordinary_s: tuple[float, ...]
     pauses_s: tuple[float, ...]
     rhythm: Rhythm | None
+    slower_s: tuple[float, ...] = ()
 
     def pauses_within(self, iterations: int) -> float:
         """How many pauses are expected in the next iterations: by their rhythm, or by how often they came."""
@@ -89,11 +94,20 @@ class TimesView:
     def bound(self, iterations: int, confidence: float, margin: float = MARGIN) -> Bound | None:
         """How much time to leave for the slowest of the next iterations; None if nothing is known.
 
+        Where the newest iterations are all longer than the others by far, they are no pauses: this is how long
+        iterations are from now on, and they alone are what is known of it.
+
         Args:
             iterations: over how many of them to look for a pause that is due.
             confidence: above 0 and below 1.
             margin: see `bounds.upper_bound`.
         """
+        slower = upper_bound(self.slower_s, confidence, margin=margin, what="iterations since they became slower")
+        bound = self._bound(iterations, confidence, margin)
+        return slower if slower is not None and bound is not None and slower.seconds > bound.seconds else bound
+
+    def _bound(self, iterations: int, confidence: float, margin: float) -> Bound | None:
+        """The same by all iterations that count."""
         if self.rhythm is None:
             return step_bound((*self.ordinary_s, *self.pauses_s), confidence, margin=margin, what="iterations")
         ordinary = step_bound(self.ordinary_s, confidence, margin=margin, what="iterations between pauses")
@@ -129,10 +143,12 @@ class IterationTimes:
 
     def __init__(self, window: int = WINDOW, warm_up: int = WARM_UP) -> None:
         remedy = "give how many of the newest iterations to remember, 1 or more"
-        self._window: deque[float] = deque(maxlen=whole_number("window", window, at_least=1, remedy=remedy))
+        self._most = whole_number("window", window, at_least=1, remedy=remedy)
+        self._window: deque[float] = deque(maxlen=self._most)
         self._warm_up = whole_number("warm_up", warm_up, at_least=0, remedy="give how many to set apart, 0 or more")
         self._set_apart: list[float] = []
         self._left_apart = self._warm_up
+        self._earlier: tuple[float, ...] = ()
         self.count = 0
 
     def observe(self, seconds: float) -> None:
@@ -148,9 +164,31 @@ class IterationTimes:
 
     def reset(self) -> None:
         """The group has changed: what iterations took before says nothing of those to come; they warm up again."""
+        self._earlier = ()
         self._window.clear()
         self._set_apart.clear()
         self._left_apart = self._warm_up
+
+    def remember(self, earlier_s: Sequence[float]) -> None:
+        """How long the newest iterations of earlier lives of the job took, oldest first, up to the one that comes next.
+
+        They count for bounds and forecasts until enough newer ones have come, and not for `recent_s`. The first ones of
+        this life, which are set apart, have their place between: a rhythm goes on from life to life.
+
+        Raises:
+            ValueError: one is negative, infinite or NaN.
+        """
+        if not all(0.0 <= seconds < math.inf for seconds in earlier_s):
+            raise ValueError("an iteration of an earlier life is negative, infinite or NaN")
+        self._earlier = tuple(earlier_s)
+
+    @property
+    def known_s(self) -> tuple[float, ...]:
+        """The newest iterations of all lives that count, oldest first; what `remember` wants in the next life."""
+        if not self._earlier:
+            return tuple(self._window)
+        between = [statistics.median(self._earlier)] * len(self._set_apart)
+        return (*self._earlier, *between, *self._window)[-self._most :]
 
     @property
     def set_apart(self) -> tuple[float, ...]:
@@ -180,7 +218,7 @@ class IterationTimes:
 
     def view(self) -> TimesView | None:
         """The iterations that count, sorted out; None if there are none."""
-        recent = self.recent_s
+        recent = self.known_s or self.recent_s
         if not recent:
             return None
         usual_s = statistics.median(recent)
@@ -190,8 +228,14 @@ class IterationTimes:
             usual_s=usual_s,
             ordinary_s=tuple(seconds for seconds in recent if seconds <= limit_s),
             pauses_s=tuple(recent[place] for place in places),
-            rhythm=_rhythm(places, len(recent)),
+            rhythm=self._own_rhythm(limit_s) or _rhythm(places, len(recent)),
+            slower_s=_slower(recent, limit_s),
         )
+
+    def _own_rhythm(self, limit_s: float) -> Rhythm | None:
+        """That of this life, if it has one already: it need not have gone on where the life before ended."""
+        own = tuple(self._window)
+        return _rhythm([place for place, seconds in enumerate(own) if seconds > limit_s], len(own))
 
     def average_s(self) -> float:
         """The mean of the iterations that count, without the pauses; 0 if there are none."""
@@ -226,6 +270,12 @@ def _pause_limit(recent: tuple[float, ...], usual_s: float) -> float:
     """What is longer than this is a pause: far beyond what the others scatter by."""
     scatter_s = _DEVIATION_OF_MAD * statistics.median(abs(seconds - usual_s) for seconds in recent)
     return max(_PAUSE_FACTOR * usual_s, usual_s + _PAUSE_DEVIATIONS * scatter_s)
+
+
+def _slower(recent: tuple[float, ...], limit_s: float) -> tuple[float, ...]:
+    """The newest ones, if several in a row are longer than that."""
+    newest = tuple(itertools.takewhile(lambda seconds: seconds > limit_s, reversed(recent)))
+    return newest if len(newest) >= _SLOWER else ()
 
 
 def _rhythm(places: list[int], count: int) -> Rhythm | None:

@@ -31,7 +31,8 @@ class Going:
         decision: on the end of the run, with its reason and numbers.
         leaving: the ranks that leave by themselves now, so that the others can go on.
         end_s: seconds until fewer than `min_workers` are left, negative if that is over; infinite: never.
-        look_again_in: so many steps may be trained before there is anything to decide again.
+        look_again_in: so many steps may be trained before there is anything to decide again,
+        look_again_s: unless so many seconds pass before.
     """
 
     stops: bool
@@ -39,6 +40,7 @@ class Going:
     leaving: frozenset[int]
     end_s: float
     look_again_in: int = 0
+    look_again_s: float = 0.0
 
 
 def end_of_run(
@@ -91,7 +93,14 @@ def leave_lead_s(step_s: float, reserve_s: float) -> float:
     return reserve_s + LEAVE_S + _LEAVE_STEPS * step_s
 
 
-def who_goes(remaining_s: Sequence[float], outlook: Outlook, *, min_workers: int, reserve_s: float) -> Going:
+def who_goes(
+    remaining_s: Sequence[float],
+    outlook: Outlook,
+    *,
+    min_workers: int,
+    reserve_s: float,
+    at_once_s: Sequence[float] | None = None,
+) -> Going:
     """What to do after this step.
 
     Args:
@@ -99,12 +108,17 @@ def who_goes(remaining_s: Sequence[float], outlook: Outlook, *, min_workers: int
         outlook: what the ranks have agreed on: how long a step and the saves take.
         min_workers: with fewer members the run cannot go on.
         reserve_s: to keep besides.
+        at_once_s: by rank, `Outlook.at_once_s`: where it is finite, nobody knows when that rank ends, so it leaves at
+            once if the others can go on, and else all save at once; None: all is known.
 
     Raises:
         ValueError: see `end_of_run` and `decision.decide`.
     """
     end_s, early = end_of_run(remaining_s, min_workers)
-    decision = decide(end_s, outlook.step, outlook.tiers, reserve_s=reserve_s)
+    unsure_s = [math.inf] * len(remaining_s) if at_once_s is None else at_once_s
+    staying_s = min((seconds for rank, seconds in enumerate(unsure_s) if rank not in early), default=math.inf)
+    at_once = None if staying_s == math.inf else staying_s
+    decision = decide(end_s, outlook.step, outlook.tiers, reserve_s=reserve_s, at_once_s=at_once)
     step_s = 0.0 if outlook.step is None else outlook.step.seconds
     save_s = max(tier.bound.seconds for tier in outlook.tiers)
     lead_s = leave_lead_s(step_s, reserve_s)
@@ -112,13 +126,15 @@ def who_goes(remaining_s: Sequence[float], outlook: Outlook, *, min_workers: int
     if early and slack_s <= lead_s - reserve_s:
         leaving = early  # they would be gone in the middle of the others' save
     else:
-        leaving = frozenset(rank for rank in early if remaining_s[rank] <= lead_s)
+        leaving = frozenset(rank for rank in early if remaining_s[rank] <= lead_s or unsure_s[rank] < math.inf)
         if leaving:  # who would follow at once leaves at the same step
-            leaving = frozenset(rank for rank in early if remaining_s[rank] <= lead_s + LEAVE_S)
+            leaving |= frozenset(rank for rank in early if remaining_s[rank] <= lead_s + LEAVE_S)
     if decision.stops and (not leaving or slack_s < -reserve_s / 2.0):
         return Going(True, decision, frozenset(), end_s)
     until_s = min([slack_s, *(remaining_s[rank] - lead_s for rank in early - leaving)])
-    return Going(False, decision, leaving, end_s, _steps_within(until_s, max(step_s, outlook.usual_s)))
+    wait_s = min(until_s / 2.0, MAX_DELAY_S)
+    steps = _steps_within(wait_s, max(step_s, outlook.usual_s))
+    return Going(False, decision, leaving, end_s, steps, wait_s if steps else 0.0)
 
 
 def near_below_s(outlook: Outlook, reserve_s: float) -> float:
@@ -153,6 +169,6 @@ def who_requeues(jobs: Sequence[str], going: Collection[int]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _steps_within(slack_s: float, step_s: float) -> int:
-    """How many steps surely take less than half of this, and do not keep a new notice waiting."""
-    return max(0, int(min(slack_s / 2.0, MAX_DELAY_S) / step_s)) if step_s > 0.0 else 0
+def _steps_within(wait_s: float, step_s: float) -> int:
+    """How many steps surely take less than this."""
+    return max(0, int(wait_s / step_s)) if step_s > 0.0 else 0

@@ -13,6 +13,7 @@ from typing import Any
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.foreign_json import MAX_COUNT, decode_json
+from torchelastic.lifetime.iteration_times import WINDOW
 
 #: The layout of the file; a reader refuses a newer one.
 SCHEMA = 1
@@ -36,6 +37,7 @@ class ManagerState:
         iter_bound_s: how long an iteration takes at most, in seconds; 0: not known.
         world_size: how many ranks there were.
         save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
+        iter_times_s: how long the newest iterations took, in seconds, oldest first.
     """
 
     avg_iter_time: float = 0.0
@@ -47,6 +49,7 @@ class ManagerState:
     iter_bound_s: float = 0.0
     world_size: int = 1
     save_times_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    iter_times_s: tuple[float, ...] = ()
 
 
 def write_state(folder: Path, state: ManagerState, disk: Disk = REAL_DISK) -> Path:
@@ -118,6 +121,9 @@ def parse_state(document: Any) -> ManagerState:
     saves = document.get("save_times_s")
     if not isinstance(saves, dict) or not all(isinstance(times, list) for times in saves.values()):
         raise ValueError("save_times_s is no mapping of lists")
+    iterations = document.get("iter_times_s", [])  # a file of an earlier version has none
+    if not isinstance(iterations, list):
+        raise ValueError("iter_times_s is no list")
     return ManagerState(
         avg_iter_time=_seconds(document.get("avg_iter_time"), "avg_iter_time"),
         total_iters=_whole(document, "total_iters", -1),
@@ -131,6 +137,7 @@ def parse_state(document: Any) -> ManagerState:
             tier: tuple(_seconds(seconds, f"save_times_s of {tier!r}") for seconds in times[-MAX_SAVES:])
             for tier, times in saves.items()
         },
+        iter_times_s=tuple(_seconds(seconds, "iter_times_s") for seconds in iterations[-WINDOW:]),
     )
 
 

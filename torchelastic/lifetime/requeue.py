@@ -16,10 +16,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_exponential
 
-from torchelastic.checkpoint.policy.arguments import whole_number
+from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE, CommandError, NoCommandError, Runner, run_command
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,12 @@ log = logging.getLogger(__name__)
 STOPPED_EARLY = 75
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 ARRAY_VARIABLES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-#: A controller that does not answer is asked so often, so long each time, with pauses between.
-ATTEMPTS, ATTEMPT_S, PAUSE_S = 3, 10.0, 1.0
+#: A controller that does not answer is asked again: so long each time, with pauses that grow between these,
+ATTEMPT_S, PAUSE_S, MAX_PAUSE_S = 10.0, 1.0, 10.0
+#: and for so long in all. A restart of slurmctld may take more than a minute, and without this the chain of jobs ends.
+PATIENCE_S = 120.0
+#: SLURM ends the processes of a job so long after its limit (KillWait, less a reserve; a site may have another).
+AFTER_LIMIT_S = 20.0
 #: How long the question before may take.
 LOOK_S = 5.0
 #: What SLURM says where asking again changes nothing.
@@ -123,9 +128,22 @@ def who_ends_it(output: str, restarts: int) -> str:
     return "somebody has cancelled it" if is_cancelled else ""
 
 
+def requeue_patience_s(left_s: float) -> float:
+    """How long to ask the controller for a requeue, at most.
+
+    Args:
+        left_s: until the limit of the job, negative if that is over; infinite: not known.
+
+    >>> requeue_patience_s(5.0), requeue_patience_s(600.0), requeue_patience_s(-60.0)
+    (25.0, 120.0, 10.0)
+    """
+    return min(PATIENCE_S, max(ATTEMPT_S, left_s + AFTER_LIMIT_S))
+
+
 def requeue_job(
     *,
     max_restarts: int = 100,
+    patience_s: float = PATIENCE_S,
     environment: Mapping[str, str] | None = None,
     runner: Runner = run_command,
     sleep: Callable[[float], None] = time.sleep,
@@ -133,19 +151,22 @@ def requeue_job(
     """In a SLURM batch job: put it back into the queue (`scontrol requeue`). Elsewhere nothing is done.
 
     Called by one rank, once the save is durable: SLURM ends the present run of the job at once (SIGTERM, and SIGKILL
-    after KillWait). A job that somebody has cancelled stays cancelled. Takes at most 40 s. If the scheduler refuses, or
-    does not answer, that is no error: the answer says so, and the log.
+    after KillWait). A job that somebody has cancelled stays cancelled. A controller that does not answer (it may be
+    restarting) is asked again until `patience_s` is over. If it refuses, or never answers, that is no error: the answer
+    says so, and the log.
 
     Args:
         max_restarts: how often the job may be started again in all (`SLURM_RESTART_COUNT`); 0: not at all.
+        patience_s: no attempt begins later than this; one takes at most 10 s, and the question before it 5 s.
         environment: variables; default: those of this process.
         runner: runs `squeue` and `scontrol`.
         sleep: waits for so many seconds.
 
     Raises:
-        TypeError: `max_restarts` is no whole number.
-        ValueError: `max_restarts` is negative.
+        TypeError: `max_restarts` is no whole number, or `patience_s` no number.
+        ValueError: one of them is negative.
     """
+    real_number("patience_s", patience_s, remedy="give how many seconds to ask for, 0 or more")
     whole_number("max_restarts", max_restarts, at_least=0, remedy="give how often the job may be started again")
     variables = os.environ if environment is None else environment
     plan = plan_requeue(variables, max_restarts)
@@ -156,9 +177,10 @@ def requeue_job(
         return Requeue(False, plan.because)
     command = ["scontrol", "requeue", plan.job_id]
     attempts = Retrying(
-        stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_exponential(PAUSE_S),
+        stop=partial(_is_over, patience_s),
+        wait=wait_exponential(PAUSE_S, max=MAX_PAUSE_S),
         retry=retry_if_exception(_may_pass),
+        before_sleep=before_sleep_log(log, logging.WARNING),
         sleep=sleep,
         reraise=True,
     )
@@ -169,6 +191,12 @@ def requeue_job(
         return Requeue(False, str(error))
     log.warning("job %s was requeued: %s", plan.job_id, plan.because)
     return Requeue(True, plan.because)
+
+
+def _is_over(patience_s: float, state: RetryCallState) -> bool:
+    """Whether the next attempt would begin too late. The pauses count as they were asked for."""
+    waited_s = max(state.idle_for, state.seconds_since_start or 0.0)
+    return waited_s + state.upcoming_sleep > patience_s
 
 
 def _look(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:

@@ -99,4 +99,5 @@ class RunFigures:
             iter_bound_s=0.0 if bound is None else bound.seconds,
             world_size=self._watch.agree.world_size,
             save_times_s=self._saves.times_s,
+            iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
         )

@@ -20,7 +20,8 @@ class Lifetime:
         confidence: that the save is done in time, above 0 and below 1.
         deadline: when this process has to end; None: the nearest of `sources.detect()`.
         max_restarts: a SLURM job that was started again so often is not requeued any more.
-        unknown_save_s: how long a save is taken to need while none was measured.
+        unknown_save_s: how long a save is taken to need while none was measured; None: by the tier, as
+            `decision.guess_save_s` has it.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -31,11 +32,12 @@ class Lifetime:
     confidence: float = 0.99
     deadline: Deadline | None = None
     max_restarts: int = 100
-    unknown_save_s: float = 10.0
+    unknown_save_s: float | None = None
 
     def __post_init__(self) -> None:
         real_number("reserve_s", self.reserve_s, remedy="give seconds, 0 or more")
-        real_number("unknown_save_s", self.unknown_save_s, remedy="give seconds, 0 or more")
+        if self.unknown_save_s is not None:
+            real_number("unknown_save_s", self.unknown_save_s, remedy="give seconds, 0 or more")
         whole_number("max_restarts", self.max_restarts, at_least=0, remedy="give a number, 0 or more")
         needed_samples(self.confidence)  # complains if there is no such confidence
         nearest([self.deadline])  # complains if it is none

@@ -1,4 +1,8 @@
-"""Looks at the deadline together with the other ranks: now and then while it is far, in each iteration when near."""
+"""Checks the deadline together with the other ranks: now and then while it is far, in each iteration when near.
+
+A process that is alone goes by its clock. Several ranks have to exchange what they know in the same iteration, so they
+agree on its number; how soon it comes follows from what the exchange costs beside an iteration.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,20 @@ from typing import Any
 
 from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.lifetime.agreement import Agreement, Alone, GroupAgreement, present_world
-from torchelastic.lifetime.bounds import Bound, guess, needed_samples
+from torchelastic.lifetime.bounds import Bound, needed_samples
 from torchelastic.lifetime.deadline import Deadline, Nearest
-from torchelastic.lifetime.decision import StopDecision, Tier, decide, part_of_risk
+from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
+from torchelastic.lifetime.decision import TRIAL_BELOW_S, StopDecision, Tier, decide
 from torchelastic.lifetime.iteration_times import IterationTimes
-from torchelastic.lifetime.manager_state import MAX_SAVES
-from torchelastic.lifetime.outlook import NEAR_ITERATIONS, Outlook, interval_iterations
+from torchelastic.lifetime.manager_state import MAX_SAVES, ManagerState
+from torchelastic.lifetime.outlook import Outlook
 
 log = logging.getLogger(__name__)
 
-#: What a save is taken to need while none was measured, and the user has said nothing.
-UNKNOWN_SAVE_S = 10.0
 #: A deadline that has moved away by more than this is a new one.
 _MOVED_S = 1.0
-#: So often per interval between looks the bounds are worked out anew while the deadline is near,
-_REFRESHES = 10
-#: and after so many iterations at most while it is far.
-_FAR_REFRESH = 128
+#: How much the newest exchange counts for what an exchange costs.
+_SMOOTHING = 0.2
 
 
 class SaveTimes:
@@ -68,6 +69,11 @@ class SaveTimes:
         """The saves of earlier lives, before those of this one; those to tiers that there are no more are left out."""
         self._earlier = {tier: tuple(times) for tier, times in times_s.items()}
 
+    @property
+    def may_be_tried(self) -> bool:
+        """Whether a save may be made only to measure it: not where the user has said how long it takes."""
+        return not self.at_least_s
+
     def tiers(self, confidence: float) -> tuple[Tier, ...]:
         """What a decision needs to know."""
         return tuple(
@@ -75,7 +81,7 @@ class SaveTimes:
                 tier,
                 times,
                 confidence=confidence,
-                if_unknown_s=self.at_least_s or UNKNOWN_SAVE_S,
+                if_unknown_s=self.at_least_s or None,
                 at_least_s=self.at_least_s,
             )
             for tier, times in self.times_s.items()
@@ -99,12 +105,12 @@ class Watch:
         ValueError: the confidence is not above 0 and below 1.
 
     Attributes:
-        deadline: when to be done.
-        decision: the last one that was taken near a deadline; None: it never came near one.
+        monitor: of this rank's own deadline.
+        decision: the last one that was taken near a deadline, or at a notice; None: there was none.
         stop: the decision to stop, once it is taken; None again if the deadline then moves away,
             or the group changes.
+        save: the last decision to save, whether to stop then or to go on.
         confidence: that the save is done in time.
-        earlier_bound_s: how long an iteration took at most in an earlier life; counts until one is measured.
     """
 
     def __init__(
@@ -120,21 +126,34 @@ class Watch:
         agree: Agreement | None = None,
     ) -> None:
         needed_samples(confidence)  # complains if there is no such confidence
-        self.deadline, self._times, self._saves = deadline, times, saves
+        self.monitor = DeadlineMonitor(deadline, times, confidence=confidence, clock=clock)
+        self._times, self._saves = times, saves
         self._reserve_s, self._timeout_s, self._clock = reserve_s, timeout_s, clock
-        self.confidence, self._part = confidence, part_of_risk(confidence)
+        self.confidence = confidence
         self._is_given = agree is not None
         self.agree: Agreement = Alone() if agree is None else agree
         self.decision: StopDecision | None = None
         self.stop: StopDecision | None = None
-        self.earlier_bound_s = 0.0
+        self.save: StopDecision | None = None
+        self._remembered: ManagerState | None = None
         self._world: Any = None
         self._world_size = self.agree.world_size
-        self._is_near = False
-        self._elapsed = 0
-        self._refresh_at = 0
-        self._interval, self._calm_above_s = 1, math.inf
-        self._known: tuple[float, Bound | None, float] = (0.0, None, 0.0)
+        self._is_near = self._has_begun = self._has_met = False
+        self._due_s, self._due_at = -math.inf, 0
+        self._cost_s = 0.0
+
+    def remember(self, state: ManagerState) -> None:
+        """What an earlier life of the job knew of its iterations, if it had as many ranks."""
+        self._remembered = state
+        self._recall()
+
+    def _recall(self) -> None:
+        state = self._remembered
+        if state is None:
+            return
+        self.monitor.earlier_bound_s = state.iter_bound_s
+        if state.world_size == self._world_size:
+            self._times.remember(state.iter_times_s)
 
     def is_new_group(self) -> bool:
         """Whether the process group is another one than before: then `enter_group` has to follow."""
@@ -146,25 +165,39 @@ class Watch:
         self.agree = Alone() if self._world is None else GroupAgreement(self._world, self._timeout_s)
         if self.agree.world_size != self._world_size:
             self._times.reset()
-        self._world_size = self.agree.world_size
-        self._is_near, self._elapsed, self._refresh_at = False, 0, 0
-        self.stop = None  # a rank that has just come knows of none, and what was saved may have gone with another
+            self._world_size = self.agree.world_size
+            self._recall()
+        self._is_near = self._has_begun = self._has_met = False
+        self._due_s, self._due_at = -math.inf, 0
+        self.monitor.forget()
+        # a rank that has just come knows of none, and what was saved may have gone with another
+        self.save = self.stop = None
 
     def remaining_s(self) -> float | None:
-        """Seconds until the deadline, by this rank's clock."""
-        return self.deadline.remaining_s(self._clock())
+        """Seconds until the deadline, by this rank's clock; None: none is known."""
+        left_s = self.monitor.remaining_s()
+        return None if left_s == math.inf else left_s
 
     def deadline_text(self) -> str:
         """The nearest deadline, for people."""
-        which = self.deadline.which(self._clock()) if isinstance(self.deadline, Nearest) else self.deadline
+        deadline = self.monitor.deadline
+        which = deadline.which(self._clock()) if isinstance(deadline, Nearest) else deadline
         return "none" if which is None else f"{which.name} ({which.reason})"
 
     def step_bound(self) -> Bound | None:
         """How much time to leave for the next iteration, as far as this rank knows."""
-        view = self._times.view()
-        return None if view is None else view.bound(1, self._part)
+        return self.monitor.step_bound()
 
-    def look(self, count: int, lived: int) -> tuple[int, int]:
+    def is_due(self, now_s: float, calls: int) -> bool:
+        """Whether to `check` now: by the clock if this process is alone, else by the iteration that was agreed on.
+
+        Args:
+            now_s: the present, by the clock.
+            calls: iterations that have begun in this process.
+        """
+        return now_s >= self._due_s if self.agree.is_alone else calls >= self._due_at
+
+    def check(self, count: int, lived: int) -> int:
         """Agree with the others, and decide if the deadline is near.
 
         Args:
@@ -172,46 +205,83 @@ class Watch:
             lived: iterations that have begun in this process.
 
         Returns:
-            In how many iterations to look again, and how many iterations of the run are done: the most of all ranks.
+            How many iterations of the run are done: the most of all ranks, where they have just said so.
 
         Raises:
             RankMissingError: a rank did not come.
         """
-        if self.agree.is_alone and self._is_calm(lived):
-            return self._interval, count
-        own, before = self._outlook(count, lived), self.stop
-        elapsed, self._elapsed = self._elapsed, 0
-        # a rank that had begun nothing has to wait for the others, as they for it
-        agreed = own.agreed(self.agree.finish()) if elapsed else self._together(own)
-        self._interval, self._calm_above_s = agreed.interval, agreed.near_below_s(elapsed, self._reserve_s)
-        is_near = self._is_armed(agreed) and agreed.remaining_s <= self._calm_above_s
-        if is_near and not self._is_near:
-            self._refresh_at = lived
-            agreed = self._together(self._outlook(count, lived))
-        if is_near:
-            self._decide(agreed)
-            is_near = self.stop is None
-        self._is_near = is_near
-        following = 1 if is_near else agreed.interval
-        has_just_stopped = self.stop is not None and self.stop is not before
-        # nothing is begun in the last iteration: a rank that leaves at once would break it for the others
-        if not is_near and not has_just_stopped and not self.agree.is_alone:
-            self.agree.begin(own.numbers())
-            self._elapsed = following
-        return following, agreed.count
+        if self.agree.is_alone:
+            own = self._outlook(count, lived)
+            near_below_s = self._near_below_s(own)
+            self._decide_if_near(own, own.remaining_s <= near_below_s)
+            far_s = CHECK_S if self.stop is not None else min(CHECK_S, own.remaining_s - near_below_s)
+            self._due_s = -math.inf if self._is_near else self._clock() + far_s
+            return count
+        if self._has_met and not self._has_begun and not self._is_near:
+            self._begin(self._outlook(count, lived))
+            self._due_at = lived + 1
+            return count
+        return self._check_together(count, lived)
 
-    def _is_calm(self, lived: int) -> bool:
-        """Whether nothing has to be worked out: the deadline is far by what was known a few iterations ago."""
-        if self._is_near or self.stop is not None or self._is_stale(lived):
-            return False
-        remaining_s = self.deadline.remaining_s(self._clock())
-        return remaining_s is None or remaining_s > self._calm_above_s
+    def stops_after_save(self, count: int, lived: int) -> bool:
+        """A save after which to go on was made: whether there is no time for that. Several ranks see it a step later.
+
+        Args:
+            count: see `check`.
+            lived: see `check`.
+        """
+        if self.agree.is_alone:
+            own = self._outlook(count, lived)
+            self._decide_if_near(own, own.remaining_s <= self._near_below_s(own))
+        return self.stop is not None
+
+    def _check_together(self, count: int, lived: int) -> int:
+        """Read what was begun an iteration before, or exchange it now; see `check`."""
+        own, before = self._outlook(count, lived), self.stop
+        agreed = own.agreed(self.agree.finish()) if self._has_begun else self._together(own)
+        is_near = agreed.remaining_s <= self._near_below_s(agreed)
+        if self._has_begun and (is_near or agreed.at_once_s < math.inf):
+            agreed = self._together(self._outlook(count, lived))  # that was an iteration old
+        self._has_met, self._has_begun = True, False
+        self._decide_if_near(agreed, is_near)
+        has_just_stopped = self.stop is not None and self.stop is not before
+        if self._is_near:
+            self._due_at = lived + 1
+        elif has_just_stopped or agreed.interval > 1:
+            # nothing is begun in the last iteration: a rank that leaves at once would break it for the others
+            self._due_at = lived + max(1, agreed.interval - 1)
+        else:
+            self._begin(own)
+            self._due_at = lived + 1
+        return agreed.count
+
+    def _outlook(self, count: int, lived: int) -> Outlook:
+        tiers = self._saves.tiers(self.monitor.part)
+        return self.monitor.outlook(tiers, count=count, lived=lived, is_near=self._is_near, cost_s=self._cost_s)
+
+    def _begin(self, own: Outlook) -> None:
+        began_s = self._clock()
+        self.agree.begin(own.numbers())
+        self._has_begun = True
+        self._cost_s += _SMOOTHING * (2.0 * (self._clock() - began_s) - self._cost_s)  # to read it costs as much
 
     def _together(self, own: Outlook) -> Outlook:
-        if self.agree.is_alone:
-            return own
         self.agree.begin(own.numbers())
         return own.agreed(self.agree.finish())
+
+    def _near_below_s(self, agreed: Outlook) -> float:
+        """With less time left than this there may be something to decide."""
+        near_below_s = agreed.near_below_s(1, self._reserve_s)
+        wants_trial = self._saves.may_be_tried and not self.monitor.has_tried
+        is_unknown = not any(tier.is_measured for tier in agreed.tiers)
+        return max(near_below_s, TRIAL_BELOW_S) if wants_trial and is_unknown else near_below_s
+
+    def _decide_if_near(self, agreed: Outlook, is_near: bool) -> None:
+        is_armed = self._is_armed(agreed)
+        self._is_near = is_armed and (is_near or agreed.at_once_s < math.inf)
+        if self._is_near:
+            self._decide(agreed)
+            self._is_near = self.stop is None
 
     def _is_armed(self, agreed: Outlook) -> bool:
         """Whether there is a deadline for which it has not stopped yet."""
@@ -226,42 +296,17 @@ class Watch:
     def _decide(self, agreed: Outlook) -> None:
         if agreed.lived < 2:
             return  # nothing was trained yet: there is nothing to lose, and a job that is restarted must get on
-        decision = decide(agreed.remaining_s, agreed.step, agreed.tiers, reserve_s=self._reserve_s)
+        decision = decide(
+            agreed.remaining_s,
+            agreed.step,
+            agreed.tiers,
+            reserve_s=self._reserve_s,
+            at_once_s=None if agreed.at_once_s == math.inf else agreed.at_once_s,
+            may_try=self.monitor.may_try(agreed.tiers) if self._saves.may_be_tried else (),
+        )
         self.decision = decision
+        if decision.saves:
+            self.save = decision
+            self.monitor.saves(decision.tier)
         if decision.stops:
             self.stop = decision
-
-    def _is_stale(self, lived: int) -> bool:
-        """Whether the bounds have to be worked out: it is time, or the newest iteration was longer than all of them."""
-        return lived >= self._refresh_at or self._times.newest_s > self._known[2]
-
-    def _outlook(self, count: int, lived: int) -> Outlook:
-        remaining_s = self.deadline.remaining_s(self._clock())
-        if self._is_stale(lived):
-            self._known = self._work_out()
-            usual_s = self._known[0]
-            # near the deadline of very short iterations it would cost more than they do
-            every = interval_iterations(usual_s) // _REFRESHES if self._is_near else min(_FAR_REFRESH, lived // 4)
-            self._refresh_at = lived + max(1, every)
-        usual_s, step, far_s = self._known
-        return Outlook(
-            remaining_s=math.inf if remaining_s is None else remaining_s,
-            usual_s=usual_s,
-            step=step,
-            far_s=far_s,
-            interval=interval_iterations(usual_s),
-            tiers=self._saves.tiers(self._part),
-            count=count,
-            lived=lived,
-        )
-
-    def _work_out(self) -> tuple[float, Bound | None, float]:
-        """The usual iteration, and the slowest of the next, and of those until the look after the next."""
-        view = self._times.view()
-        if view is None:
-            earlier = guess(self.earlier_bound_s, "none was measured: as in an earlier life", self._part)
-            return 0.0, earlier if self.earlier_bound_s else None, self.earlier_bound_s
-        interval = interval_iterations(view.usual_s)
-        step = view.bound(1 + interval // _REFRESHES, self._part)
-        far = view.bound(2 * interval + NEAR_ITERATIONS + _FAR_REFRESH, self._part)
-        return view.usual_s, step, 0.0 if far is None else far.seconds

@@ -7,35 +7,18 @@ step, so that it costs at most a share of the time; n is agreed on by the same a
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from torchelastic.lifetime.outlook import MAX_DELAY_S, MAX_SHARE, interval_steps
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Share of the training time that the agreement may cost.
-MAX_SHARE = 0.01
-#: Nobody who asks waits longer than about this for the others to hear of it.
-MAX_DELAY_S = 0.5
-
-
-def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_delay_s: float = MAX_DELAY_S) -> int:
-    """How many steps apart two agreements are to be: rare enough to be cheap, often enough to be prompt.
-
-    >>> interval_steps(step_s=0.1, cost_s=0.0002)
-    1
-    >>> interval_steps(step_s=0.001, cost_s=0.0002)
-    20
-    >>> interval_steps(step_s=0.00001, cost_s=0.01)
-    50000
-    """
-    cheap = math.ceil(cost_s / max(share * step_s, 1e-9))
-    prompt = max(1, math.floor(max_delay_s / max(step_s, 1e-9) + 1e-6))
-    return max(1, min(cheap, prompt))
+__all__ = ["MAX_DELAY_S", "MAX_SHARE", "StepAgreement", "interval_steps"]
 
 
 class StepAgreement:

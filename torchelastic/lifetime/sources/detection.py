@@ -21,11 +21,13 @@ from torchelastic.lifetime.sources.metadata import LINK_LOCAL, MetadataSource, O
 from torchelastic.lifetime.sources.notice import Notices
 from torchelastic.lifetime.sources.poller import Poller
 from torchelastic.lifetime.sources.signals import (
+    FROM_SCHEDULER,
     TERM_GRACE_S,
     USER_GRACE_S,
     SignalNotices,
     notices_instead_of_default,
     parse_signals,
+    signals_with_grace,
 )
 from torchelastic.lifetime.sources.slurm import Runner, SlurmDeadline, run_command
 from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
@@ -120,6 +122,14 @@ def term_grace_s(environment: Mapping[str, str]) -> float:
     return float(torchruns) if torchruns.isdecimal() else TERM_GRACE_S
 
 
+def is_grace_known(environment: Mapping[str, str]) -> bool:
+    """Whether the user has said how long it is from SIGTERM to SIGKILL.
+
+    torchrun's own variable does not count: whoever ends torchrun (`docker stop`, Kubernetes) may give it less.
+    """
+    return bool(environment.get(GRACE_VARIABLE, "").strip())
+
+
 def detect(
     environment: Mapping[str, str] | None = None,
     *,
@@ -132,7 +142,8 @@ def detect(
 ) -> list[Deadline]:
     """All deadlines of this process; `nearest` makes one of them, `close_all` ends them.
 
-    Sources that have to be asked are asked on one daemon thread, which is started if there are any. On the main thread
+    Sources that have to be asked are asked on a daemon thread, metadata services on another one; each is started if
+    there are any. On the main thread
     SIGTERM becomes a notice if it still has its default action and this is no worker of `torchelastic run`, which
     drains instead (a coordinator that is made later drains too, and then SIGTERM is its matter); in a SLURM job SIGUSR1
     does too. See docs/deadlines.md for all of it and for the variables.
@@ -156,19 +167,29 @@ def detect(
     if end is not None:
         deadlines.append(DeadlineAt("elastic instance", end.at_s, end.reason))
     slurm = SlurmDeadline.from_environment(variables, runner=runner, clock=clock, wall_clock=wall_clock)
-    polled = [*_files(variables, clock, wall_clock), *_clouds(variables, machine, opener, clock, wall_clock)]
+    files = _files(variables, clock, wall_clock)
+    clouds = _clouds(variables, machine, opener, clock, wall_clock)
     graces_s = _graces_s(variables, slurm is not None)  # complains before anything is started
     asks = Poller() if poller is None else poller
     if slurm is not None:
         deadlines.append(slurm)
         slurm.when_asked_again(lambda after_s: asks.add(slurm.poll, after_s))
         _start(asks, slurm)
-    for source in polled:
-        deadlines.append(source)
-        _start(asks, source)
+    for file in files:
+        deadlines.append(file)
+        _start(asks, file)
+    # a metadata service may take its time to answer: none of the others waits for that
+    asks_clouds = Poller("torchelastic-metadata") if poller is None else poller
+    for cloud in clouds:
+        deadlines.append(cloud)
+        _start(asks_clouds, cloud)
     if graces_s:
-        is_asked_for = bool(variables.get(SIGNALS_VARIABLE, "").strip())
-        deadlines.append(SignalNotices(graces_s, scheduler=slurm, clock=clock, gives_way=not is_asked_for))
+        named = variables.get(SIGNALS_VARIABLE, "").strip()
+        said = signals_with_grace(named)
+        if is_grace_known(variables):
+            said |= graces_s.keys() - set(FROM_SCHEDULER)
+        guessed = graces_s.keys() - said
+        deadlines.append(SignalNotices(graces_s, scheduler=slurm, clock=clock, gives_way=not named, guessed=guessed))
     return deadlines
 
 
@@ -191,7 +212,8 @@ def _files(
     if path := variables.get(TERMINATION_FILE_VARIABLE):
         found.append(TerminationFile(path, clock=clock, wall_clock=wall_clock))
     if path := variables.get(PRE_STOP_VARIABLE):
-        found.append(PreStopFile(path, grace_s=term_grace_s(variables), clock=clock, wall_clock=wall_clock))
+        grace_s, is_sure = term_grace_s(variables), is_grace_known(variables)
+        found.append(PreStopFile(path, grace_s=grace_s, clock=clock, wall_clock=wall_clock, is_sure=is_sure))
     return found
 
 

@@ -37,7 +37,10 @@ def parse_preempted(text: str) -> Event | None:
     answer = text.strip().upper()
     if answer not in ("TRUE", "FALSE"):
         raise nonsense("instance/preempted is neither TRUE nor FALSE", text)
-    return Event("interruption", "GCP preempts this spot machine", lead_s=SPOT_LEAD_S) if answer == "TRUE" else None
+    if answer == "FALSE":
+        return None
+    # at best: Kubernetes on the machine gives its pods half of that
+    return Event("interruption", "GCP preempts this spot machine", lead_s=SPOT_LEAD_S, is_lead_sure=False)
 
 
 def parse_maintenance(text: str, lead_s: float = MAINTENANCE_LEAD_S) -> Event | None:

@@ -27,6 +27,8 @@ LINK_LOCAL = "http://169.254.169.254"
 _MAX_BYTES = 64 * 1024
 #: So many failures in a row are told; before the first success they mean that there is no such service here.
 _PROBES = 3
+#: One that surely is there is given up to so long for an answer, and asked at least so often, until the first one.
+_MAX_TIMEOUT_S, _MAX_PROBE_PAUSE_S = 8.0, 10.0
 _PAUSES = wait_exponential(multiplier=0.5, max=60.0)
 
 
@@ -171,8 +173,9 @@ class Options(TypedDict, total=False):
 class MetadataSource(Notices):
     """A deadline from a metadata service. `poll` asks it; have a `Poller` call that.
 
-    A service that fails before it was ever there is taken to be absent, and never asked again. Later failures do not
-    change what it has announced.
+    A service that fails before it was ever there is taken to be absent, and never asked again, unless it surely is
+    there (`is_expected`): some answer only seconds after the machine or the pod has started (the metadata server of
+    GKE), so they are asked on, and given more time to answer. Later failures do not change what it has announced.
 
     Args:
         name: of the source, for people.
@@ -212,7 +215,7 @@ class MetadataSource(Notices):
         return self._is_present
 
     def poll(self) -> float | None:
-        """Look once; at most some requests of `timeout_s` each. See `poller.Poll`."""
+        """Look once; at most some requests of `timeout_s` each, or 8 s. See `poller.Poll`."""
         try:
             if not self._is_present:
                 self._enter()
@@ -236,7 +239,13 @@ class MetadataSource(Notices):
         """What is announced now, each with the answer that says so. Raises NoAnswerError, NonsenseError."""
 
     def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
-        return self._opener(request(self._endpoint + path, headers, method), self._timeout_s)
+        return self._opener(request(self._endpoint + path, headers, method), self._patience_s())
+
+    def _patience_s(self) -> float:
+        """How long to wait for an answer: longer where a service that has to be there has not answered so far."""
+        if self._is_present or not self._is_expected:
+            return self._timeout_s
+        return min(_MAX_TIMEOUT_S, self._timeout_s * 2.0 ** min(self._failures, 10))
 
     def _announce(self, events: Iterable[tuple[Event, Answer]]) -> None:
         """Dates become monotonic time when they are first read, and stay what they were while they stay the same."""
@@ -255,8 +264,11 @@ class MetadataSource(Notices):
         self._failures += 1
         if not self._is_present and self._failures >= _PROBES:
             level = logging.WARNING if self._is_expected else logging.DEBUG
-            log.log(level, "%s: no metadata service, so no notices from it: %s. %s", self.name, error, self._remedy)
-            return None
+            if not self._is_expected or self._failures == _PROBES:
+                going_on = "; asking on" if self._is_expected else ""
+                text = "%s: no metadata service, so no notices from it%s: %s. %s"
+                log.log(level, text, self.name, going_on, error, self._remedy)
+            return min(pause_s(self._failures), _MAX_PROBE_PAUSE_S) if self._is_expected else None
         if self._is_present and self._failures == _PROBES:
             log.warning("%s: no answer that makes sense; trying on: %s", self.name, error)
         return pause_s(self._failures)

@@ -30,12 +30,15 @@ class Notice:
         kind: see `Kind`.
         at_s: when, in monotonic seconds; None: at any moment from now on.
         reason: what was said, one short phrase.
+        unsure_since_s: when it came, if nobody has said how much time there is from then on: `at_s` is a guess, and the
+            end may come earlier. None: `at_s` is known.
     """
 
     source: str
     kind: Kind
     at_s: float | None
     reason: str
+    unsure_since_s: float | None = None
 
     def remaining_s(self, now_s: float) -> float | None:
         """Seconds until then, negative if it is over; 0 for "at any moment"; None for advice."""
@@ -53,12 +56,14 @@ class Event:
         reason: for people.
         date_s: when, in Unix seconds by the clock of the platform.
         lead_s: so long after the announcement has appeared; with a date: it is never later than that.
+        is_lead_sure: whether `lead_s` is what the platform gives, and not the most that it may give.
     """
 
     kind: Kind
     reason: str
     date_s: float | None = None
     lead_s: float | None = None
+    is_lead_sure: bool = True
 
     def notice(self, source: str, *, now_s: float, appeared_s: float, platform_s: float) -> Notice:
         """The same in monotonic time.
@@ -76,7 +81,8 @@ class Event:
             moments.append(now_s + self.date_s - platform_s - _DATE_RESOLUTION_S)
         if self.lead_s is not None:
             moments.append(appeared_s + self.lead_s)
-        return Notice(source, self.kind, min(moments, default=None), self.reason)
+        unsure_since_s = None if self.is_lead_sure else now_s
+        return Notice(source, self.kind, min(moments, default=None), self.reason, unsure_since_s)
 
 
 class Notices:
@@ -110,6 +116,11 @@ class Notices:
         """See `Deadline`."""
         known = (notice.remaining_s(now_s) for notice in self._notices)
         return min((left_s for left_s in known if left_s is not None), default=None)
+
+    def unsure_since_s(self) -> float | None:
+        """When the newest notice came whose end is a guess, in monotonic seconds; None: there is none."""
+        known = (notice.unsure_since_s for notice in self._notices)
+        return max((since_s for since_s in known if since_s is not None), default=None)
 
     def tell(self, notices: Iterable[Notice]) -> None:
         """From now on these count, and no others."""

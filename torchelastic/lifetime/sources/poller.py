@@ -24,11 +24,12 @@ class Poller:
     The thread lives while there is something to be called. A forked child has none: it goes on with what was known.
 
     Args:
+        name: of the thread.
         clock: monotonic seconds; real ones, as it waits by them.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, name: str = "torchelastic-deadlines", clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = name, clock
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._due_s: dict[Poll, float] = {}
@@ -41,7 +42,7 @@ class Poller:
         with self._changed:
             self._due_s[poll] = self._clock() + after_s
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="torchelastic-deadlines", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify()
 

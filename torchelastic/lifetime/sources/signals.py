@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,8 @@ from torchelastic.lifetime.sources.notice import Notice, Notices
 
 log = logging.getLogger(__name__)
 
-#: From SIGTERM to SIGKILL: torchrun's, SLURM's (KillWait) and Kubernetes' default.
+#: From SIGTERM to SIGKILL: torchrun's, SLURM's (KillWait) and Kubernetes' default. Others give less (`docker stop` 10
+#: s, pods on spot nodes of GKE 15 s), so where nobody has said it this is a guess: see `Notice.unsure_since_s`.
 TERM_GRACE_S = 30.0
 #: sbatch(1): a signal of `--signal` comes 60 s before the end if no time is given, and up to 60 s earlier than told.
 USER_GRACE_S = 60.0
@@ -68,6 +69,16 @@ def parse_signals(text: str, term_grace_s: float = TERM_GRACE_S) -> dict[signal.
     return graces
 
 
+def signals_with_grace(text: str) -> set[signal.Signals]:
+    """Those for which the text of `parse_signals` says the grace.
+
+    >>> signals_with_grace("SIGTERM=30,SIGUSR1")
+    {<Signals.SIGTERM: 15>}
+    """
+    parts = (part.partition("=") for part in text.split(","))
+    return {signal.Signals[name.strip()] for name, _, grace in parts if grace}
+
+
 def _seconds(text: str) -> float:
     return real_number("grace", float(text), remedy="give seconds, 0 or more")
 
@@ -80,7 +91,7 @@ def _check(graces: Mapping[signal.Signals, float]) -> None:
 
 
 def signal_notice(
-    source: str, number: signal.Signals, at_s: float, grace_s: float, known_end_s: float | None
+    source: str, number: signal.Signals, at_s: float, grace_s: float, known_end_s: float | None, *, is_sure: bool = True
 ) -> Notice | None:
     """What a signal means; None if it announces an end that is known exactly.
 
@@ -90,10 +101,12 @@ def signal_notice(
         at_s: when it came, monotonic.
         grace_s: after which the process is ended.
         known_end_s: the end of the job as the scheduler knows it, monotonic; None: not known.
+        is_sure: whether somebody has said that this is the grace.
     """
     if number in FROM_SCHEDULER and known_end_s is not None and known_end_s - at_s <= ANNOUNCED_WITHIN_S:
         return None
-    return Notice(source, "signal", at_s + grace_s, f"{number.name}, {grace_s:g} s of grace")
+    said = "of grace" if is_sure else "of grace are a guess: nobody has said how many there are"
+    return Notice(source, "signal", at_s + grace_s, f"{number.name}, {grace_s:g} s {said}", None if is_sure else at_s)
 
 
 class SignalNotices(Notices):
@@ -110,6 +123,7 @@ class SignalNotices(Notices):
         clock: monotonic seconds; that of the deadline.
         gives_way: whether the signals are taken only for want of somebody who knows better what to do about them:
             then whoever comes later may put a handler on top, and call this one where it has nothing to do.
+        guessed: the signals whose grace nobody has said: the process may be ended earlier.
 
     Raises:
         ValueError: this is not the main thread, a signal cannot be handled, or a grace is none.
@@ -122,6 +136,7 @@ class SignalNotices(Notices):
         scheduler: Deadline | None = None,
         clock: Callable[[], float] = time.monotonic,
         gives_way: bool = False,
+        guessed: Collection[signal.Signals] = (),
     ) -> None:
         names = ", ".join(number.name for number in graces_s)
         super().__init__("signal", f"none came of {names}")
@@ -130,6 +145,7 @@ class SignalNotices(Notices):
         _check(graces_s)
         self._graces_s, self._scheduler, self._clock = dict(graces_s), scheduler, clock
         self.gives_way = gives_way
+        self._guessed = frozenset(guessed)
         self._came_s: dict[signal.Signals, float] = {}
         self._seen: set[tuple[signal.Signals, float]] = set()
         self._explained: set[tuple[signal.Signals, float]] = set()
@@ -172,7 +188,8 @@ class SignalNotices(Notices):
         for number, at_s in came:
             if (number, at_s) in self._explained:
                 continue
-            notice = signal_notice(self.name, number, at_s, self._graces_s[number], end_s)
+            is_sure = number not in self._guessed
+            notice = signal_notice(self.name, number, at_s, self._graces_s[number], end_s, is_sure=is_sure)
             if notice is None:
                 self._explained.add((number, at_s))
             else:
