@@ -18,14 +18,20 @@ if TYPE_CHECKING:
         RetryableException,
         StopException,
     )
+    from torchelastic.data.batch_sampler import ElasticBatchSampler
+    from torchelastic.data.loader import ElasticLoader
     from torchelastic.model.world_change import WorldChange, keep_global_batch, scale_learning_rate
     from torchelastic.model_state import ModelState
+    from torchelastic.p2p.coordinator_p2p import CoordinatorP2P
     from torchelastic.state import State
     from torchelastic.train_loop import steps, train
     from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
 
 _WHERE = {
     "Coordinator": "coordinator",
+    "CoordinatorP2P": "p2p.coordinator_p2p",
+    "ElasticBatchSampler": "data.batch_sampler",
+    "ElasticLoader": "data.loader",
     "ModelState": "model_state",
     "NonRetryableException": "coordinator",
     "RetryableException": "coordinator",
@@ -42,6 +48,9 @@ _WHERE = {
 
 __all__ = [
     "Coordinator",
+    "CoordinatorP2P",
+    "ElasticBatchSampler",
+    "ElasticLoader",
     "ModelState",
     "NonRetryableException",
     "RetryableException",

@@ -23,7 +23,8 @@ What users may rely on has changed (- as it was, + as it is now). If that was no
 
 #: What code outside of this repository was written against: these names stay, whatever becomes of the others.
 PROMISED = {
-    "torchelastic": """train steps State ModelState Coordinator WorkerStats SimpleWorkerStats StopException
+    "torchelastic": """train steps State ModelState Coordinator CoordinatorP2P ElasticBatchSampler ElasticLoader
+        WorkerStats SimpleWorkerStats StopException
         NonRetryableException RetryableException __version__""",
     "torchelastic.p2p": "CoordinatorP2P",
     "torchelastic.rendezvous": """RendezvousHandler RendezvousClosedException RendezvousTimeoutException

@@ -12,8 +12,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torchelastic
-from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.p2p import CoordinatorP2P
 
 GLOBAL_BATCH_SIZE = 32
 
@@ -38,10 +36,10 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    coordinator = CoordinatorP2P("gloo")
+    coordinator = torchelastic.CoordinatorP2P("gloo")
     dataset = make_dataset()
-    sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH_SIZE, epochs=args.epochs, shuffle=False)
-    loader = ElasticLoader(dataset, sampler)
+    sampler = torchelastic.ElasticBatchSampler(dataset, GLOBAL_BATCH_SIZE, epochs=args.epochs, shuffle=False)
+    loader = torchelastic.ElasticLoader(dataset, sampler)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     state = torchelastic.ModelState(model, optimizer, sampler=sampler)

@@ -12,8 +12,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torchelastic
-from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.p2p import CoordinatorP2P
 
 BATCH_SIZE = 32  # of all workers together
 LEARNING_RATE = 0.05  # for all workers together
@@ -38,11 +36,11 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     args = parser.parse_args()
 
-    coordinator = CoordinatorP2P("gloo")
+    coordinator = torchelastic.CoordinatorP2P("gloo")
     torch.set_num_threads(1)
     dataset = make_dataset()
-    sampler = ElasticBatchSampler(dataset, BATCH_SIZE, epochs=args.epochs, shuffle=False)
-    loader = ElasticLoader(dataset, sampler)
+    sampler = torchelastic.ElasticBatchSampler(dataset, BATCH_SIZE, epochs=args.epochs, shuffle=False)
+    loader = torchelastic.ElasticLoader(dataset, sampler)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     state = torchelastic.ModelState(model, optimizer, sampler=sampler)

@@ -12,8 +12,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torchelastic
-from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.p2p import CoordinatorP2P
 
 GLOBAL_BATCH_SIZE = 32
 
@@ -39,12 +37,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dataset = make_dataset()
-    sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH_SIZE, epochs=args.epochs, shuffle=False)
-    loader = ElasticLoader(dataset, sampler)
+    sampler = torchelastic.ElasticBatchSampler(dataset, GLOBAL_BATCH_SIZE, epochs=args.epochs, shuffle=False)
+    loader = torchelastic.ElasticLoader(dataset, sampler)
     model = make_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     state = torchelastic.ModelState(model, sgd, sampler=sampler)
-    coordinator = CoordinatorP2P("gloo", process_group_timeout=30_000)
+    coordinator = torchelastic.CoordinatorP2P("gloo", process_group_timeout=30_000)
 
     for step in torchelastic.steps(coordinator, state):
         with step:

@@ -14,8 +14,6 @@ from torch.utils.data import TensorDataset
 
 import torchelastic
 from torchelastic.checkpoint import EverySteps, FileSystemCheckpointManager, set_checkpoint_manager
-from torchelastic.data import ElasticBatchSampler, ElasticLoader
-from torchelastic.p2p import CoordinatorP2P
 
 GLOBAL_BATCH_SIZE = 32
 
@@ -43,10 +41,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    coordinator = CoordinatorP2P("nccl" if device.type == "cuda" else "gloo")
+    coordinator = torchelastic.CoordinatorP2P("nccl" if device.type == "cuda" else "gloo")
     dataset = make_dataset()
-    sampler = ElasticBatchSampler(dataset, GLOBAL_BATCH_SIZE, epochs=args.epochs, shuffle=False)
-    loader = ElasticLoader(dataset, sampler)
+    sampler = torchelastic.ElasticBatchSampler(dataset, GLOBAL_BATCH_SIZE, epochs=args.epochs, shuffle=False)
+    loader = torchelastic.ElasticLoader(dataset, sampler)
     model = make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100, gamma=0.9)
