@@ -67,7 +67,7 @@ class CoordinatorP2P(Coordinator):
     Args:
         c10d_backend: "gloo" or "nccl"; default: nccl where every worker of this host has its GPU, else gloo.
         init_method: rendezvous URL (`etcd://host:port/run_id?min_workers=..&max_workers=..`, or a scheme of your own);
-            default: what `torchelastic run` has set.
+            default: what `torchelastic run` has set; without the launcher this process trains alone, without etcd.
         max_num_trainers: no group is larger; default: the URL's `max_workers`.
         process_group_timeout: of collectives, in milliseconds. A peer that dies is noticed within milliseconds all
             the same; the time-out is for those that hang before it is known how long steps take.
@@ -75,7 +75,8 @@ class CoordinatorP2P(Coordinator):
         straggler_policy: who is a straggler, and whether it has to go; default: `StragglerPolicy()`, which reports.
 
     Raises:
-        ValueError: an unknown backend, no rendezvous URL, or one that cannot be used.
+        ValueError: an unknown backend, a rendezvous URL that cannot be used, or none where another launcher (torchrun,
+            srun) has started several processes.
     """
 
     MONITOR_PROGRESS_FREQ = 1000

@@ -18,6 +18,7 @@ from torchelastic.network.this_host import chosen_interfaces
 from torchelastic.rendezvous import handler as rendezvous_handler
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.handler import RendezvousHandler
+from torchelastic.rendezvous.solo import SOLO_URL, SoloRendezvousHandler, why_not_alone
 from torchelastic.rendezvous.url import parse_url
 
 rendezvous_handler.register()
@@ -36,18 +37,20 @@ def checked_backend(backend: str | None) -> str:
 
 
 def checked_init_method(init_method: str | None) -> str:
-    """The rendezvous URL that was given, or the launcher's. Raises ValueError."""
+    """The rendezvous URL that was given, or the launcher's; `SOLO_URL` where there is neither. Raises ValueError."""
     init_method = init_method or os.environ.get(wire.INIT_METHOD_VARIABLE)
-    if not init_method:
-        raise ValueError(
-            "no rendezvous: start the script with `torchelastic run`, or give "
-            "init_method='etcd://HOST:PORT/RUN_ID?min_workers=N&max_workers=M'"
-        )
-    return init_method
+    if init_method:
+        return init_method
+    why_not = why_not_alone(os.environ)
+    if why_not is not None:
+        raise ValueError(why_not)
+    return SOLO_URL
 
 
 def open_rendezvous(init_method: str) -> RendezvousHandler:
-    """The handler that is registered for the URL's scheme. Raises ValueError."""
+    """The handler that is registered for the URL's scheme, or the one for a process alone. Raises ValueError."""
+    if init_method == SOLO_URL:
+        return SoloRendezvousHandler()
     opened = rendezvous(init_method)
     if not isinstance(opened, RendezvousHandler):
         raise ValueError(
