@@ -270,7 +270,14 @@ def test_wrong_words_end_with_code_2(words: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
-    assert "usage: torchelastic checkpoint" in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    command = (
+        " ".join(["torchelastic checkpoint", *words[:1]])
+        if words[:1] in (["ls"], ["convert"])
+        else "torchelastic checkpoint"
+    )
+    assert line.startswith(f"{command}: ")
+    assert line.endswith(f"; see {command} --help")
 
 
 def test_a_broken_pipe_is_no_traceback(tmp_path: Path) -> None:

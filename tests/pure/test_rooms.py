@@ -16,6 +16,7 @@ FLOORS: dict[str, int] = {
     "version": 0,
     "processes": 0,
     "lazy_names": 0,
+    "usage": 0,
     "log_lines": 0,
     "foreign_json": 0,
     "network": 0,

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from torchelastic.usage import CommandParser, usage_line
 from torchelastic.version import __version__
 
 
@@ -23,14 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.execute(options))
     except UsageError as error:
-        parser.exit(2, f"torchelastic {options.command}: {error}\n")
+        parser.exit(2, f"{usage_line(f'torchelastic {options.command}', str(error))}\n")
 
 
 def command_parser() -> argparse.ArgumentParser:
     """What understands the command line; the words after `checkpoint` have a parser of their own."""
     from torchelastic.launch import checkpoint, doctor, drain, events, report, run, simulate_esi, status, top
 
-    parser = argparse.ArgumentParser(prog="torchelastic", description="Keeps PyTorch training alive.")
+    parser = CommandParser(prog="torchelastic", description="Keeps PyTorch training alive.")
     parser.add_argument("--version", action="version", version=f"torchelastic {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping
 
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials, CredentialsError, read_file, resolve
@@ -22,22 +23,29 @@ class UsageError(Exception):
     """The command's words do not make sense together; the message says what to change."""
 
 
-def add(parser: argparse.ArgumentParser, name: str, *, short: str | None = None, **settings: object) -> None:
+def add(parser: argparse._ActionsContainer, name: str, *, short: str | None = None, **settings: object) -> None:
     """Add an option, perhaps with a short name, too; dashes and underscores in its name are the same."""
     spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
     parser.add_argument(*sorted(spellings), *filter(None, [short]), dest=name.replace("-", "_"), **settings)  # type: ignore[arg-type]  # passed through
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
-    """Add the options about access to etcd."""
+    """Add the options about access to etcd, in the last part of the help."""
+    group = parser.add_argument_group("access to etcd")
     for name, (_parameter, metavar, what) in _ACCESS_OPTIONS.items():
-        add(parser, name, metavar=metavar, help=what)
+        add(group, name, metavar=metavar, help=what)
 
 
 def access(options: argparse.Namespace) -> dict[str, str]:
     """What the options say about access to etcd, in the URL's words."""
     given = {parameter: getattr(options, name.replace("-", "_")) for name, (parameter, *_) in _ACCESS_OPTIONS.items()}
     return {parameter: value for parameter, value in given.items() if value}
+
+
+def access_words(url: RendezvousUrl) -> list[str]:
+    """What to type for the same access to etcd as the URL has it; a password in the environment stays there."""
+    given = {name: getattr(url.access, parameter) for name, (parameter, *_) in _ACCESS_OPTIONS.items()}
+    return [word for name, value in given.items() if value for word in (f"--{name}", shlex.quote(value))]
 
 
 def without_password(endpoint: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,10 +27,11 @@ from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Worker
 from torchelastic.agent.worker_environment import worker_environment
 from torchelastic.launch.interface import add_interface, meant_interface
-from torchelastic.launch.log import add_log, opened_log
+from torchelastic.launch.log import RunLog, add_log, opened_log
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
 from torchelastic.launch.own_etcd import OwnEtcd
 from torchelastic.launch.page import add_page, opened_page
+from torchelastic.launch.runs_here import FOLDER_PREFIX, SOCKET, leave_address, words_for
 from torchelastic.launch.time_limit import add_time_limit, limited
 from torchelastic.launch.torchrun_options import (
     Translation,
@@ -49,9 +51,6 @@ EXAMPLES = """examples:
 exit codes: 0 the run is finished, 1 it or a worker failed, 2 wrong words, 75 stopped before a deadline: start it again
 (see docs/lifetime.md), 128 + N stopped by signal N
 """
-
-#: Short: a Unix socket's path has 107 bytes.
-_SOCKET_DIR = "te-"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,10 +119,10 @@ def execute(options: argparse.Namespace) -> int:
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
-        socket_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=_SOCKET_DIR, ignore_cleanup_errors=True))
+        socket_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True))
         agent_options = AgentOptions(
             url,
-            Path(socket_dir, "agent"),
+            Path(socket_dir, SOCKET),
             metrics_address=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
             push_gateway=gateway,
             term_grace_s=options.term_grace,
@@ -132,6 +131,8 @@ def execute(options: argparse.Namespace) -> int:
             address=network.address,
             log_form=run_log.form,
         )
+        leave_address(Path(socket_dir), url)
+        _say_how_to_watch(run_log, url, options.log_dir)
         own_variables = worker_environment(agent_options, options.nproc_per_node)
 
         def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
@@ -155,6 +156,15 @@ def execute(options: argparse.Namespace) -> int:
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
     run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code
+
+
+def _say_how_to_watch(run_log: RunLog, url: RendezvousUrl, log_dir: Path | None) -> None:
+    """Two lines, or one record: which run this is, and what to type to watch it, here or on another host."""
+    text = f"run {url.run_id} at {url.endpoints_text}; to watch it: {words_for('top', url)} (or status)"
+    report = "--log-dir DIR keeps what `torchelastic report DIR` shows"
+    if log_dir is not None:
+        report = f"its report, while it runs or later: torchelastic report {shlex.quote(str(log_dir))}"
+    run_log.say("run", f"{text}\n{report}", run_id=url.run_id, endpoint=url.endpoints_text)
 
 
 async def _run_agent(

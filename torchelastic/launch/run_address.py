@@ -6,12 +6,14 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from urllib.parse import urlencode
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
+from torchelastic.launch.runs_here import chosen_run, runs_here
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore, StoreUnavailableError
@@ -84,7 +86,11 @@ def wait_for_answer(store: CoordinationStore, url: RendezvousUrl) -> None:
 
 
 def url_of(options: argparse.Namespace) -> RendezvousUrl:
-    """The run that the options name. Raises UsageError."""
+    """The run that the options name; without an endpoint, one of this host. Raises UsageError."""
+    if options.rdzv_endpoint is None:
+        return replace(chosen_run(options, runs_here()), connect_timeout_s=options.connect_timeout)
+    if options.rdzv_id is None:
+        raise UsageError("--rdzv-endpoint names an etcd, not a run: give --rdzv-id ID too")
     query = f"min_workers=1&max_workers=1&connect_timeout={options.connect_timeout}&{urlencode(access(options))}"
     try:
         return parse_url(f"etcd://{without_password(options.rdzv_endpoint)}/{options.rdzv_id}?{query}")

@@ -17,6 +17,7 @@ from torchelastic.status.status_format import run_to_plain
 
 NAME = "status"
 EXAMPLES = """examples:
+  torchelastic status                     # the run of a launcher on this host
   torchelastic status --rdzv-endpoint etcd-host:2379 --rdzv-id job7
   torchelastic status --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --json
 
@@ -32,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_run(parser)
+    add_run(parser, required=False)
     add(parser, "json", action="store_true", help="one line of JSON, for programs")
     parser.set_defaults(execute=execute)
 

@@ -25,6 +25,7 @@ from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import RunStatus, every_s
 
 EXAMPLES = """examples:
+  torchelastic top                     # the run of a launcher on this host
   torchelastic top --rdzv-endpoint etcd-host:2379 --rdzv-id job7
 
 q or Ctrl-C ends it. Where the output is no terminal, it prints the table once and ends.
@@ -42,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_run(parser)
+    add_run(parser, required=False)
     help_text = "between two pictures (default 1 s; hosts of large runs tell less often)"
     add(parser, "interval", type=float, default=1.0, metavar="S", help=help_text)
     parser.set_defaults(execute=execute, json=False)

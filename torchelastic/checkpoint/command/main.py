@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.command.errors import CommandError
 from torchelastic.checkpoint.command.screen import complain
+from torchelastic.usage import CommandParser
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.policy import KeepPolicy
@@ -58,7 +59,7 @@ def _one_line(error: Exception) -> str:
 
 def command_parser() -> argparse.ArgumentParser:
     """What understands the words after `torchelastic checkpoint`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="torchelastic checkpoint",
         description="Looks after checkpoints.",
         epilog=EXAMPLES,

@@ -1,0 +1,37 @@
+"""What a command line says of invalid arguments: one line, which names the argument and where to read more."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """As argparse's, which prints the whole usage before the line that matters; its sub-parsers are such, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2 and one line on standard error."""
+        self.exit(2, f"{usage_line(self.prog, message)}\n")
+
+    def parse_known_args(  # type: ignore[override]  # argparse's has overloads for each kind of namespace
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Refuse unknown arguments here, where the command is known, and not in the name of the whole program."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
+def usage_line(command: str, message: str) -> str:
+    """What to say of invalid arguments.
+
+    Args:
+        command: its words.
+        message: what is wrong, and what to write instead; after a first line there may be a list.
+
+    >>> usage_line("torchelastic run", "--nnodes 'x': write a number, or MIN:MAX")
+    "torchelastic run: --nnodes 'x': write a number, or MIN:MAX; see torchelastic run --help"
+    """
+    return f"{command}: {message}" + ("" if "\n" in message else f"; see {command} --help")
