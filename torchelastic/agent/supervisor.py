@@ -23,6 +23,7 @@ from torchelastic.agent.terminal import Terminal
 from torchelastic.agent.worker import Worker, signal_group
 from torchelastic.agent.worker_lines import WorkerLines
 from torchelastic.agent.worker_log import WorkerLog, WorkerLogs
+from torchelastic.agent.worker_stdin import worker_stdin
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.lifeline import dies_with_parent
@@ -208,10 +209,11 @@ class Supervisor:
             "TORCHELASTIC_RESTART_COUNT": str(worker.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
         }
+        stdin = worker_stdin(len(self.workers))
         worker.process = subprocess.Popen(
             dies_with_parent(self._command),
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that a worker is ended together with its data loaders
@@ -224,7 +226,9 @@ class Supervisor:
         assert worker.process.stdout is not None
         assert worker.process.stderr is not None
         readers = [
-            self._task(self._lines.pass_on(worker.local_rank, "stdout", worker.process.stdout, file)),
+            self._task(
+                self._lines.pass_on(worker.local_rank, "stdout", worker.process.stdout, file, prompts=stdin is None)
+            ),
             self._task(self._lines.pass_on(worker.local_rank, "stderr", worker.process.stderr, file, worker.heard)),
         ]
         watch = self._or_give_up(worker, self._watch(worker, worker.process, readers, file))

@@ -61,6 +61,16 @@ class Terminal:
         said = Said(worker, stream, text, same)
         self._show([said] if self._repeats is None else self._repeats.said(said, self._clock()))
 
+    def asks(self, worker: int, stream: str, text: str) -> None:
+        """A worker has said the beginning of a line, and waits for an answer: it is shown at once, each time.
+
+        Arguments as for `said`.
+        """
+        if self._is_json:
+            self.said(worker, stream, text)
+        else:
+            self._write(stream, _for_people(Said(worker, stream, text, "")))
+
     def tick(self) -> None:
         """Show the counts that are due; to be called every second or so."""
         if self._repeats is not None:
