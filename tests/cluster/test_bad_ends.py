@@ -164,13 +164,15 @@ def test_a_command_line_that_makes_no_sense_is_refused_at_once(
         ({"c10d_backend": "mpi"}, "c10d_backend='mpi'"),
         ({"init_method": "etcd://localhost/run?min_workers=1&min_wrokers=2"}, "unknown parameter 'min_wrokers'"),
         ({"init_method": "etcd://localhost/run?min_workers=3&max_workers=2"}, "max_workers=2 is below min_workers=3"),
-        ({"init_method": None}, "no rendezvous: start the script with `torchelastic run`"),
+        # with an agent's socket in the environment it does not train alone
+        ({"init_method": None}, "no rendezvous: TORCHELASTIC_AGENT_SOCKET is set, TORCHELASTIC_INIT_METHOD is not"),
     ],
 )
 def test_a_coordinator_that_cannot_work_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, str], complaint: str
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_INIT_METHOD", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_AGENT_SOCKET", "/nowhere")
     with pytest.raises(ValueError, match=complaint):
         CoordinatorP2P(**{"init_method": "etcd://localhost/run?min_workers=1", **arguments})  # type: ignore[arg-type]  # strings all
 

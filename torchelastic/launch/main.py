@@ -31,7 +31,7 @@ def command_parser() -> argparse.ArgumentParser:
     """What understands the command line; the words after `checkpoint` have a parser of their own."""
     from torchelastic.launch import checkpoint, doctor, drain, events, report, run, simulate_esi, status, top
 
-    parser = CommandParser(prog="torchelastic", description="Keeps PyTorch training alive.")
+    parser: argparse.ArgumentParser = CommandParser(prog="torchelastic", description="Keeps PyTorch training alive.")
     parser.add_argument("--version", action="version", version=f"torchelastic {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)

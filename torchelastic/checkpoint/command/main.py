@@ -59,7 +59,7 @@ def _one_line(error: Exception) -> str:
 
 def command_parser() -> argparse.ArgumentParser:
     """What understands the words after `torchelastic checkpoint`."""
-    parser = CommandParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="torchelastic checkpoint",
         description="Looks after checkpoints.",
         epilog=EXAMPLES,
