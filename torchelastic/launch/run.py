@@ -131,8 +131,6 @@ def execute(options: argparse.Namespace) -> int:
             address=network.address,
             log_form=run_log.form,
         )
-        leave_address(Path(socket_dir), url)
-        _say_how_to_watch(run_log, url, options.log_dir)
         own_variables = worker_environment(agent_options, options.nproc_per_node)
 
         def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
@@ -152,7 +150,7 @@ def execute(options: argparse.Namespace) -> int:
 
         # the etcd of --standalone ends with the launcher, and nobody else is there to be told of that
         with nullcontext() if options.standalone else sentinel.watched(url, credentials):
-            outcome = asyncio.run(_run_agent(agent_options, credentials, make_supervisor))
+            outcome = asyncio.run(_run_agent(run_log, agent_options, credentials, make_supervisor))
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
     run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code
@@ -168,10 +166,13 @@ def _say_how_to_watch(run_log: RunLog, url: RendezvousUrl, log_dir: Path | None)
 
 
 async def _run_agent(
+    run_log: RunLog,
     options: AgentOptions,
     credentials: Credentials,
     make_supervisor: Callable[[Callable[[], bool], Callable[[Worker, int], None]], Supervisor],
 ) -> Outcome:
+    leave_address(options.socket_path.parent, options.url)
+    _say_how_to_watch(run_log, options.url, options.ledger_dir)
     return await Agent(options, connect(options.url, credentials), make_supervisor).run()
 
 
