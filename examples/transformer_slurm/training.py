@@ -110,7 +110,7 @@ class Training:
             while self.step < options.training_steps:
                 manager.iter()
                 if manager.should_save_ckpt() and self._saved_step != self.step:
-                    self._save(manager, is_final=True)
+                    self._save(manager, is_final=manager.should_stop)
                 if manager.should_stop:
                     break
                 if options.profile and self.rank == 0:

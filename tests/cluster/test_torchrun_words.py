@@ -48,7 +48,8 @@ def test_a_program_that_is_not_pythons_is_started_for_every_worker(tmp_path: Pat
     refused = run("--no-python", "no-such-program", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.splitlines() == [
-        "torchelastic run: --no-python: there is no program 'no-such-program' that this user may start"
+        "torchelastic run: --no-python: there is no program 'no-such-program' that this user may start; "
+        "see torchelastic run --help"
     ]
 
 

@@ -127,6 +127,7 @@ def test_a_breakpoint_in_a_step_reads_standard_input(tmp_path: Path) -> None:
     assert out.endswith("trained 20 rank 0 of 1\n"), err
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
     script = f"""{TRAINING}
 def in_step(step):
@@ -153,6 +154,7 @@ train(in_step, FileSystemCheckpointManager("checkpoints"))
     assert out.splitlines() == [*(f"step {n}" for n in range(8, 20)), "trained 20 rank 0 of 1"], err
 
 
+@pytest.mark.long
 def test_a_second_sigterm_and_ctrl_c_end_it_at_once(tmp_path: Path) -> None:
     script = (
         f"{TRAINING}\ndef in_step(step):\n    print('step', flush=True)\n    sys.stdin.readline()\n\ntrain(in_step)\n"
@@ -172,6 +174,7 @@ def test_a_second_sigterm_and_ctrl_c_end_it_at_once(tmp_path: Path) -> None:
         process.communicate()
 
 
+@pytest.mark.long
 def test_tiers_take_the_checkpoints_of_one_process_after_another(tmp_path: Path) -> None:
     """The second process has lower round numbers than the first, which had formed several groups."""
     script = f"""{TRAINING}
