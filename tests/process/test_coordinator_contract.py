@@ -176,7 +176,6 @@ def test_a_rendezvous_of_ones_own_is_enough() -> None:
     ("arguments", "match"),
     [
         ({"c10d_backend": "carrier-pigeon"}, "carrier-pigeon"),
-        ({"init_method": None}, "torchelastic run"),
         ({"init_method": "etcd://h/1?min_workers=2&max_workers=1"}, "raise max or lower min"),
         ({"init_method": "etcd://h/1?min_workers=1&colour=red"}, "colour"),
         ({"max_num_trainers": 0}, "max_num_trainers=0"),

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 #: A deadline that has moved away by more than this is a new one.
 _MOVED_S = 1.0
-#: How much the newest exchange counts for what an exchange costs.
-_SMOOTHING = 0.2
+#: What an exchange costs is the least of so many: on a busy machine some take long, and are no reason to decide seldom.
+_EXCHANGES = 8
 
 
 class SaveTimes:
@@ -140,7 +140,7 @@ class Watch:
         self._world_size = self.agree.world_size
         self._is_near = self._has_begun = self._has_met = False
         self._due_s, self._due_at = -math.inf, 0
-        self._cost_s = 0.0
+        self._costs_s: deque[float] = deque(maxlen=_EXCHANGES)
 
     def remember(self, state: ManagerState) -> None:
         """What an earlier life of the job knew of its iterations, if it had as many ranks."""
@@ -257,13 +257,15 @@ class Watch:
 
     def _outlook(self, count: int, lived: int) -> Outlook:
         tiers = self._saves.tiers(self.monitor.part)
-        return self.monitor.outlook(tiers, count=count, lived=lived, is_near=self._is_near, cost_s=self._cost_s)
+        return self.monitor.outlook(
+            tiers, count=count, lived=lived, is_near=self._is_near, cost_s=min(self._costs_s, default=0.0)
+        )
 
     def _begin(self, own: Outlook) -> None:
         began_s = self._clock()
         self.agree.begin(own.numbers())
         self._has_begun = True
-        self._cost_s += _SMOOTHING * (2.0 * (self._clock() - began_s) - self._cost_s)  # to read it costs as much
+        self._costs_s.append(2.0 * (self._clock() - began_s))  # to read it costs as much
 
     def _together(self, own: Outlook) -> Outlook:
         self.agree.begin(own.numbers())
