@@ -22,7 +22,18 @@ TIMEOUT_S = 60.0
     ("phase", "rank", "named"),
     [
         ("form", 1, "forming the group"),
-        pytest.param("form", 0, "forming the group", marks=pytest.mark.long),
+        pytest.param(
+            "form",
+            0,
+            "forming the group",
+            marks=[
+                pytest.mark.long,
+                # rank 0 serves the store of the round, which the others ask for the signs of life
+                pytest.mark.xfail(
+                    reason="issue 14: if rank 0 stops while the group is formed, others may be ended too"
+                ),
+            ],
+        ),
         pytest.param("sync", 1, "bringing the states in sync", marks=pytest.mark.long),
         pytest.param("sync", 0, "bringing the states in sync", marks=pytest.mark.long),
         ("save", 0, "saving a checkpoint"),

