@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import psutil
 
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import find_etcd_binary
 
@@ -55,7 +55,7 @@ class Cluster:
         self._folder = folder
         # a member ends with the thread that started it: this one lasts, whoever calls
         self._starter = ThreadPoolExecutor(1, "etcd-starter")
-        ports = unused_ports(6)
+        ports = unused_ports("127.0.0.1", 6)
         self.clients, self._peers = ports[:3], ports[3:]
         self._members = [self._start(member) for member in range(3)]
 

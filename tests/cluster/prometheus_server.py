@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.harness import wait_until
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 NEEDED = ("prometheus", "promtool", "prometheus-pushgateway")
@@ -126,7 +126,7 @@ def running_gateway(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _served(log: Path, *command: str) -> Iterator[str]:
-    address = f"127.0.0.1:{unused_ports(1)[0]}"
+    address = "127.0.0.1:{}".format(*unused_ports("127.0.0.1"))
     with log.open("wb") as file:
         server = subprocess.Popen(
             dies_with_parent([*command, f"--web.listen-address={address}"]), stdout=file, stderr=file

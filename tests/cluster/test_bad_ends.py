@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.cluster.harness import JOB, Job, is_alive, run_standalone, wait_until
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.p2p import CoordinatorP2P
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
@@ -28,7 +28,7 @@ def last_line(job: Job) -> str:
 
 
 def unused_endpoint() -> str:
-    return f"127.0.0.1:{unused_ports(1)[0]}"
+    return "127.0.0.1:{}".format(*unused_ports("127.0.0.1"))
 
 
 def script(folder: Path, text: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous import server as server_module
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import BINARY_VARIABLE, EtcdServer, find_etcd_binary
@@ -221,9 +222,8 @@ def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
 def test_a_free_port_that_was_taken_meanwhile_is_replaced_by_another(
     etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = server_module._free_port
-    choices = iter([etcd.port])
-    monkeypatch.setattr(server_module, "_free_port", lambda address: next(choices, None) or choose(address))
+    choices = iter([[etcd.port]])
+    monkeypatch.setattr(server_module, "unused_ports", lambda address: next(choices, None) or unused_ports(address))
     with EtcdServer() as server:
         assert server.port != etcd.port
         assert read(server, "key") is None

@@ -16,7 +16,7 @@ import torch
 
 from examples.migrating.ddp.after import GLOBAL_BATCH_SIZE, make_dataset, make_model
 from tests.cluster.harness import wait_until
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
 
 ROOT = Path(__file__).parents[2]
@@ -221,7 +221,7 @@ def test_what_it_becomes_survives_one_and_then_the_loss_of_all(start: Callable[.
 )
 def test_a_script_of_torchft_ends_with_these_weights(start: Callable[..., Started], tmp_path: Path) -> None:
     python, weights = os.environ["TORCHFT_PYTHON"], tmp_path / "weights.pt"
-    (port,) = unused_ports(1)
+    (port,) = unused_ports("127.0.0.1")
     lighthouse = Path(python).with_name("torchft_lighthouse")
     start("--bind", f"127.0.0.1:{port}", "--min_replicas", "2", python=lighthouse)
     variables = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "NUM_REPLICA_GROUPS": "2"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import wait_until
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def lives(output: str) -> list[tuple[int, int, int]]:
 
 @pytest.fixture
 def etcd() -> Iterator[str]:
-    with EtcdServer(port=unused_ports(1)[0]) as server:
+    with EtcdServer(port=unused_ports("127.0.0.1")[0]) as server:
         yield server.endpoint
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 
 STEPS = 8
 MEMORY_EVERY, DURABLE_EVERY = 2, 4
@@ -63,7 +63,7 @@ class Run:
 
 def in_forks(count: int, function: str, *arguments: Any, log: Path) -> list[int | None]:
     """The exit codes of processes that call a function of `small_run` with their rank; they print into the log."""
-    (port,) = unused_ports(1)
+    (port,) = unused_ports("127.0.0.1")
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_one, args=(function, arguments, rank, count, port, log)) for rank in range(count)

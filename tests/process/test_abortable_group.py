@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.process.half_transferred import OPERATIONS, TIMEOUT_S
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ ATTEMPTS = 5
 
 
 def run(operation: str, survivor: int, signal_name: str) -> dict[str, Any]:
-    (port,) = unused_ports(1)
+    (port,) = unused_ports("127.0.0.1")
     ranks = []
     for rank in (0, 1):
         arguments = [str(rank), str(port), str(survivor), operation, signal_name]

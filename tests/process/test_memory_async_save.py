@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from tests.process.test_memory_save import all_kinds, state_of
-from tests.unused_ports import unused_ports
 from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.memory.staged_state import copied_bytes
+from torchelastic.network.ports import unused_ports
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 WAIT_S = 60
@@ -282,7 +282,7 @@ def save_async(root: str, hosts: str, kind: AsyncCheckpointerType, steps: int, p
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
 @pytest.mark.parametrize("hosts", ["a", "ab"])
 def test_ranks_save_beside_the_training(crew: Crew, root: Path, hosts: str, kind: AsyncCheckpointerType) -> None:
-    answers = succeeded(crew.run(save_async, str(root), hosts, kind, 4, *unused_ports(1), ranks=len(hosts)))
+    answers = succeeded(crew.run(save_async, str(root), hosts, kind, 4, *unused_ports("127.0.0.1"), ranks=len(hosts)))
     for answer in answers:
         assert (answer["latest"], answer["equal"]) == (4, [True] * 4)
         assert len(answer["slots"][-1]) == len(answer["slots"][-2])

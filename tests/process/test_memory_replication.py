@@ -20,7 +20,6 @@ import torch.distributed as dist
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
-from tests.unused_ports import unused_ports
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName, ShardName, save_id_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
@@ -37,6 +36,7 @@ from torchelastic.checkpoint.replication import (
 from torchelastic.checkpoint.replication.circle import Circle
 from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
 from torchelastic.metrics import MetricData, MetricHandler, NullMetricHandler, configure
+from torchelastic.network.ports import unused_ports
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def push_after_the_group_was_formed_anew(root: str, hosts: str, port: int) -> st
 
 
 def test_what_a_former_group_pushes_is_refused_on_the_same_port_and_the_new_one_goes_on(crew: Crew, root: Path) -> None:
-    (port,) = unused_ports(1)
+    (port,) = unused_ports("127.0.0.1")
     text, _ = succeeded(crew.run(push_after_the_group_was_formed_anew, str(root), "ab", port, ranks=2))
     assert "rank 1 on host-b has no copy" in text
     assert "authentication failed" in text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md"
 GUARD = 'if __name__ == "__main__":'
@@ -44,7 +44,7 @@ def memory(memory_folder: Path) -> Path:
 
 def run(script: Path, bases: Sequence[Path], long_term: Path) -> list[str]:
     """One rank per base; ranks with equal bases are on one host. Returns what each has printed."""
-    (port,) = unused_ports(1)
+    (port,) = unused_ports("127.0.0.1")
     ranks = []
     for rank, base in enumerate(bases):
         environment = {

@@ -12,7 +12,7 @@ import pytest
 from tests.process.supervised import pid_of, supervise, until
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
-from torchelastic.network.ports import is_in, kernel_tables, unused_port
+from torchelastic.network.ports import is_in, kernel_tables, unused_ports
 
 #: Rank 0 opens the port that torch's store would, each time it is started.
 OPENS = """
@@ -71,7 +71,7 @@ def test_one_that_is_stopped_while_it_is_ended_stays_ended() -> None:
 
 
 def test_a_port_is_in_use_from_its_server_on_to_the_last_end_of_a_connection() -> None:
-    port = unused_port("127.0.0.1")
+    (port,) = unused_ports("127.0.0.1")
     assert not is_in(kernel_tables(), port)
     with socket.create_server(("127.0.0.1", port)) as server:
         assert is_in(kernel_tables(), port)

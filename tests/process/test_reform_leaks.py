@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ SPARE = 3
 
 @pytest.mark.parametrize("times", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 def test_no_descriptor_and_no_thread_is_left_by_groups_that_were_given_up(times: int) -> None:
-    (port,) = unused_ports(1)
+    (port,) = unused_ports("127.0.0.1")
     command = [sys.executable, "-m", "tests.process.reforming_rank"]
     # torch looks up a name for the other end of each connection, for its log: a lost packet must not take 5 s each time
     environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}

@@ -27,7 +27,7 @@ from tests.process.transformer_jobs import (
     losses,
     torn,
 )
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 
 # ----------------------------------------------------------------------------------------------------------- tools
 
@@ -147,7 +147,7 @@ def launch(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_tasks_of_srun_meet_and_train_together(corpus: Path) -> None:
-    port = str(*unused_ports(1))
+    port = str(*unused_ports("127.0.0.1"))
     arguments = command(corpus, "srun", 3, "--distributed")
     tasks = [
         launch(

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.pure.hostile_json import VALUES, taken, with_field
-from torchelastic.agent.identity import Process, this_place
 from torchelastic.agent.process_record import ProcessRecord, decode
+from torchelastic.processes.identity import Process, this_place
 from torchelastic.rendezvous.protocol import Publish, advance
 from torchelastic.rendezvous.records import (
     MAX_ID,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.unused_ports import unused_ports
+from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 
 #: A busy machine takes 20 s to import torch, and a job has two runs.
@@ -255,7 +255,7 @@ class Slurm:
     def _places(self) -> list[Place]:
         """Where the controller listens, and each node."""
         host = socket.gethostname().partition(".")[0]
-        return [Place(host, "127.0.0.1", port) for port in unused_ports(1 + len(self.names))]
+        return [Place(host, "127.0.0.1", port) for port in unused_ports("127.0.0.1", 1 + len(self.names))]
 
     def _at(self, command: Sequence[str], node: str = "") -> list[str]:
         """What to start to run a command on a node, or where the controller is; here all of it is this host."""

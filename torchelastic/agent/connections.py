@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent.identity import MAX_PID, Process
 from torchelastic.foreign_json import Fields
 from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
+from torchelastic.processes.identity import MAX_PID, Process
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.records import (
     MAX_MEMBER_COUNT,

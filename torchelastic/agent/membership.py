@@ -18,10 +18,10 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from torchelastic.agent.identity import Process
 from torchelastic.agent.predecessors import POLL_S, Predecessors
 from torchelastic.agent.process_record import describe
 from torchelastic.agent.tasks import keep_running
+from torchelastic.processes.identity import Process
 from torchelastic.rendezvous.host import Host
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState
 from torchelastic.rendezvous.requests import Ask, EndWatches, Failed, Message, OpenWatch, Receive, Request, Sleep

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from torchelastic.agent.worker import Worker
-from torchelastic.network.ports import is_in, kernel_tables, unused_port
+from torchelastic.network.ports import is_in, kernel_tables, unused_ports
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class PlainGroup:
 
     def __init__(self, nproc: int, max_restarts: int) -> None:
         self._nproc, self._max_restarts = nproc, max_restarts
-        self._port = unused_port(_ADDRESS)
+        (self._port,) = unused_ports(_ADDRESS)
         self._restarts = 0
         #: a worker has opened the port, in this life of the group or in an earlier one
         self.is_initialised = False
@@ -91,7 +91,7 @@ class PlainGroup:
         """All of these are about to be started again: with a port at which no process of the last group is known."""
         self.is_ending = False
         self._restarts += 1
-        self._port = unused_port(_ADDRESS)
+        (self._port,) = unused_ports(_ADDRESS)
         for worker in workers:
             # whoever has finished, or has taken our SIGTERM for a notice to stop, is needed again
             worker.restarts, worker.leaves, worker.gave_up = worker.restarts + 1, False, False

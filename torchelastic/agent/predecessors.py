@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from torchelastic.agent.identity import Process
 from torchelastic.agent.process_record import ProcessRecord, decode
 from torchelastic.foreign_json import RecordError
+from torchelastic.processes.identity import Process
 from torchelastic.rendezvous.burial import Predecessor
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreError

@@ -11,8 +11,8 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from torchelastic.agent.identity import MAX_PID, Process, is_this_place, this_place
 from torchelastic.foreign_json import MAX_COUNT, Fields, RecordError, decode_json
+from torchelastic.processes.identity import MAX_PID, Process, is_this_place, this_place
 
 #: What is longer was not written by us.
 MAX_RECORD_BYTES = 1_500_000

@@ -23,8 +23,8 @@ from typing import Any
 
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from torchelastic.agent.identity import Process
 from torchelastic.agent.predecessors import Predecessors
+from torchelastic.processes.identity import Process
 from torchelastic.rendezvous.burial import bury
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.records import Keys

@@ -17,6 +17,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchelastic.processes.identity import this_place
+
 log = logging.getLogger(__name__)
 
 # A writer that has not touched its folder for so long is gone, or stopped for so long that it may lose this one save.
@@ -74,13 +76,9 @@ def is_abandoned(owner: Owner, observer: Owner, *, process_lives: bool, idle_s: 
 def this_process() -> Owner:
     """The calling process as the owner of a staging folder. Asked anew each time, since a fork changes the answer."""
     host = socket.gethostname().replace("/", "_")[:64] or "unnamed"
-    boot, namespace = "", ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        pass  # not Linux: there are no process namespaces, and the host's name alone has to do
-    scope = hashlib.sha256("\n".join((host, boot, namespace)).encode()).hexdigest()[:12]
+    # not on Linux: there are no process namespaces, and the host's name alone has to do
+    place = this_place()
+    scope = hashlib.sha256("\n".join((host, place["boot"], place["namespace"])).encode()).hexdigest()[:12]
     return Owner(host, scope, os.getpid())
 
 

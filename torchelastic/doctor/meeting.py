@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from torchelastic.doctor.etcd_facts import CredentialsOrReason, doctor_root, open_store
 from torchelastic.doctor.findings import Finding
@@ -33,6 +32,7 @@ from torchelastic.doctor.network import announced_address
 from torchelastic.doctor.running import side_by_side
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import is_loopback
+from torchelastic.processes.identity import host_id
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 
@@ -108,7 +108,7 @@ class Meeting:
         self._store, self._prefix = store, f"{root}/hosts/"
         self._key = f"{self._prefix}{secrets.token_hex(8)}"
         self._address, self._ports = address, tuple(ports)
-        self._facts, self._name, self._boot_id = dict(facts or {}), name or socket.gethostname(), boot_id or _boot_id()
+        self._facts, self._name, self._boot_id = dict(facts or {}), name or socket.gethostname(), boot_id or host_id()
         self._wall_clock, self._clock, self._sleep = wall_clock, clock, sleep
 
     def hold(self, wanted: int, wait_s: float) -> MeetingFacts:
@@ -221,14 +221,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
             raise ConnectionError("it closed the connection")
         data += part
     return data
-
-
-def _boot_id() -> str:
-    """Equal for all processes on one host, also in containers; the name where there is no Linux."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def check(

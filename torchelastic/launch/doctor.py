@@ -27,7 +27,7 @@ EXAMPLES = """examples:
   torchelastic doctor --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --checkpoint-dir /mnt/checkpoints --state-size 30GiB
   srun --nodes 4 torchelastic doctor --rdzv-endpoint etcd-host:2379 --nnodes 4       # the hosts look at each other too
 
-exit codes: 0 nothing is wrong, 1 an error was found (with --strict also a warning), 2 wrong words
+exit codes: 0 nothing is wrong, 1 an error was found (with --strict also a warning), 2 invalid arguments
 """
 #: How long a person may let it wait for the other hosts.
 LONGEST_WAIT_S = 3600.0

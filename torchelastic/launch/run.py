@@ -48,8 +48,8 @@ EXAMPLES = """examples:
   torchelastic run --standalone --nproc-per-node 3 train.py --epochs 10
   torchelastic run --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --nnodes 2:4 --nproc-per-node 8 train.py
 
-exit codes: 0 the run is finished, 1 it or a worker failed, 2 wrong words, 75 stopped before a deadline: start it again
-(see docs/lifetime.md), 128 + N stopped by signal N
+exit codes: 0 the run is finished, 1 it or a worker failed, 2 invalid arguments, 75 stopped before a deadline: start it
+again (see docs/lifetime.md), 128 + N stopped by signal N
 """
 
 

@@ -23,7 +23,7 @@ EXAMPLES = """examples:
   torchelastic simulate-esi --cmd 'torchrun --standalone --nproc-per-node 2 train.py' --timeout 120
   torchelastic simulate-esi --cmd 'python train.py' --timeout 60 --grace 5 --max-restarts 10 --report report.json
 
-exit codes: 0 the job has finished, 1 it has not, 2 wrong words, 128 + N ended by signal N
+exit codes: 0 the job has finished, 1 it has not, 2 invalid arguments, 128 + N ended by signal N
 """
 
 

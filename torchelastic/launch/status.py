@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   torchelastic status --rdzv-endpoint etcd-host:2379 --rdzv-id job7
   torchelastic status --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --json
 
-exit codes: 0 the run is known, 1 it is not or etcd did not answer, 2 wrong words
+exit codes: 0 the run is known, 1 it is not or etcd did not answer, 2 invalid arguments
 """
 
 

@@ -1,18 +1,20 @@
-"""Ports of this host: one that nobody uses, and whether one is in use; the kernel lists every socket (Linux)."""
+"""Ports of this host: some that nobody uses, and whether one is in use; the kernel lists every socket (Linux)."""
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 _FILES = ("/proc/net/tcp", "/proc/net/tcp6")
 _FIRST_PORT = 10_000
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-#: Where so many ports in a row are taken, or the system gives them all to connections, it is asked for one.
+#: So many ports are tried for each that is wanted.
 _TRIES = 100
-#: A script's seed must not make two launchers choose alike.
+#: A seed must not make two processes choose alike.
 _CHOICE = random.SystemRandom()
 
 
@@ -36,10 +38,11 @@ def is_in(tables: Iterable[str], port: int) -> bool:
     return any(field.endswith(end) for row in rows for field in row[1:3])
 
 
-def unused_port(address: str) -> int:
-    """A port of this address that nobody listens at, for a server that another process starts later.
+def unused_ports(address: str, count: int = 1) -> list[int]:
+    """Ports of this address, all different, at which nobody listens, for servers that are started a moment later.
 
-    It lies below those that the system gives to connections: one of them could be taken until the server binds it.
+    They lie below those that the system gives to connections: one of them could be the local end of anybody's
+    connection when the server binds it. Where those are all taken, or given to connections too, the system is asked.
 
     Raises:
         OSError: the address is not of this host.
@@ -48,14 +51,17 @@ def unused_port(address: str) -> int:
         end = int(_EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         end = 0
-    tried = [_CHOICE.randrange(_FIRST_PORT, end) for _ in range(_TRIES)] if end > _FIRST_PORT else []
-    for port in tried:
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return port
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    tries = [_CHOICE.randrange(_FIRST_PORT, end) for _ in range(_TRIES * count)] if end > _FIRST_PORT else []
+    found: list[int] = []
+    with ExitStack() as held:  # until all are found, so that none is found twice
+        for port in (*tries, *[0] * count):
+            if len(found) < count:
+                probe = held.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+                try:
+                    probe.bind((address, port))
+                except OSError as error:
+                    if port == 0 or error.errno != errno.EADDRINUSE:
+                        raise
+                    continue
+                found.append(int(probe.getsockname()[1]))
+    return found

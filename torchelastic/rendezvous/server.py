@@ -30,6 +30,7 @@ from typing import IO
 import psutil
 
 from torchelastic.foreign_json import Fields, RecordError, decode_json
+from torchelastic.network.ports import unused_ports
 from torchelastic.processes.lifeline import dies_with_parent
 
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
@@ -204,7 +205,7 @@ class EtcdServer:
     def _start_on_some_port(self, binary: Path, deadline_s: float) -> None:
         attempts = _PORT_ATTEMPTS if self._wanted_port is None else 1
         for attempt in range(1, attempts + 1):
-            self._port = self._wanted_port or _free_port(self._address)
+            self._port = self._wanted_port or unused_ports(self._address)[0]
             try:
                 return self._start_on_port(binary, self._port, deadline_s)
             except _PortTakenError as error:
@@ -217,7 +218,7 @@ class EtcdServer:
         health = self._address, port
         command = self._command(binary, port)
         if self._tls is not None:
-            health = "127.0.0.1", _free_port("127.0.0.1")
+            health = "127.0.0.1", unused_ports("127.0.0.1")[0]
             command += [*self._tls.options(), "--listen-metrics-urls", f"http://127.0.0.1:{health[1]}"]
         with self._log_path.open("wb") as log:
             self._process = _OwnedProcess(dies_with_parent([*command, *self._options]), log)
@@ -373,13 +374,6 @@ def _options_of(binary: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""  # the start itself will say what is wrong with it
     return done.stdout + done.stderr
-
-
-def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_healthy(address: str, port: int) -> bool:

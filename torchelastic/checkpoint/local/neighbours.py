@@ -17,6 +17,7 @@ from torchelastic.checkpoint.replication import ReplicaServer
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
+from torchelastic.processes.identity import host_id
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 
@@ -108,14 +109,6 @@ def meet(folder: ShardFolder, together: Together, call: str, timeout_s: float, r
     server.start()
     reached = {rank: (str(host), int(port)) for rank, (host, port) in enumerate(addresses) if rank != folder.rank}
     return Neighbours(hosts, roots, Peers(reached, token, peers.timeout_s), server)
-
-
-def host_id() -> str:
-    """Equal for all processes on one host, also in containers; the name where there is no Linux."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def network_id() -> str:

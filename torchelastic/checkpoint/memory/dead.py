@@ -30,10 +30,10 @@ from torchelastic.checkpoint.memory.job_file import (
     is_current,
     open_job_file,
     read_record,
-    this_boot,
 )
 from torchelastic.checkpoint.memory.room import held_bytes
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file
+from torchelastic.processes.identity import boot_id
 
 #: How the hidden name of a container begins while it is removed.
 DOOMED = f"{STAGING_PREFIX}dead-"
@@ -130,7 +130,7 @@ def _record_if_dead(descriptor: int, base: Path) -> JobRecord | None:
         record = read_record(descriptor, base)
     except (BlockingIOError, CorruptCheckpointError):
         return None
-    is_ours_alone = is_locked and is_current(descriptor, base) and record.boot_id == this_boot()
+    is_ours_alone = is_locked and is_current(descriptor, base) and record.boot_id == boot_id()
     return record if is_ours_alone and is_in_memory(base) and not _is_in_use(base) else None
 
 

@@ -27,9 +27,9 @@ from torchelastic.checkpoint.memory.job_file import (
     open_job_file,
     put_job_file,
     read_record,
-    this_boot,
 )
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file
+from torchelastic.processes.identity import boot_id
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.ids import CheckpointContainerId
@@ -237,7 +237,7 @@ def claim(
     mine = known_run_id() if run_id is None else run_id
     because = ""
     for _ in range(CLAIM_ATTEMPTS):
-        taken = _try_to_claim(base, JobRecord(mine, this_boot(), now_s()), is_given=run_id is not None, disk=disk)
+        taken = _try_to_claim(base, JobRecord(mine, boot_id(), now_s()), is_given=run_id is not None, disk=disk)
         if isinstance(taken, Claim):
             return taken
         because = taken

@@ -24,7 +24,6 @@ from torchelastic.checkpoint.shards.disk import Disk, lock_file
 JOB_FILE = ".job"
 VERSION = 1
 _MAX_BYTES = 65536
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,6 @@ def decode_record(data: bytes) -> JobRecord:
         return JobRecord(run_id, boot_id, created_s)
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(f"it does not say whose container this is ({error!r})") from error
-
-
-def this_boot() -> str:
-    """Names this boot of the kernel; empty where it does not tell."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
 
 
 def open_job_file(base: Path) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local.neighbours import address_among, host_id, network_id
+from torchelastic.checkpoint.local.neighbours import address_among, network_id
 from torchelastic.checkpoint.replication.bulk import BulkRetrieval, done_of
 from torchelastic.checkpoint.replication.circle import (
     Circle,
@@ -33,6 +33,7 @@ from torchelastic.checkpoint.replication.incoming import IncomingObject
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.replication.together import Answer, Meetings, begun
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.identity import host_id
 
 log = logging.getLogger(__name__)
 

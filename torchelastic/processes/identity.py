@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,16 @@ class Process:
         return now_ticks != self.started_ticks and (now_ticks >= 0 or not _is_hidden(self.pid))
 
 
+def boot_id() -> str:
+    """Names this boot of the kernel, the same in all its containers; empty where the system does not tell."""
+    return _read(_PROC / "sys/kernel/random/boot_id")
+
+
+def host_id() -> str:
+    """Equal for all processes on one host, also in containers; its name where there is no Linux."""
+    return boot_id() or socket.gethostname()
+
+
 def this_place() -> dict[str, str]:
     """Boot and pid namespace: only of processes with the same two can anything be said here.
 
@@ -46,7 +57,7 @@ def this_place() -> dict[str, str]:
     """
     namespace = _PROC / "self/ns/pid"
     return {
-        "boot": _read(_PROC / "sys/kernel/random/boot_id"),
+        "boot": boot_id(),
         "namespace": str(namespace.readlink()) if namespace.exists() else "",
     }
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.agent.identity import Process, is_this_place, this_place
 from torchelastic.agent.process_record import ProcessRecord, decode
 from torchelastic.foreign_json import RecordError
+from torchelastic.processes.identity import Process, is_this_place, this_place
 
 WAITS = [sys.executable, "-c", "input()"]
 
