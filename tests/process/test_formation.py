@@ -5,24 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import types
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from tests.process.foreign_connection import Foreign
 from tests.process.forked_ranks import run_ranks
 from torchelastic.p2p.abortable import AbortableGroup, GroupAbortedError
 from torchelastic.p2p.groups import ProcessGroups
-from torchelastic.rendezvous.client import AgentClient
-from torchelastic.rendezvous.handler import EtcdRendezvousHandler
-from torchelastic.rendezvous.records import NO_ROUND, Round
 
 #: Of gloo, which would wait so long for the peer.
 TIMEOUT_S = 60.0
@@ -95,26 +90,6 @@ def test_a_world_that_the_user_makes_without_us_is_torchs_own(groups: ProcessGro
     dist.all_reduce(torch.ones(1))
 
 
-class Foreign:
-    """A connection that another thread of this process has opened to a server of its own."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._near = socket.create_connection(self._listener.getsockname())
-        self._far = self._listener.accept()[0]
-
-    def is_alive(self) -> bool:
-        """Whether something sent at one end comes at the other, both ways."""
-        self._near.settimeout(SOON_S)
-        self._far.settimeout(SOON_S)
-        try:
-            self._near.sendall(b"x")
-            self._far.sendall(b"y")
-            return (self._far.recv(1), self._near.recv(1)) == (b"x", b"y")
-        except OSError:
-            return False
-
-
 def form_and_abort(port: int) -> dict[str, object]:
     """On two ranks: while the group is formed, another thread of rank 0 opens a connection; then the group is cut."""
     rank = dist.get_rank()
@@ -160,36 +135,6 @@ def test_a_connection_that_another_thread_opens_during_the_formation_outlives_th
     assert first.value["cut"] == 1, "the one connection of gloo to the peer"
     for ended in (first, second):
         assert 0 <= ended.value["freed_s"] < SOON_S
-
-
-def test_the_store_of_a_round_listens_at_the_hosts_address_alone_and_its_cut_leaves_other_connections_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened: list[Foreign] = []
-
-    class SlowStore(TCPStore):  # another thread comes in between
-        def __init__(self, *arguments: Any, **keywords: Any) -> None:
-            super().__init__(*arguments, **keywords)
-            opened.append(Foreign())
-
-    handler = EtcdRendezvousHandler("etcd://nowhere/run?min_workers=1&max_workers=1")
-    address = handler._listen("127.0.0.1")
-    port = int(address.rsplit(":", 1)[1])
-    listening = {
-        entry.laddr.ip
-        for entry in psutil.Process().net_connections("tcp")
-        if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port
-    }
-    assert listening == {"127.0.0.1"}
-    monkeypatch.setattr(_distributed_c10d, "TCPStore", SlowStore)
-    client = types.SimpleNamespace(round=NO_ROUND)
-    store = handler._connect_to_store(cast(AgentClient, client), Round(store_address=address))
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-    handler.interrupt()
-    with pytest.raises(RuntimeError):
-        store.get("another key")
-    assert [foreign.is_alive() for foreign in opened] == [True]
 
 
 def test_a_group_of_one_rank_cuts_nothing(groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> None:

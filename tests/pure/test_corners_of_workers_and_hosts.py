@@ -57,23 +57,34 @@ def test_the_odd_ones_are_named_in_the_log_and_nothing_is_said_where_all_stood_t
     assert "when the group was given up, rank 2 was in train.py:41 step (step 8), ranks 0, 1 in" in caplog.text
 
 
-def test_a_straggler_is_named_with_its_rank_and_who_is_none_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    stragglers.report(StragglerPolicy().compare(9.0, [10.0, 9.0], times=0), 3)
-    assert caplog.text == ""
-    stragglers.report(StragglerPolicy().compare(5.0, [10.0, 5.0], times=0), 3)
-    assert "straggler: rank 3 runs at 50 % of the best" in caplog.text
+def rates_of_others(monkeypatch: pytest.MonkeyPatch, *others: float) -> None:
+    """Have a group of three tell this rank's progress rate and these."""
+
+    def all_gather(into: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        for place, rate in enumerate((float(mine), *others)):
+            into[place].fill_(rate)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+
+
+@pytest.mark.parametrize(("rate", "logged"), [(9.0, ""), (5.0, "straggler: rank 2 runs at 50 % of the best")])
+def test_a_straggler_is_named_with_its_rank_and_who_is_none_is_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rate: float, logged: str
+) -> None:
+    rates_of_others(monkeypatch, 10.0, 10.0)
+    comparison = stragglers.compare_rates(StragglerPolicy(), rate, 0, 2, 3, None)
+    assert comparison is not None
+    assert comparison.is_straggler == bool(logged)
+    assert logged in caplog.text
+    assert bool(caplog.text) == bool(logged)
 
 
 def test_only_rates_that_are_known_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stragglers.gather_rates(2.5, 1, None) == [2.5]
     assert stragglers.gather_rates(None, 1, None) == []
-
-    def all_gather(into: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
-        for place, rate in enumerate((float(mine), 0.0, -1.0)):
-            into[place].fill_(rate)
-
-    monkeypatch.setattr(dist, "all_gather", all_gather)
+    rates_of_others(monkeypatch, 0.0, -1.0)
     assert stragglers.gather_rates(2.5, 3, None) == [2.5, 0.0]
+    assert stragglers.compare_rates(StragglerPolicy(), None, 0, 0, 3, None) is None
 
 
 def test_a_failure_between_two_steps_is_no_long_step() -> None:

@@ -34,10 +34,9 @@ from torchelastic.p2p.options import (
 from torchelastic.p2p.peers import peers_of
 from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
 from torchelastic.p2p.saving import SaveTurns
-from torchelastic.p2p.stragglers import StragglerPolicy, gather_rates
-from torchelastic.p2p.stragglers import report as report_progress_rate
+from torchelastic.p2p.stragglers import StragglerPolicy, compare_rates
 from torchelastic.p2p.termination import leave_on_sigterm
-from torchelastic.p2p.watchdog import Watchdog
+from torchelastic.p2p.watchdog import FORMING, Watchdog
 from torchelastic.rendezvous.client import AgentError
 from torchelastic.rendezvous.handler import (
     RendezvousClosedException,
@@ -189,7 +188,7 @@ class CoordinatorP2P(Coordinator):
         self.monitor_progress_step = 0
         self._raise_if_broken()
         choose_interface(self.rendezvous.address)
-        self._watchdog.enter("forming the group", Heartbeat(self.store, self.rank, self.world_size))
+        self._watchdog.enter(FORMING, Heartbeat(self.store, self.rank, self.world_size))
         if self._watchdog.stand is not None:
             stands.tell(self.store, self.rank, self._watchdog.stand, self._watchdog.has_noticed_hang)
         self._groups.form(self.store, self.rank, self.world_size)
@@ -307,14 +306,14 @@ class CoordinatorP2P(Coordinator):
         if self.monitor_progress_step % self.MONITOR_PROGRESS_FREQ:
             return
         rate = None if worker_stats is None else worker_stats.get_progress_rate()
-        rates = gather_rates(rate, self.world_size, self._groups.control)
-        if rate is None or not rates:
+        comparison = compare_rates(
+            self._straggler_policy, rate, self._times_straggler, self.rank, self.world_size, self._groups.control
+        )
+        if comparison is None:
             return
-        comparison = self._straggler_policy.compare(rate, rates, self._times_straggler)
         self.last_relative_prog_rate = comparison.relative
         self.is_worker_straggler = comparison.is_straggler
         self._times_straggler = comparison.times
-        report_progress_rate(comparison, self.rank)
         may_go = self.world_size - comparison.stragglers >= self.min_workers and self.rendezvous.can_leave()
         if comparison.has_to_go and may_go:
             log.warning("straggler: rank %d leaves the run, as the policy says", self.rank)

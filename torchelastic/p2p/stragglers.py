@@ -89,12 +89,30 @@ class Comparison:
         )
 
 
-def report(comparison: Comparison, rank: int) -> None:
-    """Publish, log and note for the ledger what a comparison showed of this worker, which has this rank."""
+def compare_rates(
+    policy: StragglerPolicy, rate: float | None, times: int, rank: int, world_size: int, group: dist.ProcessGroup | None
+) -> Comparison | None:
+    """Compare this worker's rate with those of the others, and publish, log and note for the ledger what it shows.
+
+    Every rank calls this. None: nothing can be said, for its own rate is not known.
+
+    Args:
+        policy: who is a straggler.
+        rate: this worker's progress rate; None: it is not known.
+        times: how often in a row it was a straggler before.
+        rank: of this worker.
+        world_size: of the group.
+        group: for CPU tensors.
+    """
+    rates = gather_rates(rate, world_size, group)
+    if rate is None:
+        return None
+    comparison = policy.compare(rate, rates, times)
     publish_metric("torchelastic", "progress.relative.percent", 100 * comparison.relative)
     if comparison.is_straggler:
         log.warning("straggler: rank %d runs at %s", rank, comparison)
         this_worker().straggles(100 * comparison.relative)
+    return comparison
 
 
 def gather_rates(rate: float | None, world_size: int, group: dist.ProcessGroup | None) -> list[float]:

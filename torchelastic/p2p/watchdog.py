@@ -23,6 +23,7 @@ from torchelastic.p2p.stacks import lines_of_error, look_at, where
 from torchelastic.p2p.stands import Stand, listed_ranks
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.rendezvous.loss import is_time_out
+from torchelastic.rendezvous.round_store import SILENT_S, StoreSilentError
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ EXIT_CODE = 70
 MIN_PAUSE_S = 0.02
 #: What lies between steps and takes no longer is not watched.
 SHORT_PHASE_S = 1.0
+#: Of the phases between steps: members of a round connect to each other.
+FORMING = "forming the group"
 
 
 class Watchdog:
@@ -126,7 +129,9 @@ class Watchdog:
             self._heartbeat = None
 
     def failed(self, error: BaseException) -> None:
-        """The step has failed, or what followed it, or a phase between steps."""
+        """The step has failed, or what followed it, or a phase between steps, or the way into a group."""
+        if isinstance(error, StoreSilentError):  # no phase yet, and no heartbeat: both begin with this store
+            self._gives_up_for_silence(FORMING, {0: SILENT_S})
         if self._phase is not None and self._silent(0.5 * self._silence_bound_s):
             # a peer has noticed it a moment earlier, and its cut is the error
             self._patience_bound_s = self._silence_bound_s
@@ -238,15 +243,18 @@ class Watchdog:
         if not hung or self._phase is not present:
             return
         self._phase = None
+        self._gives_up_for_silence(phase, hung)
+        self._cut()
+
+    def _gives_up_for_silence(self, phase: str, silent_s: dict[int, float]) -> None:
         self._patience_bound_s = self._silence_bound_s
         self._has_cut_phase = self.has_cut = self.has_noticed_hang = True
         log.warning(
             "%s: no sign of life from %s for %.1f s, a guess that there is a hang; the group is given up",
             phase,
-            listed_ranks(list(hung)),
-            max(hung.values()),
+            listed_ranks(list(silent_s)),
+            max(silent_s.values()),
         )
-        self._cut()
 
     def _silent(self, bound_s: float) -> dict[int, float]:
         """The ranks that have given no sign of life for so long, and for how long."""

@@ -7,32 +7,22 @@ A handler for another store implements the four abstract methods and is register
 from __future__ import annotations
 
 import os
-import socket
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torchelastic.processes import boot_time_s
-from torchelastic.processes.sockets import SocketSet
 from torchelastic.rendezvous import private_agent, wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
 from torchelastic.rendezvous.launcher import launchers_socket, tell_launcher
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing
+from torchelastic.rendezvous.round_store import RoundStore
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.distributed_c10d import Store
 
-#: How long rank 0 may take to answer on its store once the round is known; it listens before it asks for the round.
-STORE_TIMEOUT_S = 30.0
-#: Between two attempts it is asked whether the round still stands.
-STORE_ATTEMPT_S = 1.0
-#: So many connections may wait to be accepted by it: all members of a round come at the same moment.
-STORE_BACKLOG = 16384
 #: How long the end of the run may take to reach the store before this worker goes home all the same.
 DONE_TIMEOUT_S = 10.0
 
@@ -176,9 +166,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._launchers_socket = launchers_socket(self.url, os.environ)
         self._client: AgentClient | None = None
         self._callbacks: list[OnRound] = []
-        self._own_store: TCPStore | None = None
-        self._store_port = 0
-        self._store_sockets = SocketSet(self._leads_to_the_store)
+        self._store = RoundStore()
         self._joined = NO_ROUND
         self._report = {"step": 0, "standing": Standing.FRESH, "failed": False, "patience_s": 15.0}
 
@@ -199,7 +187,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def serves_port(self, port: int) -> bool:
         """Whether this process's store server listens there."""
-        return self._own_store is not None and self._own_store.port == port
+        return self._store.serves_port(port)
 
     @property
     def address(self) -> str:
@@ -223,11 +211,11 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
         client = self._connected()
         try:
-            round_ = client.join(store_address=self._listen(client.address), **self._report)  # type: ignore[arg-type]  # a dict of keywords
+            round_ = client.join(store_address=self._store.listen(client.address), **self._report)  # type: ignore[arg-type]  # a dict of keywords
         except AgentError as error:
             raise _as_rendezvous_error(error) from error
         self._joined = round_
-        store = self._connect_to_store(client, round_)
+        store = self._store.connect(round_, lambda: client.round)
         return PrefixStore(f"round/{round_.number}", store), round_.roster.index(client.member_id), len(round_.roster)
 
     def is_closed(self) -> bool:
@@ -236,7 +224,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     def interrupt(self) -> None:
         """Make whoever waits for a key of the present round's store fail at once; from any thread."""
-        self._store_sockets.cut()
+        self._store.interrupt()
 
     def set_closed(self) -> None:
         """Close the run for everybody."""
@@ -332,61 +320,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             )
         return self._client
 
-    def _connect_to_store(self, client: AgentClient, round_: Round) -> TCPStore:
-        """Open this round's connection to rank 0's store, in short attempts: rank 0 may be dead by now.
-
-        A connection of its own for each round, also on rank 0: cutting it wakes whoever waits for a key of a dead peer.
-        """
-        from torch._C._distributed_c10d import TCPStore
-
-        host, port = round_.store_address.rsplit(":", 1)
-        self._store_port = int(port)
-        began_s = time.monotonic()
-        while True:
-            self._store_sockets.clear()
-            try:
-                with self._store_sockets.recording():
-                    attempt = timedelta(seconds=STORE_ATTEMPT_S)
-                    store = TCPStore(host, self._store_port, None, False, attempt, wait_for_workers=False)
-            except RuntimeError as error:
-                now, tried_s = client.round, time.monotonic() - began_s
-                if now.number != round_.number or now.state is RoundState.BROKEN or tried_s > STORE_TIMEOUT_S:
-                    raise RuntimeError(_unreached(round_, tried_s, now.because)) from error
-            else:
-                store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-                return store
-
-    def _leads_to_the_store(self, connection: socket.socket) -> bool:
-        """Whether a connection is one to the present round's store; raises OSError."""
-        return int(connection.getpeername()[1]) == self._store_port
-
     def _tell_callbacks(self, round_: Round) -> None:
+        self._store.sees(round_)
         for callback in self._callbacks:
             callback(round_)
-
-    def _listen(self, address: str) -> str:
-        """Start this process's store server, once: it must listen before the roster that may name it is made."""
-        from torch._C._distributed_c10d import TCPStore
-
-        if self._own_store is None:
-            # by itself it would listen on all addresses of this host, and it asks nobody for a password
-            family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(where, family=family, backlog=STORE_BACKLOG)
-            port = listener.getsockname()[1]
-            descriptor = listener.detach()  # the store closes it
-            self._own_store = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
-        return f"{address}:{self._own_store.port}"
-
-
-def _unreached(round_: Round, tried_s: float, because: str) -> str:
-    """Why there is no connection to rank 0's store; a long try means that it is not rank 0 that has ended."""
-    text = f"the store of round {round_.number} at {round_.store_address} was not reached within {tried_s:.1f} s"
-    if tried_s < 5 * STORE_ATTEMPT_S:
-        return f"{text}: {because}"
-    return (
-        f"{text}: if rank 0's host lives, a firewall is between it and this one, or they meet over the wrong network: "
-        f"choose one with `torchelastic run --iface` ({because})"
-    )
 
 
 def register() -> None:
