@@ -5,20 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.contracts import local_ranks
 from tests.process.forked_ranks import run_ranks, values
 
 PRELOAD = ("tests.contracts.local_ranks",)
-
-
-class CopiesNotMadeAgainError(AssertionError):
-    """A host that came back has its own shards only."""
-
-
-class FoundIsNotLoadedError(AssertionError):
-    """`find_latest` promised a checkpoint that `load` cannot give."""
 
 
 def test_a_job_of_cliques_of_two_goes_on_with_three_ranks_of_four(tmp_path: Path) -> None:
@@ -36,11 +26,6 @@ def test_a_job_of_cliques_of_two_goes_on_with_three_ranks_of_four(tmp_path: Path
         values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3, preload=PRELOAD))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=CopiesNotMadeAgainError,
-    reason="item 19 of the defects, for the engine issue: load() makes lost copies of other ranks' shards again",
-)
 def test_the_copies_that_were_lost_with_a_host_are_made_again_when_the_job_resumes(tmp_path: Path) -> None:
     values(run_ranks(local_ranks.save, tmp_path, 7, ranks=2, preload=PRELOAD))
     shutil.rmtree(tmp_path / "host-1")
@@ -48,15 +33,9 @@ def test_the_copies_that_were_lost_with_a_host_are_made_again_when_the_job_resum
     assert [one["loaded"] for one in told] == [7, 7]
     shutil.rmtree(tmp_path / "host-0")
     told = values(run_ranks(local_ranks.resume, tmp_path, ranks=2, preload=PRELOAD))
-    if [one["loaded"] for one in told] != [7, 7]:
-        raise CopiesNotMadeAgainError("the other host was lost before a save, and the checkpoint with it")
+    assert [one["loaded"] for one in told] == [7, 7], "the other host was lost before there was a save"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=FoundIsNotLoadedError,
-    reason="item 19 of the defects, for the engine issue: find_latest() reads headers only, load() all of it",
-)
 def test_what_is_found_is_what_is_loaded_also_after_damage(tmp_path: Path) -> None:
     values(run_ranks(local_ranks.save_two, tmp_path, preload=PRELOAD))
     (newest,) = tmp_path.glob("host-0/0/iter_0000002*")
@@ -67,5 +46,4 @@ def test_what_is_found_is_what_is_loaded_also_after_damage(tmp_path: Path) -> No
         file.write(bytes([byte[0] ^ 1]))
     (told,) = values(run_ranks(local_ranks.resume, tmp_path, preload=PRELOAD))
     assert told["loaded"] == 1, "the damage was noticed, and the older one taken"
-    if told["found"] != told["loaded"]:
-        raise FoundIsNotLoadedError(f"find_latest() says {told['found']}, load() gives {told['loaded']}")
+    assert told["found"] == told["loaded"]

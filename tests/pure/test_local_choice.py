@@ -39,6 +39,20 @@ def test_the_own_copy_is_read_first_then_the_host_then_the_others_in_turn() -> N
     assert left_over.places(shard, 1, roots) == [Holding(1, 1), Holding(0, 7)]
 
 
+def test_who_lost_the_copies_that_it_keeps_for_others_makes_them_again() -> None:
+    cliques, roots = [[0, 1], [0, 1]], ["a", "b"]
+    whole = report(OLD.shard(0), OLD.shard(1))
+    assert Survey.of([whole, whole]).lost_copies(OLD, roots, cliques) == {}
+    assert Survey.of([whole, []]).lost_copies(OLD, roots, cliques) == {1: [OLD.shard(0)]}, "its own one it has loaded"
+    assert Survey.of([[], whole]).lost_copies(OLD, roots, cliques) == {0: [OLD.shard(1)]}
+    assert Survey.of([whole, []]).lost_copies(OLD, ["a", "a"], cliques) == {}, "both on one host, where one copy lies"
+    assert Survey.of([whole, []]).lost_copies(OLD, roots, [[0], [1]]) == {}, "nobody keeps copies"
+    alone = Survey.of([whole]).lost_copies(OLD, ["a"], [[]])
+    assert alone == {}
+    three = Survey.of([whole, [], []]).lost_copies(OLD, ["a", "b", "c"], [[0, 1], [1, 2], [2, 0]])
+    assert three == {1: [OLD.shard(0)], 2: [OLD.shard(1)]}
+
+
 def test_folders_of_former_ranks_belong_to_the_first_rank_of_the_host() -> None:
     roots = ["a", "a", "b"]
     assert folders_of(0, roots, [0, 1, 2, 5]) == [0, 2, 5]

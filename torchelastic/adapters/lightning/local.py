@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchelastic.adapters.lightning.order import run_last
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
-from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local import BasicTensorAwareStateDict, OutOfStepError, TensorAwareStateDict
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.local import BaseCheckpointManager
@@ -220,18 +219,9 @@ class HierarchicalCheckpointing:
         global_step = -1 if must_be_local else self.get_global_ckpt_iteration_fn(path)
         local_step = self.local_ckpt_manager.find_latest() if self.is_fitting or must_be_local else -1
         if must_be_local or (local_step != -1 and local_step >= global_step):
-            try:
-                state, ckpt_id = self.local_ckpt_manager.load()
-            except OutOfStepError:
-                raise
-            except CheckpointError as error:
-                if must_be_local:
-                    raise
-                log.warning("the local checkpoint of step %d is passed over for %s: %s", local_step, path, error)
-            else:
-                if ckpt_id.iteration >= global_step:  # it may have had to take an older one
-                    log.info("loading the local checkpoint of step %d, not %s", ckpt_id.iteration, path)
-                    return self.from_tensor_aware_state_dict(state)
+            state, ckpt_id = self.local_ckpt_manager.load()
+            log.info("loading the local checkpoint of step %d, not %s", ckpt_id.iteration, path)
+            return self.from_tensor_aware_state_dict(state)
         options = {} if weights_only is None else {"weights_only": weights_only}
         loaded: dict[str, Any] = self.wrapped_checkpoint_io.load_checkpoint(path, map_location=map_location, **options)
         return loaded

@@ -72,7 +72,7 @@ class BaseCheckpointManager(ABC):
         self._formation = 0  # how many groups there were
         self._survey = Survey()
         self._complete: dict[Save, float] = {}
-        self._unreadable: set[Save] = set()
+        self._unreadable: dict[Save, str] = {}  # and why
         self._pending: dict[Save, int] = {}  # begun and not finalised; how many later ones were finalised since
         self._generation = -1
 
@@ -85,6 +85,13 @@ class BaseCheckpointManager(ABC):
     @abstractmethod
     def _load(self, shard: Shard) -> TensorAwareStateDict:
         """Reads a part, checked, from wherever it lies. Raises: CorruptCheckpointError if no good copy is left."""
+
+    def _verify(self, shard: Shard) -> None:
+        """Finds out whether `_load` would succeed, and raises what it would raise."""
+        self._load(shard)
+
+    def _make_copies_again(self, call: str, save: Save) -> None:  # noqa: B027 - most keep none
+        """This one was loaded, on all ranks: each fetches what it has lost of the others' parts."""
 
     @abstractmethod
     def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
@@ -121,9 +128,10 @@ class BaseCheckpointManager(ABC):
         return self._roll.world_size
 
     def find_latest(self) -> int:
-        """Looks for the newest checkpoint of which every part is still somewhere. Called on all ranks.
+        """Looks for the newest checkpoint of which a good copy of every part is somewhere. Called on all ranks.
 
         Newest is what was saved last, also if its iteration is lower than that of an older one (after a rollback).
+        The parts are read and compared with their checksums, the own one by each rank: `load` gives what was found.
 
         Returns:
             Its iteration; -1 if there is none.
@@ -132,8 +140,12 @@ class BaseCheckpointManager(ABC):
             OutOfStepError, CheckpointError: see the class.
         """
         self._begin("find_latest()", look=True)
-        newest = self._newest()
-        self.latest_iteration = newest.iteration if newest is not None else -1
+
+        def attempt(save: Save) -> None:
+            for part in range(self.rank, save.world_size, self.world_size):
+                self._verify(save.shard(part))
+
+        self._try_all("find_latest()", lambda _: None, attempt)
         return self.latest_iteration
 
     @property
@@ -287,19 +299,30 @@ class BaseCheckpointManager(ABC):
         return max(self._complete, default=None)
 
     def _first_loadable(self, call: str, check: Callable[[Save], None], attempt: Callable[[Save], Loaded]) -> Loaded:
-        """Tries the complete checkpoints, newest first, until all ranks could read one of them.
+        """What `attempt` returns for the newest checkpoint that all ranks could read; see `_try_all`."""
+        loaded = self._try_all(call, check, attempt)
+        if not loaded:
+            raise CheckpointError(self._nothing_to_load())
+        self._make_copies_again(call, max(self._complete))
+        return loaded[0]
+
+    def _try_all(self, call: str, check: Callable[[Save], None], attempt: Callable[[Save], Loaded]) -> list[Loaded]:
+        """Tries the complete checkpoints, newest first, until all ranks could read one of them: that is the latest.
 
         Args:
             call: for errors.
             check: raises, on all ranks alike, if this checkpoint must not be read.
             attempt: reads it.
+
+        Returns:
+            What `attempt` returned; the list is empty if there is no such checkpoint.
         """
-        failures: list[str] = []
         for save in sorted(self._complete, reverse=True):
             check(save)
+            loaded: list[Loaded] = []
             failure: Exception | None = None
             try:
-                loaded = attempt(save)
+                loaded.append(attempt(save))
             except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
                 failure = error
             is_bad_data = failure is None or isinstance(failure, CorruptCheckpointError)
@@ -312,16 +335,16 @@ class BaseCheckpointManager(ABC):
             told = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in list(failed.items())[:_TOLD])
             if not all(is_data for is_data, _ in failed.values()):  # a fault of the program: an older one helps nobody
                 raise CheckpointError(f"{save} could not be loaded on {listed(list(failed))}: {told}") from failure
-            failures.append(f"{save} is damaged ({told})")
             log.warning("%s cannot be loaded (%s); looking for an older one", save, told)
-            self._unreadable.add(save)
+            self._unreadable[save] = f"{save} is damaged ({told})"
             del self._complete[save]
         self.latest_iteration = -1
-        raise CheckpointError(self._nothing_to_load(failures))
+        return []
 
-    def _nothing_to_load(self, failures: Sequence[str]) -> str:
+    def _nothing_to_load(self) -> str:
+        damaged = [self._unreadable[save] for save in self._survey.complete() if save in self._unreadable]
         incomplete = [f"{save} lacks {listed(missing)}" for save, missing in self._survey.incomplete().items()]
-        reasons = "; ".join([*failures, *incomplete]) or "no rank holds any part of one"
+        reasons = "; ".join([*damaged, *incomplete]) or "no rank holds any part of one"
         return (
             f"there is no local checkpoint of session {self.session_id!r} that {self.world_size} rank(s) could load: "
             f"{reasons}. Load a durable one, or start from scratch"

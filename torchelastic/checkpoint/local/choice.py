@@ -90,6 +90,26 @@ class Survey:
 
         return sorted(self.holdings.get(shard, ()), key=distance)
 
+    def lost_copies(
+        self, save: Save, roots: Sequence[str], cliques: Sequence[Collection[int]]
+    ) -> dict[int, list[Shard]]:
+        """The shards that ranks are to hold for others, and of which nothing lies on their hosts any more.
+
+        Args:
+            save: a complete one. Where another number of ranks has saved it, shard s counts as that of rank s modulo
+                today's.
+            roots: see `places`.
+            cliques: per rank, who keeps copies of its shards, itself included.
+        """
+        lost: dict[int, list[Shard]] = {}
+        for shard in map(save.shard, range(save.world_size)):
+            owner = shard.rank % len(roots)
+            has_it = {roots[place.rank] for place in self.holdings.get(shard, ())}
+            for keeper in sorted(set(cliques[owner]) - {owner}):
+                if roots[keeper] not in has_it:
+                    lost.setdefault(keeper, []).append(shard)
+        return lost
+
 
 def folders_of(rank: int, roots: Sequence[str], present: Iterable[int]) -> list[int]:
     """The rank folders that a rank reports, serves and prunes.

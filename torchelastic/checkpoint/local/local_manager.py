@@ -53,7 +53,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
     """Saves each rank's part on its own host, and on those of its clique; see docs/local-checkpoints.md.
 
     A save stops training for one copy into memory that is used again and again; checksums, the file and the copies to
-    other hosts are the background's. Nothing is read that does not match its checksums.
+    other hosts are the background's. While that still writes two saves, a third one waits for it. Nothing is read that
+    does not match its checksums. Copies that were lost with a host are made again when a checkpoint is loaded.
 
     Args:
         root_local_ckpt_dir: a folder of each host, on tmpfs to be fast; it need not exist. There must be room for one
@@ -93,6 +94,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._folder: ShardFolder | None = None
         self._neighbours: Neighbours | None = None
         self._copies_to = Peers()
+        self._cliques: list[list[int]] = [[]]
         self._layout = RecurringLayout()
         self._dropped = _when_dropped(self, None, None, self._roll)
         disk.make_folder(self._root)
@@ -182,7 +184,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._folder = self._folder or ShardFolder(self._root, self.rank, self.session_id, self._disk)
             return self._clique()
 
-        cliques = self._together(f"{call}, arriving", own_folder)
+        self._cliques = cliques = self._together(f"{call}, arriving", own_folder)
         self._neighbours = meet(self._files, self._together, call, self._timeout_s, self._replica_host)
         self._dropped.detach()
         self._dropped = _when_dropped(self, self._neighbours, self._folder, self._roll)
@@ -210,7 +212,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, state_dict: TensorAwareStateDict) -> _Prepared:
-        self._files.settle()
+        # the others wait for `timeout_s` to hear how it went
+        self._files.wait_for_turn(self._timeout_s / 2)
         header, sources = encode(state_dict, self._layout, allow_pickles=self._allow_pickles)
         stage = self._files.take(header)
         try:
@@ -273,6 +276,23 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _load(self, shard: Shard) -> TensorAwareStateDict:
         return self._read(shard, keep=True)
+
+    def _verify(self, shard: Shard) -> None:
+        self._from_any(shard, _verified, keep=True).close()
+
+    def _make_copies_again(self, call: str, save: Save) -> None:
+        roots = self._neighbours.roots if self._neighbours is not None else [""]
+        lost = self._survey.lost_copies(save, roots, self._cliques)
+
+        def fetch() -> None:
+            for shard in lost.get(self.rank, ()):
+                try:
+                    self._verify(shard)
+                except CheckpointError as error:
+                    log.warning("a copy of %s that was lost is not made again before the next save: %s", shard, error)
+
+        if lost:
+            self._together(f"{call}, making lost copies again", fetch)  # nobody goes while others fetch from it
 
     def _read(self, shard: Shard, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:

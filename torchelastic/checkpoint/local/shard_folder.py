@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,12 @@ from torchelastic.checkpoint.shards import Box, Disk, Entry, Header, ShardReader
 from torchelastic.checkpoint.shards.pool import remove_left_overs
 
 log = logging.getLogger(__name__)
+
+#: So many saves of a rank are written at the same time: one that goes on while the next one is copied.
+MOST_IN_FLIGHT = 2
+#: Who waits for longer is told in the log what for.
+TOLD_AFTER_S = 10.0
+PAUSE_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,33 @@ class ShardFolder:
         with self._lock:
             coming = {shard.save for name in self._incoming if (shard := Shard.parse(name))}
             return {shard.save for shard in self._in_flight} | coming
+
+    def wait_for_turn(self, bound_s: float) -> None:
+        """Waits until at most one save of this rank is being written: memory is not to grow with a slow background.
+
+        One that takes longer than `bound_s`, or whose request nobody has given to a queue, does not stop training: a
+        warning says that more memory is taken.
+        """
+        began_s, told_s = time.monotonic(), TOLD_AFTER_S
+        while True:
+            self.settle()
+            with self._lock:
+                begun = [shard.save.iteration for shard in self._in_flight]
+            waited_s = time.monotonic() - began_s
+            if len(begun) < MOST_IN_FLIGHT:
+                return
+            if waited_s >= min(told_s, bound_s):
+                log.warning(
+                    "the asynchronous saves of the iterations %s are not written yet; the next one waits for %.0f s so "
+                    "far (at most %.0f s, then it takes more memory): give each request to a queue, or save less often",
+                    begun,
+                    waited_s,
+                    bound_s,
+                )
+                told_s *= 2
+            if waited_s >= bound_s:
+                return
+            time.sleep(PAUSE_S)
 
     def settle(self) -> None:
         """Takes back the slots of saves whose background part has ended, well or badly."""
