@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from torchelastic.rendezvous.store import (
 from torchelastic.rendezvous.tree import Tree, check_txn
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, View, absorb, is_waiting
-from torchelastic.rendezvous.wire import MAX_LINE_BYTES, WireError, decode, encode
+from torchelastic.rendezvous.wire import MAX_LINE_BYTES, WireError, decode, encode, who
 
 KEYS = Keys("/torchelastic/run")
 
@@ -147,6 +148,23 @@ def test_a_leader_that_hears_of_another_one_starts_over() -> None:
     assert stage.host.leads
     assert isinstance(stage.hears(EventKind.PUT, KEYS.leader, b"another", 77), EndWatches)
     assert not stage.host.leads
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_an_agent_that_fails_leaves_the_lead_to_another_host_if_it_has_it(
+    caplog: pytest.LogCaptureFixture, leads: bool
+) -> None:
+    stage = Stage()
+    if not leads:
+        stage.store.put(KEYS.leader, b"another", stage.store.grant_lease(10.0).lease_id)
+    stage.go()
+    assert stage.host.leads is leads
+    gives_up = stage.host.give_up()
+    assert isinstance(stage.go(coroutine=gives_up), EndWatches)
+    stage.go(coroutine=gives_up)
+    leader = stage.store.get(KEYS.leader)
+    assert (None if leader is None else leader.value) == (None if leads else b"another")
+    assert ("gives up leading run" in caplog.text) is leads
 
 
 def test_a_host_finds_itself_the_leader_by_the_watch_if_the_answer_to_its_own_write_was_lost() -> None:
@@ -325,6 +343,11 @@ def test_nobody_is_released_from_a_run_that_goes_on_with_enough() -> None:
         broken = replace(a_round(3), roster=("m", "n"), state=RoundState.BROKEN)
         view = absorb(view, RoundPublished(broken), 0.0)
         assert bool(release.decide(view, 0.0)) is are_released
+
+
+def test_a_worker_says_its_process_and_its_place_if_a_launcher_gave_it_one() -> None:
+    assert who({"LOCAL_RANK": "3"}) == {"pid": os.getpid(), "local_rank": 3}
+    assert who({}) == {"pid": os.getpid(), "local_rank": None}
 
 
 def test_a_message_of_a_worker_survives_the_wire_and_everything_else_is_refused() -> None:

@@ -198,3 +198,11 @@ def test_of_500_deadlines_at_least_99_in_100_are_met() -> None:
         print(f"seed {miss.seed} ({miss.steps}): {-miss.done_before_s:.2f} s too late; {miss.decision}")
     assert len(misses) <= 5
     assert durable >= 490
+
+
+def test_no_trial_is_made_while_the_deadline_is_far() -> None:
+    unmeasured = Tier("durable", guess(60.0, "a guess"))
+    near = decide(1000.0, STEP, [unmeasured], may_try={"durable"})
+    far = decide(10_000.0, STEP, [unmeasured], may_try={"durable"})
+    assert (near.action, far.stops) == ("save and go on", False)
+    assert far == decide(10_000.0, STEP, [unmeasured])

@@ -128,3 +128,9 @@ def test_wrong_arguments_are_refused() -> None:
         IterationTimes(warm_up=-1)
     with pytest.raises(ValueError, match="iterations is -1"):
         IterationTimes().forecast(-1)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.inf, math.nan])
+def test_iterations_of_an_earlier_life_that_make_no_sense_are_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="an iteration of an earlier life"):
+        IterationTimes().remember([1.0, wrong])

@@ -233,3 +233,12 @@ def test_a_commit_of_a_newer_release_is_named_as_such() -> None:
     with pytest.raises(CheckpointError, match="version 2; this release reads version 1") as error:
         commit_from({**meta_of(commit()), "version": 2})
     assert not isinstance(error.value, CorruptCheckpointError)
+
+
+def test_a_shard_of_another_name_is_refused() -> None:
+    name = ShardName(1, 4, "0000000c5f0c1a2b")
+    name.require_in({**name.meta(7), "more": 1}, 7, "a file")
+    with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of 4 of step 7"):
+        name.require_in({**name.meta(7), "rank": 2}, 7, "a file")
+    with pytest.raises(CorruptCheckpointError, match="renamed or replaced"):
+        name.require_in(name.meta(7), 8, "a file")
