@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchelastic.model_state import ModelState
     from torchelastic.p2p.coordinator_p2p import CoordinatorP2P
     from torchelastic.state import State
+    from torchelastic.step import Step
     from torchelastic.train_loop import steps, train
     from torchelastic.worker_stats import SimpleWorkerStats, WorkerStats
 
@@ -37,6 +38,7 @@ _WHERE = {
     "RetryableException": "coordinator",
     "SimpleWorkerStats": "worker_stats",
     "State": "state",
+    "Step": "step",
     "StopException": "coordinator",
     "WorldChange": "model.world_change",
     "keep_global_batch": "model.world_change",
@@ -56,6 +58,7 @@ __all__ = [
     "RetryableException",
     "SimpleWorkerStats",
     "State",
+    "Step",
     "StopException",
     "WorkerStats",
     "WorldChange",

@@ -92,6 +92,15 @@ class Coordinator(ABC):
 
     # --- later than 0.1, each with a default --------------------------------------------------------------------------
 
+    #: Whether the run has ended for this process; the train loop sets it, and begins none any more.
+    run_is_over: bool = False
+
+    def loop_was_left(self) -> None:  # noqa: B027 - a hook, most coordinators need none
+        """The user's `steps` loop was left, and nobody has ended the run: this worker takes no further part in it.
+
+        Called when the loop's iterator is closed or collected.
+        """
+
     def may_commit(self) -> bool:
         """Whether a step that was done may count, asked right before; if not, it is undone as if it had failed."""
         return True

@@ -6,30 +6,34 @@
             snapshot -> train step -> commit -> monitor, deadline, checkpoint, agree, report
 
 A step that fails with a RuntimeError is undone and repeated in a new group, unless the same error has come at it three
-times; a step that has committed is never undone, whatever fails after it. StopIteration from the step ends the run for
-everybody. Any other exception is the user's: it is raised as it is. The order of the calls is that of torchelastic 0.1.
+times; a step that has committed is never undone, whatever fails after it. StopIteration from the step, or
+`Step.stop_training`, ends the run for everybody; leaving a `steps` loop does not. Any other exception is the user's: it
+is raised as it is. The order of the calls is that of torchelastic 0.1.
 """
 
 from __future__ import annotations
 
-import dis
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchelastic import metrics
 from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
-from torchelastic.coordinator import Coordinator, DrainedException, StopException, is_retryable
+from torchelastic.coordinator import (
+    Coordinator,
+    DrainedException,
+    NonRetryableException,
+    StopException,
+    is_retryable,
+)
 from torchelastic.data import waiting
 from torchelastic.ledger.meter import this_worker
+from torchelastic.rendezvous.launcher import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help
 from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step
-from torchelastic.worker_stats import WorkerStats
+from torchelastic.step import Step, publish_duration
 
 if TYPE_CHECKING:
     from torchelastic.lifetime.in_loop import LoopLifetime
@@ -40,7 +44,10 @@ log = logging.getLogger(__name__)
 #: How many failures in a row, without a committed step between them, end the run. Read anew at each failure.
 MAX_FAILURES = 100
 
-METRICS_GROUP = "torchelastic"
+RUN_IS_OVER = (
+    f"the run of this coordinator is over: {ONE_RUN_PER_START}; a process that trains alone creates another "
+    "CoordinatorP2P() for its next train()"
+)
 
 TrainStep = Callable[[Any], Any]
 
@@ -72,8 +79,8 @@ def train(
 
     Raises:
         StoppedEarly: (of `torchelastic.lifetime`, a SystemExit) stopped before a deadline: start it again.
-        NonRetryableException: no group could be had, nobody holds a state to go on from, or the save before a deadline
-            failed.
+        NonRetryableException: no group could be had, nobody holds a state to go on from, the save before a deadline
+            failed, or the coordinator's run was over before.
         RuntimeError: of the step or the state, the third time that the same one came at one step; or too many failures
             in a row, the last one being the cause.
         TypeError: `state` is no State, a hook or `train_step` cannot be called as it is written, `lifetime` is none, or
@@ -108,7 +115,9 @@ def steps(
             with step:
                 ...  # a failure in here is rolled back, and the step comes again
 
-    Leaving the loop (break, or StopIteration inside the block) ends the run for everybody.
+    The run ends for everybody when any worker raises StopIteration inside the block or calls `step.stop_training()`. A
+    worker that leaves the loop in another way (break, return, `close()`, an error outside the block) has not finished:
+    it takes no further part in the run, and the others go on without it.
     """
     return TrainLoop(coordinator, state, checkpoint, max_failures, lifetime).steps()
 
@@ -129,6 +138,7 @@ class TrainLoop:
         self.coordinator = coordinator
         self.state = state
         self.rank = -1
+        self._world_size = 1
         self._checkpoints = LoopCheckpoints(coordinator, checkpoint)
         self._lifetime = None if lifetime is None else _loop_lifetime(coordinator, self._checkpoints, lifetime)
         check_hooks(state, saves=self._checkpoints.manager is not None)
@@ -146,6 +156,8 @@ class TrainLoop:
         step: Step | None = None
         has_left = False
         began_s = time.time()
+        if self.coordinator.run_is_over:
+            raise NonRetryableException(RUN_IS_OVER)
         try:
             while not self.coordinator.should_stop_training():
                 self._give_up_after_too_many_failures()
@@ -155,28 +167,58 @@ class TrainLoop:
                 while not self.coordinator.should_stop_training():
                     step = Step(self)
                     yield step
-                    if not step.has_committed() or self._must_leave_group(step):
+                    if not step.has_committed() or step.is_last or self._must_leave_group(step):
                         break
-                _publish_duration("inner_train_loop", formed_s)
+                publish_duration("inner_train_loop", formed_s)
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
             has_left = isinstance(stop, DrainedException)
         except GeneratorExit:
-            if step is not None and step.committed and _is_left_on_purpose(sys._getframe(1)):
-                self.coordinator.signal_training_done()
+            # by break, return or close(), or by an error on its way: a generator cannot know which
+            if step is not None and step.committed and not self.coordinator.run_is_over:
+                self._was_left()
             raise
         finally:
             self.meter.over()
             self.finish_saves()
             if self._lifetime is not None:
                 self._lifetime.close()
-        _publish_duration("outer_train_loop", began_s)
+        self.coordinator.run_is_over = True
+        publish_duration("outer_train_loop", began_s)
         if self._lifetime is not None and has_left:
             self._lifetime.has_left()
+
+    def stop_after(self, step: Step) -> None:
+        """End the run for everybody after a step that was committed.
+
+        A peer that lost this very step is synchronized first, in one more group.
+        """
+        if self.coordinator.should_stop_training():
+            return
+        self._must_leave_group(step)
+        try:
+            self.coordinator.signal_training_done()
+            while not self.coordinator.should_stop_training():
+                self._give_up_after_too_many_failures()
+                if self._form_group():
+                    self.coordinator.signal_training_done()
+        except StopException as stop:
+            log.info("the run is closed for this worker: %s", stop)
+        self.coordinator.run_is_over = True
 
     def finish_saves(self) -> None:
         """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
         self._checkpoints.close()
+
+    def _was_left(self) -> None:
+        self.coordinator.run_is_over = True
+        if self._world_size > 1 and not self.coordinator.should_stop_training():
+            log.warning(
+                "rank %d left its steps() loop, which does not end the run: the others go on without this worker; to "
+                "end the run for everybody call step.stop_training(), or raise StopIteration inside the block",
+                self.rank,
+            )
+        self.coordinator.loop_was_left()
 
     # --- the parts, in the order in which they happen ---------------------------------------------------------------
 
@@ -187,6 +229,7 @@ class TrainLoop:
         check_can_roll_back(self.state, snapshot)
         try:
             _, self.rank, world_size = self.coordinator.rendezvous_barrier()
+            self._world_size = world_size
             self.coordinator.init_process_group()
             peers = self.coordinator.peers()
             self.meter.entered(-1 if peers is None else peers.round_number, self.rank, world_size)
@@ -211,7 +254,7 @@ class TrainLoop:
     def _sync(self, world_size: int) -> None:
         started_s = time.time()
         call_sync(self.state, world_size, self.rank)
-        _publish_duration("state_sync", started_s)
+        publish_duration("state_sync", started_s)
         self._synced_before = True
         self._checkpoints.is_level(self.state)
         if self._lifetime is not None:
@@ -327,66 +370,6 @@ class TrainLoop:
             raise error from last_error
 
 
-class Step:
-    """One attempt at a step, used with `with`; succeeds as a whole or is undone.
-
-    Attributes:
-        committed: whether it has succeeded.
-        worker_stats: what it reported, or None.
-    """
-
-    __slots__ = ("_entered", "_loop", "_snapshot", "_started_s", "committed", "worker_stats")
-
-    def __init__(self, loop: TrainLoop) -> None:
-        self.committed = False
-        self.worker_stats: WorkerStats | None = None
-        self._entered = False
-        self._loop = loop
-        self._snapshot = loop.snapshot()
-        self._started_s = time.time()
-
-    def returned(self, value: Any) -> None:
-        """Take what a train step returned: None, a WorkerStats, or (state, worker_stats). Raises TypeError."""
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], State):
-            self._loop.state, value = value
-        if value is not None and not isinstance(value, WorkerStats):
-            raise TypeError(
-                f"train_step returned a {type(value).__name__}: return None, a WorkerStats, or (state, worker_stats)"
-            )
-        self.worker_stats = value
-
-    def has_committed(self) -> bool:
-        """Whether the step has succeeded; NotImplementedError if it was not used with `with`."""
-        if not self._entered:
-            raise NotImplementedError("write `with step:` around the body of a torchelastic.steps loop")
-        return self.committed
-
-    def __enter__(self) -> Step:
-        self._entered = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> Literal[False] | bool:
-        _publish_duration("train_step", self._started_s)
-        if error is None:
-            self.committed = self._loop.commit(self._snapshot)
-            return False
-        if isinstance(error, StopIteration):
-            self._loop.meter.over()
-            self._loop.coordinator.signal_training_done()
-            return True
-        if not isinstance(error, Exception):
-            self._loop.meter.undone(type(error).__name__)
-            return False  # Ctrl-C, exit, a generator being closed
-        if not is_retryable(error):
-            self._loop.coordinator.on_error(error)
-            self._loop.meter.undone(f"{type(error).__name__}: {error}")
-            return False
-        self._loop.undo(error, self._snapshot)
-        return True
-
-
 def _loop_lifetime(
     coordinator: Coordinator, checkpoints: LoopCheckpoints, given: Literal["auto"] | Lifetime
 ) -> LoopLifetime:
@@ -394,18 +377,3 @@ def _loop_lifetime(
     from torchelastic.lifetime.stopping import lifetime_of
 
     return LoopLifetime(coordinator, checkpoints, lifetime_of(given))
-
-
-def _is_left_on_purpose(caller: FrameType) -> bool:
-    """Whether the user's loop is left by `break` or `return`, and not by an error, which must not end the run for all.
-
-    A generator that is closed cannot see an exception that is on its way through the frame that held it. But that
-    frame stands at the instruction that raised; at a `break` or `return` it stands at the one that drops the iterator.
-    """
-    if caller.f_lasti < 0:
-        return False
-    return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("POP_TOP", "POP_ITER")
-
-
-def _publish_duration(name: str, started_s: float) -> None:
-    metrics.publish_metric(METRICS_GROUP, f"{name}.duration.ms", metrics.get_elapsed_time_ms(started_s))

@@ -22,7 +22,8 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-WITH_EXAMPLES = [page for page in READ_IN_ORDER if blocks(page)]
+#: tests/cluster/test_cookbook.py runs each recipe of the cookbook as a script of its own.
+WITH_EXAMPLES = [page for page in READ_IN_ORDER if blocks(page) and page.name != "cookbook.md"]
 
 
 @pytest.mark.long

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torchelastic import train_loop
 from torchelastic.checkpoint import Checkpoint, CheckpointManager
 from torchelastic.coordinator import Coordinator
 from torchelastic.state import check_train_step
+from torchelastic.step import Step
 from torchelastic.train_loop import train
 
 
@@ -63,6 +66,9 @@ class ScriptedCoordinator(Coordinator):
     def on_error(self, e: BaseException) -> None:
         self.errors.append(e)
         self._note("on_error")
+
+    def loop_was_left(self) -> None:
+        self._note("loop_was_left")
 
     def step_committed(self) -> None:
         self.steps += 1
@@ -495,46 +501,148 @@ def test_steps_is_the_same_loop() -> None:
     assert coordinator.calls[-1] == "signal_training_done"
 
 
-def test_leaving_the_loop_ends_the_run_for_everybody() -> None:
+Body = Callable[[Step], bool]
+
+
+def leave_by_break(steps: Iterator[Step], body: Body) -> None:
+    for step in steps:
+        if body(step):
+            break
+
+
+def leave_by_return(steps: Iterator[Step], body: Body) -> None:
+    for step in steps:
+        if body(step):
+            return
+
+
+def leave_by_islice(steps: Iterator[Step], body: Body) -> None:
+    for step in itertools.islice(steps, 3):
+        body(step)
+
+
+def leave_by_error(steps: Iterator[Step], body: Body) -> None:
+    for step in steps:
+        if body(step):
+            raise ValueError("mine")
+
+
+def leave_by_close(steps: Iterator[Step], body: Body) -> None:
+    for step in steps:
+        if body(step):
+            steps.close()  # type: ignore[attr-defined]  # it is a generator
+
+
+WAYS = [leave_by_break, leave_by_return, leave_by_islice, leave_by_error, leave_by_close]
+
+
+@pytest.mark.parametrize("leave", WAYS)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["anonymous", "kept in a variable"])
+def test_a_loop_that_is_left_ends_the_run_for_nobody_else(leave: Callable[..., None], is_kept: bool) -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+
+    def body(step: Step) -> bool:
+        with step:
+            state.count += 1
+        return state.count == 3
+
+    kept = [torchelastic.steps(coordinator, state)]
+    with contextlib.suppress(ValueError):
+        leave(kept[0] if is_kept else kept.pop(), body)
+    kept.clear()
+    assert state.count == 3
+    assert "signal_training_done" not in coordinator.calls
+    assert coordinator.calls.count("loop_was_left") == 1
+    assert coordinator.calls[-1] == "loop_was_left"
+
+
+@pytest.mark.parametrize("leave", WAYS)
+@pytest.mark.parametrize("is_inside", [False, True], ids=["after the block", "inside the block"])
+def test_stop_training_ends_the_run_for_everybody_however_the_loop_is_left(
+    leave: Callable[..., None], is_inside: bool
+) -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+
+    def body(step: Step) -> bool:
+        with step:
+            state.count += 1
+            if is_inside and state.count == 3:
+                step.stop_training()
+                assert "signal_training_done" not in coordinator.calls, "the step might still fail"
+        if state.count == 3:
+            step.stop_training()
+            assert coordinator.calls[-4:] == CALLS_OF_A_LAST_STEP, "at once, after what follows each step"
+        return state.count == 3
+
+    steps = torchelastic.steps(coordinator, state)
+    with contextlib.suppress(ValueError):
+        leave(steps, body)
+    del steps
+    assert state.count == 3
+    assert coordinator.calls[-4:] == CALLS_OF_A_LAST_STEP
+
+
+CALLS_OF_A_LAST_STEP = ["monitor_progress", "should_rendezvous", "report_progress", "signal_training_done"]
+
+
+def test_a_loop_that_goes_on_after_stop_training_is_over() -> None:
     coordinator, state = ScriptedCoordinator(), Counter()
     for step in torchelastic.steps(coordinator, state):
         with step:
             state.count += 1
         if state.count == 3:
-            break
-    assert coordinator.calls[-1] == "signal_training_done"
+            step.stop_training()
+    assert state.count == 3
+    assert coordinator.calls[-4:] == CALLS_OF_A_LAST_STEP
 
 
-def test_leaving_the_loop_by_return_ends_the_run_for_everybody_too() -> None:
-    coordinator, state = ScriptedCoordinator(), Counter()
-
-    def loop() -> int:
-        for step in torchelastic.steps(coordinator, state):
-            with step:
-                state.count += 1
-            if state.count == 2:
-                return state.count
-        return -1
-
-    assert loop() == 2
-    assert coordinator.calls[-1] == "signal_training_done"
-
-
-def fails_outside_the_block(coordinator: ScriptedCoordinator, fail: Callable[[], object]) -> None:
-    state = Counter()
+def test_a_step_that_fails_after_stop_training_is_repeated() -> None:
+    coordinator, state, faults = ScriptedCoordinator(), Counter(), [2]
     for step in torchelastic.steps(coordinator, state):
         with step:
             state.count += 1
-        fail()
-        raise ValueError("mine")
+            if state.count in faults:
+                faults.remove(state.count)
+                step.stop_training()
+                raise RuntimeError("once")
+        if state.count == 4:
+            step.stop_training()
+    assert (state.count, state.applied) == (4, [1])
 
 
-@pytest.mark.parametrize("fail", [lambda: None, lambda: dict[str, int]()["mine"]])
-def test_an_error_outside_the_block_does_not_end_the_run_for_everybody(fail: Callable[[], object]) -> None:
-    coordinator = ScriptedCoordinator()
-    with pytest.raises((ValueError, KeyError), match="mine"):
-        fails_outside_the_block(coordinator, fail)
-    assert "signal_training_done" not in coordinator.calls
+class LateCoordinator(ScriptedCoordinator):
+    """A peer loses the last step while this worker ends the run."""
+
+    def signal_training_done(self) -> None:
+        self._note("signal_training_done")
+        self.stopped = self.calls.count("signal_training_done") == 2
+
+
+def test_a_peer_that_lost_the_last_step_is_synchronized_first_and_no_step_comes_after_it() -> None:
+    coordinator, state = LateCoordinator(), Counter()
+    for step in torchelastic.steps(coordinator, state):
+        with step:
+            state.count += 1
+        if state.count == 3:
+            step.stop_training()
+    assert (state.count, state.syncs) == (3, 2)
+    assert coordinator.calls[-4:] == [
+        "signal_training_done", "rendezvous_barrier", "init_process_group", "signal_training_done"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["finished", "left"])
+def test_a_coordinator_whose_run_is_over_trains_no_second_one(is_left: bool) -> None:
+    coordinator, state = ScriptedCoordinator(), Counter()
+    if is_left:
+        for step in torchelastic.steps(coordinator, state):
+            with step:
+                state.count += 1
+            break
+    else:
+        train(coordinator, count_to(3), state)
+    with pytest.raises(torchelastic.NonRetryableException, match="or into two scripts"):
+        train(coordinator, count_to(5), state)
 
 
 def loop_without_with() -> None:

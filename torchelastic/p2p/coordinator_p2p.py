@@ -269,10 +269,9 @@ class CoordinatorP2P(Coordinator):
         if self.rendezvous.should_pause():
             log.warning("no contact to etcd for too long: training pauses, its state intact, until etcd is back")
             return True
-        wish = self.world_size < self.max_num_trainers and self.rendezvous.num_nodes_waiting() > 0
-        wish = wish or self.rendezvous.somebody_leaves()
+        makes_room = self.world_size < self.max_num_trainers and self.rendezvous.num_nodes_waiting() > 0
         try:
-            return self._agreement.leave(wish)
+            return self._agreement.leave(makes_room or self.rendezvous.somebody_leaves())
         except RuntimeError as error:
             # the step is committed: a peer that is lost now costs a new group, and nothing is undone
             log.info("a peer was lost after the step: %s", error)
@@ -328,8 +327,7 @@ class CoordinatorP2P(Coordinator):
         """Give the group up at once, so that every peer hears of the failure now and not after its time-out."""
         self._failed = True
         self._failed_by(e)
-        cut = self._groups.abort()
-        log.debug("%s: %d connections cut", type(e).__name__, cut)
+        log.debug("%s: %d connections cut", type(e).__name__, self._groups.abort())
 
     def fails_for_good(self) -> None:
         """Have the agent start no other process in this one's place."""
@@ -352,29 +350,34 @@ class CoordinatorP2P(Coordinator):
 
     def stop_early(self) -> None:
         """Give the group up and hang up on the agent, which does not start this worker again; waits for nobody."""
+        self.rendezvous.stop()
+        self._hang_up()
+
+    def loop_was_left(self) -> None:
+        """Give the group up and hang up on the agent, as this process's end would: the others go on at once."""
+        if not self.stop_training:
+            self._hang_up()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _hang_up(self) -> None:
         self._joined_round, self.stop_training = 0, True
         self._watchdog.end()
         self._groups.destroy()
-        self.rendezvous.stop()
         self.rendezvous.close()
-
-    # --- inside -----------------------------------------------------------------------------------
 
     def _go(self) -> None:
         """This worker was asked to leave the run, and has left it: it is no rank of it any more."""
         self._leaves_last = self._standing is Standing.WHOLE and self.rendezvous.leaves_last()
         others = "those who stay are too few to go on" if self._leaves_last else "the others go on"
         log.warning("drained after step %d; %s", self._committed_steps, others)
-        self.rank, self.world_size, self.stop_training = -1, 0, True
-        self._watchdog.end()
-        self.rendezvous.close()
+        self.rank, self.world_size = -1, 0
+        self._hang_up()
 
     def _on_round(self, round_: Round) -> None:
         """On the agent's thread: if the group of this worker is no more, wake whoever waits in it."""
         self._witness.sees(round_)
-        if self._joined_round == 0:
-            return
-        if is_replaced(self.rendezvous.joined, round_):
+        if self._joined_round > 0 and is_replaced(self.rendezvous.joined, round_):
             self._timer.noticed()
             self._is_broken.set()
             self._groups.abort()
@@ -409,10 +412,7 @@ class CoordinatorP2P(Coordinator):
         self._groups.abort()
         self.stop_training = self.rendezvous.wait_closed()
         if self.stop_training:
-            self._joined_round = 0
-            self._watchdog.end()
-            self._groups.destroy()
-            self.rendezvous.close()
+            self._hang_up()
 
     def _wait_for_key(self, key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
         assert self.store is not None

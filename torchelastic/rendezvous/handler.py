@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torchelastic.processes import boot_time_s
 from torchelastic.rendezvous import private_agent, wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
-from torchelastic.rendezvous.launcher import launchers_socket, tell_launcher
+from torchelastic.rendezvous.launcher import ONE_RUN_PER_START, launchers_socket, over_here, tell_launcher
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing
 from torchelastic.rendezvous.round_store import RoundStore
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
@@ -290,6 +290,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """Leave the run: the agent withdraws this worker unless it is done."""
         if self._client is not None:
             self._client.close()
+        if self._launchers_socket is not None:
+            over_here.add(self._launchers_socket)
 
     # `torch.distributed.init_process_group(init_method="etcd://...")` takes a generator of rendezvous
     def __iter__(self) -> EtcdRendezvousHandler:
@@ -302,6 +304,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if self._client is not None and not self._client.is_lost:
             return self._client
         path = self._launchers_socket
+        if path in over_here:
+            raise RendezvousNonRetryableError(f"run {self.url.run_id!r} is over for this process: {ONE_RUN_PER_START}")
         try:
             if path is None or self._client is not None:
                 path = private_agent.start(self.url)

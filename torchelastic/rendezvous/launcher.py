@@ -12,6 +12,12 @@ from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse
 
 log = logging.getLogger(__name__)
 
+ONE_RUN_PER_START = (
+    "each start of `torchelastic run` trains one run: put both phases into one train(), or into two scripts"
+)
+#: The sockets of launchers whose run is over for this process: it has finished, or has left it.
+over_here: set[str] = set()
+
 #: The launcher takes what it is told at once; one that does not hang up so soon is not waited for.
 TELL_S = 5.0
 

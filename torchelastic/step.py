@@ -1,0 +1,100 @@
+"""One attempt at a step: what the train loop yields, and what user code runs inside `with`."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchelastic import metrics
+from torchelastic.coordinator import is_retryable
+from torchelastic.state import State
+from torchelastic.worker_stats import WorkerStats
+
+if TYPE_CHECKING:
+    from torchelastic.train_loop import TrainLoop
+
+METRICS_GROUP = "torchelastic"
+
+
+class Step:
+    """One attempt at a step, used with `with`; succeeds as a whole or is undone.
+
+    Attributes:
+        committed: whether it has succeeded.
+        is_last: whether the run ends with it, if it succeeds.
+        worker_stats: what it reported, or None.
+    """
+
+    __slots__ = ("_entered", "_loop", "_snapshot", "_started_s", "committed", "is_last", "worker_stats")
+
+    def __init__(self, loop: TrainLoop) -> None:
+        self.committed = self.is_last = False
+        self.worker_stats: WorkerStats | None = None
+        self._entered = False
+        self._loop = loop
+        self._snapshot = loop.snapshot()
+        self._started_s = time.time()
+
+    def returned(self, value: Any) -> None:
+        """Take what a train step returned: None, a WorkerStats, or (state, worker_stats). Raises TypeError."""
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], State):
+            self._loop.state, value = value
+        if value is not None and not isinstance(value, WorkerStats):
+            raise TypeError(
+                f"train_step returned a {type(value).__name__}: return None, a WorkerStats, or (state, worker_stats)"
+            )
+        self.worker_stats = value
+
+    def stop_training(self) -> None:
+        """End the run for everybody with this step; one worker that calls it is enough.
+
+        After the `with` block it returns when all workers have finished. Inside the block the run ends as soon as the
+        step has succeeded; if it fails, it is undone and repeated, and nothing ends.
+        """
+        self.is_last = True
+        if self.committed:
+            self._loop.stop_after(self)
+
+    def has_committed(self) -> bool:
+        """Whether the step has succeeded; NotImplementedError if it was not used with `with`."""
+        if not self._entered:
+            raise NotImplementedError("write `with step:` around the body of a torchelastic.steps loop")
+        return self.committed
+
+    def __enter__(self) -> Step:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Literal[False] | bool:
+        publish_duration("train_step", self._started_s)
+        if error is None:
+            self.committed = self._loop.commit(self._snapshot)
+            if self.is_last:
+                self.stop_training()
+            return False
+        if isinstance(error, StopIteration):
+            self._loop.meter.over()
+            self._loop.coordinator.signal_training_done()
+            return True
+        if not isinstance(error, Exception):
+            self._loop.meter.undone(type(error).__name__)
+            return False  # Ctrl-C, exit, a generator being closed
+        if not is_retryable(error):
+            self._loop.coordinator.on_error(error)
+            self._loop.meter.undone(f"{type(error).__name__}: {error}")
+            return False
+        self._loop.undo(error, self._snapshot)
+        return True
+
+
+def publish_duration(name: str, started_s: float) -> None:
+    """Publish how long something took as `<name>.duration.ms`.
+
+    Args:
+        name: of what took that long.
+        started_s: when it began, in Unix seconds.
+    """
+    metrics.publish_metric(METRICS_GROUP, f"{name}.duration.ms", metrics.get_elapsed_time_ms(started_s))
