@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -134,6 +135,15 @@ class Coordinator(ABC):
         del everywhere
         if due and rank == 0:
             save()
+
+    def slow_section(self) -> AbstractContextManager[None]:
+        """For user code in a step: `with coordinator.slow_section():` around what takes long, and is no hang.
+
+        An evaluation or a large file that one rank writes while the others wait in a collective, for example. On any
+        rank, on its training thread; its stack may stand still. How long the others wait is bounded by the time-out of
+        collectives alone. The default does nothing.
+        """
+        return nullcontext()
 
     def peers(self) -> Peers | None:
         """The present group, for saving and restoring together. None: it is not known, and rank 0 does it alone."""

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hang-floor-s", type=float, default=HangPolicy.floor_s)
     parser.add_argument("--end-after-s", type=float)
     parser.add_argument("--skip-at", type=int, help="a step with one more collective, which rank 1 skips once")
+    parser.add_argument("--slow-section-at", type=int, help="a step that begins with one")
     parser.add_argument("--slow-worker", type=int, help="reports half the progress of the others, every fifth step")
     parser.add_argument("--remove-stragglers", action="store_true")
     return parser.parse_args()
@@ -316,7 +318,8 @@ def main() -> None:
     def train_step(state: RecordedState) -> Any:
         step = state.step
         rank = coordinator.rank
-        plan.reach("step", step, rank)
+        with coordinator.slow_section() if step == options.slow_section_at else nullcontext():
+            plan.reach("step", step, rank)
         if step in options.wait_for_newcomer_at and coordinator.world_size < options.full_world:
             hold_until(lambda: coordinator.rendezvous.num_nodes_waiting() > 0, "a newcomer")
         if step in options.gates:

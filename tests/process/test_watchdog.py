@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from torchelastic.p2p.hangs import WARM_UP_STEPS, HangPolicy, Place
+from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.stacks import lines_of_error, look_at, where
 from torchelastic.p2p.stands import Stand
 from torchelastic.p2p.watchdog import Watchdog
+from torchelastic.rendezvous.loss import MissedProgress
 
 TIMEOUT_S = 60.0
 
@@ -159,6 +162,68 @@ def test_an_error_tells_where_the_step_was_given_up_and_whether_that_was_a_time_
     assert not dog.has_cut
     dog.new_round()
     assert dog.stand is None
+
+
+# --- work that is no hang --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_timed_in_a_slow_section_and_the_step_begins_anew_after_it(
+    dogs: MakeDog, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    dog, has_cut = dogs()
+    with dog.slow_section(), dog.slow_section():
+        assert not collective(has_cut, 0.8)
+    assert "no step" not in caplog.text
+    assert dog._step.began_s is not None
+    assert time.monotonic() - dog._step.began_s < 0.4
+    assert collective(has_cut, 20.0), "a hang after it is noticed"
+    dog.leave()
+    with dog.slow_section():
+        pass
+    assert dog._step.began_s is None, "outside of steps it times nothing"
+
+
+def test_a_step_in_which_this_worker_computed_is_neither_reported_nor_measured(
+    dogs: MakeDog, caplog: pytest.LogCaptureFixture
+) -> None:
+    dog, has_cut = dogs()
+    ends_s = time.monotonic() + 2.0
+    while time.monotonic() < ends_s:
+        sum(number * number for number in range(1000))
+    dog.step_ended()
+    assert not has_cut.is_set()
+    assert "no step" not in caplog.text
+    assert dog._step.slowest_s is not None
+    assert dog._step.slowest_s < 1.0
+
+
+def test_who_was_ended_while_its_process_ran_widens_the_bound_and_one_that_was_stopped_does_not(
+    dogs: MakeDog, caplog: pytest.LogCaptureFixture
+) -> None:
+    for ran in (None, Stand(0, 10, "train.py:41 evaluate")):
+        dog, _ = dogs()
+        before_s = dog.bound_s
+        collective(threading.Event(), 0.3)
+        dog.failed(RuntimeError("Connection closed by peer"))
+        dog._ran = ran
+        assert dog.came_back([MissedProgress("host-0-1")]).total_seconds() == TIMEOUT_S
+        dog.begin(1, 2, 10)
+        assert (dog.bound_s > before_s) is (ran is not None)
+    assert "rank 0 was ended while its process still ran, in train.py:41 evaluate" in caplog.text
+
+
+def test_how_long_steps_may_take_is_handed_on_by_rank_0_of_the_next_group(dogs: MakeDog) -> None:
+    store = HashStore()
+    old, new = dogs()[0], dogs()[0]
+    old._step.learn(3.0)
+    old.tell(store, 1)
+    assert not store.check(["busy/slowest_s"]), "another rank does not say it"
+    old.tell(store, 0)
+    heartbeat = Heartbeat(store, 1, 2)
+    new.enter("forming the group", heartbeat)
+    new.begin(1, 2, 10)
+    wait_until(lambda: new.bound_s == pytest.approx(30.0))
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from torchelastic.p2p.hangs import WARM_UP_STEPS, Act, HangPolicy, Look, Place, Suspicion, has_stood_since_s
+from torchelastic.p2p.hangs import (
+    MAX_LEARNED_TIMEOUT_S,
+    MIN_IDLE_S,
+    WARM_UP_STEPS,
+    Act,
+    HangPolicy,
+    Look,
+    Place,
+    Suspicion,
+    has_stood_since_s,
+    has_worked,
+    idle_bound_s,
+)
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.testing.clock import FakeClock
 
@@ -74,6 +86,59 @@ def test_who_is_in_user_code_is_reported_and_cuts_nobody_and_ends_only_if_the_po
     assert replace(WAITS, step_s=100.0).act(ending) is Act.CUT, "who waits for others is not the one that hangs"
 
 
+# --- work is no hang -------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_one_that_works_does_not_give_the_group_up_before_collectives_time_out_by_themselves() -> None:
+    for_work = replace(WAITS, idle_s=1.0)
+    assert for_work.act(POLICY) is Act.WAIT
+    assert replace(for_work, step_s=59.0, stood_s=58.0).act(POLICY) is Act.WAIT
+    assert replace(for_work, step_s=61.0, stood_s=58.0).act(POLICY) is Act.WAIT, "the collective began later"
+    assert replace(for_work, idle_s=idle_bound_s(5.0)).act(POLICY) is Act.CUT, "it has stood still for too long"
+    assert replace(for_work, step_s=4.9).act(POLICY) is Act.NOTHING
+
+
+def test_who_works_is_not_reported_before_the_time_out_and_ends_if_the_policy_says_so() -> None:
+    works = replace(RUNS, idle_s=1.0)
+    assert works.act(POLICY) is Act.NOTHING
+    assert replace(works, step_s=60.0).act(POLICY) is Act.REPORT
+    assert works.act(replace(POLICY, end_after_s=4.0)) is Act.END, "that bound is the user's own"
+
+
+def test_nobody_waits_longer_for_signs_of_work_than_the_rest_of_the_bound() -> None:
+    assert idle_bound_s(3.0) == 2.25
+    assert idle_bound_s(1.0) == MIN_IDLE_S
+
+
+def test_a_time_out_that_ended_work_grows_up_to_torchs_own() -> None:
+    assert POLICY.longer_timeout_s(10.0) == 100.0
+    assert POLICY.longer_timeout_s(1000.0) == MAX_LEARNED_TIMEOUT_S
+    assert POLICY.longer_timeout_s(7200.0) == 7200.0, "the user's is never shortened"
+
+
+STANDS = Look(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)
+
+
+@pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}, {"io_bytes": 101}])
+def test_a_stack_that_changes_a_busy_processor_and_a_file_that_grows_are_work(change: dict[str, Any]) -> None:
+    assert not has_worked(None, STANDS)
+    assert not has_worked(STANDS, replace(STANDS, at_s=11.0, cpu_s=1.1))
+    assert has_worked(STANDS, replace(STANDS, at_s=11.0, **change))
+
+
+def test_a_loop_that_waits_in_a_collective_is_no_work_and_a_long_backward_pass_is() -> None:
+    waits = replace(STANDS, place=Place.COLLECTIVE)
+    assert not has_worked(waits, replace(waits, at_s=11.0, point=("code", 8)))
+    assert not has_worked(STANDS, replace(waits, at_s=11.0, point=("code", 8))), "it has come to the collective"
+    assert has_worked(waits, replace(waits, at_s=11.0, cpu_s=1.5))
+
+
+def test_a_busy_processor_says_nothing_where_it_may_wait_for_a_gpu() -> None:
+    spins = replace(STANDS, may_spin=True)
+    assert not has_worked(spins, replace(spins, at_s=11.0, cpu_s=2.0))
+    assert has_worked(spins, replace(spins, at_s=11.0, cpu_s=2.0, point=("code", 8)))
+
+
 # --- standing still ---------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +179,25 @@ def test_the_first_steps_of_a_round_are_not_measured_and_long_ones_later_are() -
     clock.advance(7.0)  # an evaluation
     steps.ended()
     assert steps.slowest_s == pytest.approx(7.0)
+
+
+def test_a_step_that_was_long_because_somebody_worked_is_not_measured_unless_it_is_given_up_all_the_same() -> None:
+    clock = FakeClock()
+    steps = warm(clock)
+    assert steps.began_s is not None
+    steps.excuse(steps.began_s)
+    clock.advance(30.0)
+    steps.ended()
+    assert steps.slowest_s == pytest.approx(0.1)
+    clock.advance(0.2)
+    steps.ended()
+    assert steps.slowest_s == pytest.approx(0.2), "the next one is"
+    assert steps.began_s is not None
+    steps.excuse(steps.began_s)
+    clock.advance(30.0)
+    steps.failed()
+    steps.counts_failure(nobody_was_lost=True)
+    assert steps.slowest_s == pytest.approx(30.0)
 
 
 def test_a_new_round_warms_up_again_and_keeps_what_was_measured() -> None:

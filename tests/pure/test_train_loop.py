@@ -653,3 +653,10 @@ def loop_without_with() -> None:
 def test_a_loop_without_the_with_block_is_told_so() -> None:
     with pytest.raises(NotImplementedError, match="with step"):
         loop_without_with()
+
+
+def test_a_coordinator_that_looks_for_no_hangs_takes_slow_sections_all_the_same() -> None:
+    coordinator = ScriptedCoordinator()
+    with coordinator.slow_section(), coordinator.slow_section():
+        pass
+    assert coordinator.calls == []

@@ -10,10 +10,11 @@ import asyncio
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
-from torchelastic.agent.etcd_connection import connect
+from torchelastic.agent.etcd_connection import connect, say_if_unfit
 from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.url import parse_url
@@ -41,7 +42,7 @@ def main() -> int:
 async def _run(options: AgentOptions, credentials: Credentials) -> Outcome:
     """Serve the owner, and report its end. One that ends before it was a member leaves nothing to report."""
     assert options.owner_pid is not None
-    agent = Agent(options, connect(options.url, credentials))
+    agent = Agent(options, connect(options.url, credentials, partial(say_if_unfit, is_own=False)))
     serving = asyncio.ensure_future(agent.run())
     owner_ends = asyncio.ensure_future(process_end(options.owner_pid))
     await asyncio.wait((serving, owner_ends), return_when=asyncio.FIRST_COMPLETED)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 import os
+from collections.abc import Callable
 
+from torchelastic.rendezvous import etcd_versions
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -15,8 +18,12 @@ log = logging.getLogger(__name__)
 _VERBOSITY_VARIABLE = "GRPC_VERBOSITY"
 
 
-def connect(url: RendezvousUrl, credentials: Credentials) -> CoordinationStore:
-    """A store on the etcd of `url`; does not connect yet.
+def connect(
+    url: RendezvousUrl,
+    credentials: Credentials,
+    on_connect: Callable[[str, str], None] = lambda _endpoint, _version: None,
+) -> CoordinationStore:
+    """A store on the etcd of `url`; does not connect yet. `on_connect`: see `EtcdStore`.
 
     etcd3's generated code does not import beside protobuf >= 4 unless protobuf's slow, pure implementation is chosen
     before its first import; that choice holds for this process only and is not passed on to workers.
@@ -44,7 +51,30 @@ def connect(url: RendezvousUrl, credentials: Credentials) -> CoordinationStore:
         user=credentials.user,
         password=credentials.password,
         root=url.root,
+        on_connect=on_connect,
     )
+
+
+@functools.cache
+def say_if_unfit(endpoint: str, version: str, *, is_own: bool) -> None:
+    """Log, once, that an etcd is of a release that its makers advise against. `is_own`: it ends with this launcher."""
+    if not etcd_versions.is_inconsistent(version):
+        return
+    if is_own:
+        log.info(
+            "the etcd of --standalone is %s, of which a member that is killed may miss committed writes: it has no "
+            "other members, and is thrown away with the run; for several hosts use %s (on PATH it is used here too)",
+            version,
+            etcd_versions.GOOD,
+        )
+    else:
+        log.warning(
+            "etcd at %s is %s: its makers advise against 3.5.0 to 3.5.2, of which a member that is killed may miss "
+            "committed writes; use %s",
+            endpoint,
+            version,
+            etcd_versions.GOOD,
+        )
 
 
 def _all_on_this_host(url: RendezvousUrl) -> bool:

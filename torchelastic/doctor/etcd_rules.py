@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchelastic.doctor.findings import Finding, Level, bytes_text
+from torchelastic.rendezvous import etcd_versions
 
 NAME = "etcd"
 #: A commit waits for the disks of a majority; etcd's tuning guide wants the 99th percentile of one below 10 to 25 ms.
@@ -16,10 +16,6 @@ SLOW_COMMIT_S = 0.05
 TOO_SLOW_COMMIT_S = 0.6
 #: etcd's default for --quota-backend-bytes.
 DEFAULT_QUOTA_BYTES = 2 * 2**30
-#: The oldest minor version that this package was run against.
-OLDEST = (3, 4)
-#: 3.5.0 to 3.5.2 may lose consistency between members after a crash under load (fixed in 3.5.3, see its changelog).
-_INCONSISTENT = ((3, 5, 0), (3, 5, 3))
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def judge_etcd(facts: EtcdFacts) -> list[Finding]:
         return found
     return [
         *found,
-        *judge_cluster(serving),
+        *judge_cluster(serving, is_here=facts.is_here),
         *judge_space(serving, facts),
         *judge_commits(facts),
         *judge_access(facts),
@@ -111,8 +107,13 @@ def judge_reach(endpoints: Sequence[EndpointFacts]) -> list[Finding]:
     return found
 
 
-def judge_cluster(serving: Sequence[EndpointFacts]) -> list[Finding]:
-    """Whether those that serve are one cluster with a leader, and of which version. Pure."""
+def judge_cluster(serving: Sequence[EndpointFacts], *, is_here: bool) -> list[Finding]:
+    """Whether those that serve are one cluster with a leader, and of which version. Pure.
+
+    Args:
+        serving: the endpoints that answered.
+        is_here: whether all endpoints are addresses of this host alone.
+    """
     found = []
     clusters = {endpoint.cluster_id for endpoint in serving}
     if len(clusters) > 1:
@@ -128,7 +129,7 @@ def judge_cluster(serving: Sequence[EndpointFacts]) -> list[Finding]:
             )
             found.append(Finding(NAME, Level.ERROR, f"{endpoint.endpoint} has no leader", because, remedy))
     for version in sorted({endpoint.version for endpoint in serving}):
-        found += _judge_version(version)
+        found += _judge_version(version, is_here=is_here)
     names = ", ".join(f"{one.endpoint} ({one.version})" for one in serving)
     return (
         found
@@ -137,14 +138,14 @@ def judge_cluster(serving: Sequence[EndpointFacts]) -> list[Finding]:
     )
 
 
-def _judge_version(version: str) -> list[Finding]:
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if numbers[:2] < OLDEST:
-        because = f"torchelastic is tried with {'.'.join(map(str, OLDEST))} and newer"
-        return [Finding(NAME, Level.WARNING, f"its version is {version}", because, "use a newer etcd")]
-    if _INCONSISTENT[0] <= numbers < _INCONSISTENT[1]:
-        because = "3.5.0 to 3.5.2 may lose consistency between members when one crashes under load; a lone one cannot"
-        return [Finding(NAME, Level.NOTE, f"its version is {version}", because, "use 3.5.3 or newer for a cluster")]
+def _judge_version(version: str, *, is_here: bool) -> list[Finding]:
+    what, remedy = f"its version is {version}", f"use {etcd_versions.GOOD}"
+    if etcd_versions.numbers_of(version)[:2] < etcd_versions.OLDEST:
+        because = f"torchelastic is tried with {'.'.join(map(str, etcd_versions.OLDEST))} and newer"
+        return [Finding(NAME, Level.WARNING, what, because, remedy)]
+    if etcd_versions.is_inconsistent(version):
+        because = "its makers advise against 3.5.0 to 3.5.2: a member that is killed may miss committed writes"
+        return [Finding(NAME, Level.NOTE if is_here else Level.WARNING, what, because, remedy)]
     return []
 
 

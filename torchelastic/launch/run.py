@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 
 from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
-from torchelastic.agent.etcd_connection import connect
+from torchelastic.agent.etcd_connection import connect, say_if_unfit
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Worker
@@ -150,7 +150,7 @@ def execute(options: argparse.Namespace) -> int:
 
         # the etcd of --standalone ends with the launcher, and nobody else is there to be told of that
         with nullcontext() if options.standalone else sentinel.watched(url, credentials):
-            outcome = asyncio.run(_run_agent(run_log, agent_options, credentials, make_supervisor))
+            outcome = asyncio.run(_run_agent(run_log, agent_options, credentials, options.standalone, make_supervisor))
     exit_code = 0 if outcome.came_late and options.if_finished == "succeed" else outcome.exit_code
     run_log.say("failure_report" if outcome.detail else "over", outcome.message, exit_code=exit_code, **outcome.detail)
     return exit_code
@@ -169,11 +169,13 @@ async def _run_agent(
     run_log: RunLog,
     options: AgentOptions,
     credentials: Credentials,
+    is_standalone: bool,
     make_supervisor: Callable[[Callable[[], bool], Callable[[Worker, int], None]], Supervisor],
 ) -> Outcome:
     leave_address(options.socket_path.parent, options.url)
     _say_how_to_watch(run_log, options.url, options.ledger_dir)
-    return await Agent(options, connect(options.url, credentials), make_supervisor).run()
+    store = connect(options.url, credentials, partial(say_if_unfit, is_own=is_standalone))
+    return await Agent(options, store, make_supervisor).run()
 
 
 def _understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -19,7 +20,7 @@ from torchelastic.metrics import profile
 from torchelastic.p2p import stands
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
-from torchelastic.p2p.hangs import HangPolicy
+from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.keys import wait_for_key
 from torchelastic.p2p.options import (
@@ -69,7 +70,8 @@ class CoordinatorP2P(Coordinator):
             default: what `torchelastic run` has set; without the launcher this process trains alone, without etcd.
         max_num_trainers: no group is larger; default: the URL's `max_workers`.
         process_group_timeout: of collectives, in milliseconds. A peer that dies is noticed within milliseconds all
-            the same; the time-out is for those that hang before it is known how long steps take.
+            the same; the time-out is for those that hang before it is known how long steps take, and the bound for
+            work of one rank that the others wait for.
         hang_policy: how long a step may take, by those before it; default: `HangPolicy()`.
         straggler_policy: who is a straggler, and whether it has to go; default: `StragglerPolicy()`, which reports.
 
@@ -88,7 +90,7 @@ class CoordinatorP2P(Coordinator):
         c10d_backend: str | None = None,
         init_method: str | None = None,
         max_num_trainers: int | None = None,
-        process_group_timeout: int = 10000,
+        process_group_timeout: int = DEFAULT_TIMEOUT_MS,
         hang_policy: HangPolicy | None = None,
         straggler_policy: StragglerPolicy | None = None,
     ) -> None:
@@ -99,11 +101,9 @@ class CoordinatorP2P(Coordinator):
         self.max_num_trainers = checked_max(max_num_trainers, self.init_method)
         self.min_workers = smallest_group(self.init_method)
         self.process_group_timeout = process_group_timeout
-        self.rank = -1
-        self.world_size = 0
+        self.rank, self.world_size = -1, 0
         self.store: Store | None = None
-        self.is_worker_straggler = False
-        self.stop_training = False
+        self.is_worker_straggler = self.stop_training = False
         self.monitor_progress_step = 0
         self._groups = ProcessGroups(
             self.c10d_backend, timedelta(milliseconds=process_group_timeout), self.rendezvous.serves_port
@@ -112,7 +112,7 @@ class CoordinatorP2P(Coordinator):
         self._peers: Peers = Alone()
         self._committed_steps = 0
         self._standing = Standing.FRESH
-        self._failed = False
+        self._failed = self._leaves_last = False
         self._saves = SaveTurns(self._wait_for_key)
         self.last_recovery: Recovery | None = None
         self._timer = RecoveryTimer(time.monotonic)
@@ -123,7 +123,6 @@ class CoordinatorP2P(Coordinator):
         # what the agent's thread looks at to decide whether a change of the round concerns this worker
         self._joined_round = 0
         self._is_broken = threading.Event()
-        self._leaves_last = False
         self.rendezvous.on_round(self._on_round)
         dump_stacks_on_request()
         leave_on_sigterm(self.rendezvous)
@@ -172,7 +171,7 @@ class CoordinatorP2P(Coordinator):
         self._joined_round = self.rendezvous.joined.number
         lost = self._witness.tells(before, self.rendezvous.joined)
         self._witness.begins(self.rendezvous.joined)
-        self._watchdog.came_back(nobody_was_lost=not any(loss.member for loss in lost))
+        self._groups.timeout = self._watchdog.came_back(lost)
         self._timer.because(lost)
         self._saves.new_round()
         self._timer.reached("agree")
@@ -189,8 +188,7 @@ class CoordinatorP2P(Coordinator):
         self._raise_if_broken()
         choose_interface(self.rendezvous.address)
         self._watchdog.enter(FORMING, Heartbeat(self.store, self.rank, self.world_size))
-        if self._watchdog.stand is not None:
-            stands.tell(self.store, self.rank, self._watchdog.stand, self._watchdog.has_noticed_hang)
+        self._watchdog.tell(self.store, self.rank)
         self._groups.form(self.store, self.rank, self.world_size)
         if self.rank == 0:
             stands.log_odd_ones(stands.ask(self.store, self.world_size))
@@ -256,6 +254,10 @@ class CoordinatorP2P(Coordinator):
     def peers(self) -> Peers:
         """The present group, for saving and restoring together; one object for as long as it stands."""
         return self._peers
+
+    def slow_section(self) -> AbstractContextManager[None]:
+        """Whoever is in it is waited for until the time-out of collectives; see `Coordinator`."""
+        return self._watchdog.slow_section()
 
     def somebody_leaves(self) -> bool:
         """Whether a member of the present group was asked to leave the run."""
@@ -378,10 +380,8 @@ class CoordinatorP2P(Coordinator):
         """On the agent's thread: if the group of this worker is no more, wake whoever waits in it."""
         self._witness.sees(round_)
         if self._joined_round > 0 and is_replaced(self.rendezvous.joined, round_):
-            self._timer.noticed()
             self._is_broken.set()
-            self._groups.abort()
-            self.rendezvous.interrupt()
+            self._give_group_up()
 
     def _failed_by(self, error: BaseException) -> None:
         """The step, or what followed it, has failed; what comes from our own cut tells nothing of a peer."""
@@ -391,7 +391,7 @@ class CoordinatorP2P(Coordinator):
             self._witness.sees_error(error)
 
     def _give_group_up(self) -> None:
-        """On the watchdog's thread."""
+        """On the watchdog's thread, or the agent's."""
         self._timer.noticed()
         self._groups.abort()
         self.rendezvous.interrupt()

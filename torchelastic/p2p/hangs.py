@@ -6,6 +6,7 @@ A guess, never a fact: the bound adapts to what steps have taken so far, and an 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 #: The first steps of a round are not measured and have the whole time-out: they compile, and warm up.
@@ -17,6 +18,14 @@ STALL_SHARE = 0.5
 LOOK_SHARE = 0.25
 #: Who uses more than this share of a processor computes and does not wait.
 MAX_WAITING_CPU = 0.2
+#: Of collectives, in milliseconds, where the user has not chosen one (0.1's); one that was chosen is never exceeded.
+DEFAULT_TIMEOUT_MS = 10000
+#: Where the time-out of collectives ends a step while a rank works, that rank is waited for at least so long.
+MIN_BUSY_PATIENCE_S = 60.0
+#: A time-out that has proved too short does not grow beyond this: torch's own default.
+MAX_LEARNED_TIMEOUT_S = 1800.0
+#: A sign of work needs two looks and a beat to get from one rank to another.
+MIN_IDLE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,14 @@ class HangPolicy:
             return timeout_s
         return min(timeout_s, max(self.floor_s, self.factor * slowest_step_s))
 
+    def longer_timeout_s(self, timeout_s: float) -> float:
+        """The time-out of collectives, if it was not chosen, after one of `timeout_s` has ended a step while a rank worked.
+
+        >>> [HangPolicy().longer_timeout_s(timeout_s) for timeout_s in (10.0, 600.0, 3600.0)]
+        [100.0, 1800.0, 3600.0]
+        """
+        return max(timeout_s, min(MAX_LEARNED_TIMEOUT_S, self.factor * timeout_s))
+
 
 class Place(enum.Enum):
     """Where the training thread stands: in a collective (or a backward pass, which waits for one), or not."""
@@ -74,12 +91,16 @@ class Look:
         place: see `Place`.
         point: the exact instruction of each of its frames.
         cpu_s: processor time that the thread has used so far.
+        io_bytes: how much it has read and written so far.
+        may_spin: whether its process uses a GPU, for which a thread waits with a busy processor.
     """
 
     at_s: float
     place: Place
     point: tuple[object, ...]
     cpu_s: float
+    io_bytes: int = 0
+    may_spin: bool = False
 
 
 def has_stood_since_s(earlier_s: float | None, earlier: Look | None, later: Look) -> float:
@@ -96,13 +117,42 @@ def has_stood_since_s(earlier_s: float | None, earlier: Look | None, later: Look
     return earlier_s if computed_s <= MAX_WAITING_CPU * (later.at_s - earlier.at_s) else later.at_s
 
 
+def has_worked(earlier: Look | None, later: Look) -> bool:
+    """Whether the thread has worked between two looks: its stack has changed, or it has computed, read or written.
+
+    In a collective a changed stack says nothing: waiting may be done in a loop.
+
+    Args:
+        earlier: the look before; None: there was none in this step.
+        later: the newest look.
+    """
+    if earlier is None:
+        return False
+    has_moved = earlier.point != later.point and earlier.place is later.place is Place.USER_CODE
+    computed_s = 0.0 if later.may_spin else later.cpu_s - earlier.cpu_s
+    has_computed = computed_s > MAX_WAITING_CPU * (later.at_s - earlier.at_s)
+    return has_moved or has_computed or later.io_bytes > earlier.io_bytes
+
+
+def idle_bound_s(bound_s: float) -> float:
+    """For how long nobody may have been seen at work before a step beyond its bound is taken for a hang.
+
+    Whoever is late begins to ask after `LOOK_SHARE` of the bound: where nobody works, this costs no time.
+    """
+    return max(MIN_IDLE_S, (1.0 - LOOK_SHARE) * bound_s)
+
+
 class Act(enum.Enum):
-    """What a watchdog does: nothing, write the stacks to the log, cut the group's connections, end the process."""
+    """What a watchdog does.
+
+    Nothing; say for whom it waits; write the stacks to the log; cut the group's connections; end the process.
+    """
 
     NOTHING = 0
-    REPORT = 1
-    CUT = 2
-    END = 3
+    WAIT = 1
+    REPORT = 2
+    CUT = 3
+    END = 4
 
 
 @dataclass(frozen=True)
@@ -116,6 +166,8 @@ class Suspicion:
         bound_s: by `HangPolicy.bound_s`.
         timeout_s: of collectives.
         is_warm: the round's first steps are over, and there is a measurement.
+        idle_s: for how long nobody is known to have worked: of the others if this worker waits in a collective, else
+            this worker itself.
     """
 
     step_s: float
@@ -124,19 +176,34 @@ class Suspicion:
     bound_s: float
     timeout_s: float
     is_warm: bool
+    idle_s: float = math.inf
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether the step is beyond its bound because somebody works.
+
+        That is no hang before the time-out, which in a collective comes by itself.
+        """
+        is_in_time = self.step_s < self.timeout_s or self.place is Place.COLLECTIVE
+        return is_in_time and self.step_s >= self.bound_s and self.idle_s < idle_bound_s(self.bound_s)
 
     def act(self, policy: HangPolicy) -> Act:
         """What to do.
 
         A worker that waits in a collective cuts its group. It leaves that to the collective's own time-out where the
         bound is no shorter: that one begins with the collective, not with the step. One in user code cuts nothing:
-        those who wait for it decide, and if nobody waits, nobody is harmed.
+        those who wait for it decide, and if nobody waits, nobody is harmed. Neither takes work for a hang before the
+        time-out.
         """
         if self.place is Place.COLLECTIVE:
             is_adaptive = self.is_warm and self.bound_s < self.timeout_s
             has_hung = self.step_s >= self.bound_s and self.stood_s >= STALL_SHARE * self.bound_s
-            return Act.CUT if is_adaptive and has_hung else Act.NOTHING
+            if not (is_adaptive and has_hung):
+                return Act.NOTHING
+            return Act.WAIT if self.is_excused else Act.CUT
         report_after_s = self.bound_s if self.is_warm else policy.factor * self.timeout_s
         if self.step_s < report_after_s:
             return Act.NOTHING
-        return Act.END if policy.end_after_s is not None and self.step_s >= policy.end_after_s else Act.REPORT
+        if policy.end_after_s is not None and self.step_s >= policy.end_after_s:
+            return Act.END
+        return Act.NOTHING if self.is_excused else Act.REPORT

@@ -16,6 +16,8 @@ from functools import cached_property
 
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.p2p.busy import BusySigns
+
 log = logging.getLogger(__name__)
 
 #: Between two signs of life.
@@ -30,10 +32,14 @@ class Heartbeat:
         rank: of this process.
         world_size: of the group.
         clock: monotonic seconds.
+
+    Attributes:
+        busy: the signs of work of those that are late, which go the same way; None: there is nobody else.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._of_round, self._rank, self._world_size, self._clock = store, rank, world_size, clock
+        self.busy = BusySigns(rank, clock) if world_size > 1 else None
         self._ended, self._talking = threading.Event(), threading.Lock()
         # Python ends its threads wherever they are; one that is inside the store then would abort the process
         weakref.finalize(self, _hush, self._ended, self._talking)
@@ -43,11 +49,13 @@ class Heartbeat:
         self._last_s: dict[int, float] = {}
         self._answered_s = clock()
         if world_size > 1:
-            threading.Thread(target=self._run, name="torchelastic-heartbeat", daemon=True).start()
+            threading.Thread(target=self._run, args=(self.busy,), name="torchelastic-heartbeat", daemon=True).start()
 
     def end(self) -> None:
         """The group is over. Does not wait; from any thread."""
         self._ended.set()
+        if self.busy is not None:
+            self.busy.due.set()
 
     def silent_s(self) -> dict[int, float]:
         """For how long each of the other ranks has given no sign, counted from the first call; from any thread."""
@@ -72,12 +80,17 @@ class Heartbeat:
         clone = getattr(self._of_round, "clone", None)  # torch 2.7 and later
         return self._of_round if clone is None else clone()
 
-    def _run(self) -> None:
+    def _run(self, busy: BusySigns) -> None:
         try:
-            while not self._ended.wait(BEAT_S):
+            while True:
+                busy.due.wait(BEAT_S)
+                busy.due.clear()
+                if self._ended.is_set():
+                    return
                 self._beats += 1
                 with self._talking:
                     self._store.set(_key(self._rank), str(self._beats))
+                    busy.exchange(self._store)
                     if self._is_asked:
                         self._look()
         except RuntimeError as error:

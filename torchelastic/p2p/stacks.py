@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -91,7 +92,15 @@ def look_at(thread_id: int) -> tuple[Look, str]:
     while frame is not None:
         point += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    return Look(time.monotonic(), place_of(lines), tuple(point), _cpu_s(thread_id)), where(lines)
+    look = Look(
+        at_s=time.monotonic(),
+        place=place_of(lines),
+        point=tuple(point),
+        cpu_s=_cpu_s(thread_id),
+        io_bytes=_io_bytes(thread_id),
+        may_spin=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch has no types here
+    )
+    return look, where(lines)
 
 
 def _is_users(line: Line) -> bool:
@@ -106,3 +115,17 @@ def _cpu_s(thread_id: int) -> float:
         return time.clock_gettime(time.pthread_getcpuclockid(thread_id))
     except (AttributeError, OSError):
         return 0.0
+
+
+def _io_bytes(thread_id: int) -> int:
+    """How much a thread has read and written so far; 0 where the system does not tell.
+
+    Of a write that has not returned the kernel counts at least what it has taken already.
+    """
+    native = next((thread.native_id for thread in threading.enumerate() if thread.ident == thread_id), None)
+    try:
+        lines = Path(f"/proc/self/task/{native}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(": ", 1) for line in lines)
+    return sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))

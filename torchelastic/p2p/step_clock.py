@@ -22,13 +22,14 @@ class StepClock:
         round_steps: steps committed in this round.
     """
 
-    __slots__ = ("_clock", "_failed_s", "began_s", "round_steps", "slowest_s")
+    __slots__ = ("_clock", "_excused_s", "_failed_s", "began_s", "round_steps", "slowest_s")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.began_s: float | None = None
         self.slowest_s: float | None = None
         self.round_steps = 0
         self._clock = clock
+        self._excused_s: float | None = None
         self._failed_s: float | None = None
 
     @property
@@ -48,10 +49,17 @@ class StepClock:
     def ended(self) -> None:
         """The step has committed; the next one begins."""
         now_s, began_s = self._clock(), self.began_s
-        if began_s is not None and self.round_steps >= WARM_UP_STEPS:
-            self._measured(now_s - began_s)
+        if began_s is not None and self.round_steps >= WARM_UP_STEPS and began_s != self._excused_s:
+            self.learn(now_s - began_s)
         self.round_steps += 1
         self.began_s = now_s
+
+    def excuse(self, began_s: float) -> None:
+        """The step that began then is long for a reason that is known: if it commits it is not measured.
+
+        On the watchdog's thread.
+        """
+        self._excused_s = began_s
 
     def rest(self) -> None:
         """From now on nothing is timed. Idempotent."""
@@ -70,8 +78,9 @@ class StepClock:
         """
         failed_s, self._failed_s = self._failed_s, None
         if failed_s is not None and nobody_was_lost:
-            self._measured(failed_s)
+            self.learn(failed_s)
 
-    def _measured(self, step_s: float) -> None:
+    def learn(self, step_s: float) -> None:
+        """A step may take so long."""
         if self.slowest_s is None or step_s > self.slowest_s:
             self.slowest_s = step_s

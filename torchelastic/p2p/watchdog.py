@@ -9,20 +9,38 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
 
 from torchelastic.metrics import publish_metric
-from torchelastic.p2p.hangs import LOOK_SHARE, Act, HangPolicy, Look, Place, Suspicion, has_stood_since_s
+from torchelastic.p2p import stands
+from torchelastic.p2p.busy import BusySigns, tell_slowest
+from torchelastic.p2p.hangs import (
+    DEFAULT_TIMEOUT_MS,
+    LOOK_SHARE,
+    MIN_BUSY_PATIENCE_S,
+    Act,
+    HangPolicy,
+    Look,
+    Place,
+    Suspicion,
+    has_stood_since_s,
+    has_worked,
+    idle_bound_s,
+)
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
 from torchelastic.p2p.stacks import lines_of_error, look_at, where
 from torchelastic.p2p.stands import Stand, listed_ranks
 from torchelastic.p2p.step_clock import StepClock
-from torchelastic.rendezvous.loss import is_time_out
+from torchelastic.rendezvous.loss import Loss, MissedProgress, is_time_out
 from torchelastic.rendezvous.round_store import SILENT_S, StoreSilentError
 
 log = logging.getLogger(__name__)
@@ -31,6 +49,14 @@ log = logging.getLogger(__name__)
 EXIT_CODE = 70
 #: Looks are not more frequent, however short the bound.
 MIN_PAUSE_S = 0.02
+_TOO_BUSY = (
+    "collectives have timed out while the others waited for %s: give CoordinatorP2P a process_group_timeout (in "
+    "milliseconds) that is longer than this work takes; it is %g s"
+)
+_MAY_BE_MISTAKEN = (
+    "rank %d was ended while its process still ran, in %s: if it was only slow, put `with coordinator.slow_section():` "
+    "around that; a step may take %.0f s from now on"
+)
 #: What lies between steps and takes no longer is not watched.
 SHORT_PHASE_S = 1.0
 #: Of the phases between steps: members of a round connect to each other.
@@ -57,6 +83,7 @@ class Watchdog:
         self.has_cut = False
         self.has_noticed_hang = False
         self._timeout_s = timeout_s
+        self._was_chosen = timeout_s != DEFAULT_TIMEOUT_MS / 1000
         self._cut = cut
         self._step = StepClock(time.monotonic)
         # looked up here once: called after each step
@@ -71,7 +98,11 @@ class Watchdog:
         self._late_step: float | None = None
         self._look: Look | None = None
         self._stood_since_s: float | None = None
+        self._worked_s: float | None = None
         self._done = Act.NOTHING
+        # of the step that was given up: who of the others still ran in its own code
+        self._ran: Stand | None = None
+        self._has_timed_out_work = False
         # between steps
         self._phase: tuple[str, float] | None = None
         self._heartbeat: Heartbeat | None = None
@@ -103,11 +134,21 @@ class Watchdog:
         self._heartbeat = heartbeat or self._heartbeat
         self._begin_phase(phase)
 
+    def tell(self, store: Store, rank: int) -> None:
+        """Before a group is formed: leave word of the step that was given up, and rank 0 of how long steps may take.
+
+        A new process would take the first long step, which the others have learned to wait for, for a hang.
+        """
+        if self.stand is not None:
+            stands.tell(store, rank, self.stand, self.has_noticed_hang)
+        if rank == 0 and self._step.slowest_s is not None:
+            tell_slowest(store, self._step.slowest_s)
+
     def new_round(self) -> None:
         """A group is being formed."""
         self._step.new_round()
         self._patience_bound_s = self._timeout_s
-        self.stand, self.has_cut, self.has_noticed_hang = None, False, False
+        self.stand, self.has_cut, self.has_noticed_hang, self._ran = None, False, False, None
 
     def begin(self, rank: int, world_size: int, step: int) -> None:
         """The state is level after `step` committed steps: the first one of this round begins."""
@@ -121,7 +162,7 @@ class Watchdog:
     def leave(self) -> None:
         """The group is left, for whatever reason: nothing is timed before the next `begin`."""
         if self._step.began_s is not None:
-            self._patience_bound_s = self.bound_s
+            self._patience_bound_s = self._patience_of_step_s()
         self._step.rest()
         self._end_phase()
         if self._heartbeat is not None:
@@ -138,18 +179,41 @@ class Watchdog:
         self._end_phase()
         if self._step.began_s is None:
             return
-        self._patience_bound_s = self.bound_s
+        self._patience_bound_s = self._patience_of_step_s()
+        signs = self._signs()
+        if signs is not None:
+            self._ran = signs.works or signs.stands
+            self._has_timed_out_work = is_time_out(error) and self._others_are_busy()
+            if self._has_timed_out_work:
+                log.warning(_TOO_BUSY, signs.who(), self._timeout_s)
         self._step.failed()
         if self.stand is None:
             self.stand = self._stand(where(lines_of_error(error.__traceback__)))
         self.has_noticed_hang = self.has_noticed_hang or is_time_out(error)
 
-    def came_back(self, nobody_was_lost: bool) -> None:
-        """The next round is known: a step that was given up though all came back was only a long one."""
-        self._step.counts_failure(nobody_was_lost)
+    def came_back(self, lost: Collection[Loss]) -> timedelta:
+        """The next round is known: a step that was given up though all came back was only a long one.
+
+        So may it have been where somebody was ended for missing progress while its process still ran.
+
+        Returns:
+            The time-out of collectives from now on.
+        """
+        members = [loss for loss in lost if loss.member]
+        nobody_was_lost, ran = not members, self._ran
+        may_be_mistaken = ran is not None and all(isinstance(loss, MissedProgress) for loss in members)
+        self._step.counts_failure(nobody_was_lost or may_be_mistaken)
+        if self._has_timed_out_work and (nobody_was_lost or may_be_mistaken) and not self._was_chosen:
+            self._timeout_s = self.policy.longer_timeout_s(self._timeout_s)
+            log.warning("in this process collectives time out after %g s from now on", self._timeout_s)
+        if members and ran is not None and may_be_mistaken:
+            bound_s = self.policy.bound_s(self._step.slowest_s, self._timeout_s)
+            log.warning(_MAY_BE_MISTAKEN, ran.rank, ran.where or "its own code", bound_s)
+        self._ran, self._has_timed_out_work = None, False
         if self._has_cut_phase and nobody_was_lost:  # who was silent was only busy
             self._silence_bound_s = min(2 * self._silence_bound_s, self._timeout_s)
         self._has_cut_phase = False
+        return timedelta(seconds=self._timeout_s)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -162,6 +226,22 @@ class Watchdog:
         self._step.begin()
         self._patience_bound_s = self.bound_s
         self._wake.set()
+
+    @contextmanager
+    def slow_section(self) -> Iterator[None]:
+        """Time nothing inside, and let the others know that this rank is busy; see `Coordinator.slow_section`."""
+        signs, is_in_step = self._signs(), self._step.began_s is not None
+        self._step.rest()
+        if signs is not None:
+            signs.begin_section()
+        try:
+            yield
+        finally:
+            if signs is not None:
+                signs.end_section()
+            if is_in_step and signs is self._signs() and self._phase is None:
+                self._step.begin()
+                self._wake.set()
 
     def end(self) -> None:
         """The run is over for this worker. Idempotent."""
@@ -184,6 +264,17 @@ class Watchdog:
             self._thread = threading.Thread(target=self._run, name="torchelastic-watchdog", daemon=True)
             self._thread.start()
         self._wake.set()
+
+    def _signs(self) -> BusySigns | None:
+        heartbeat = self._heartbeat
+        return None if heartbeat is None else heartbeat.busy
+
+    def _patience_of_step_s(self) -> float:
+        return max(self._timeout_s, MIN_BUSY_PATIENCE_S) if self._others_are_busy() else self.bound_s
+
+    def _others_are_busy(self) -> bool:
+        signs = self._signs()
+        return signs is not None and signs.is_busy(idle_bound_s(self.bound_s))
 
     def _stand(self, line: str) -> Stand:
         return Stand(self._rank, self._first_step + self._step.round_steps, line)
@@ -210,27 +301,50 @@ class Watchdog:
         return max(MIN_PAUSE_S, LOOK_SHARE * shortest_s)
 
     def _watch(self) -> None:
+        signs = self._signs()
+        if signs is not None and signs.slowest_s is not None:
+            self._step.learn(signs.slowest_s)
         began_s = self._step.began_s
         bound_s = self.bound_s
         if began_s is None or time.monotonic() - began_s < LOOK_SHARE * bound_s:
+            if signs is not None:
+                signs.rest()
             return
         if began_s != self._late_step:
             self._late_step, self._look, self._stood_since_s, self._done = began_s, None, None, Act.NOTHING
+            self._worked_s = None
         look, line = look_at(self._training_thread)
         self._stood_since_s = has_stood_since_s(self._stood_since_s, self._look, look)
+        place = Place.USER_CODE if self._is_alone else look.place
+        idle_s = self._exchange_signs(place, look, line)
         self._look = look
         suspicion = Suspicion(
             step_s=look.at_s - began_s,
             stood_s=look.at_s - self._stood_since_s,
-            place=Place.USER_CODE if self._is_alone else look.place,
+            place=place,
             bound_s=bound_s,
             timeout_s=self._timeout_s,
             is_warm=self._step.is_warm,
+            idle_s=idle_s,
         )
+        if suspicion.is_excused:
+            self._step.excuse(began_s)
         act = suspicion.act(self.policy)
         if act.value > self._done.value and self._step.began_s == began_s:
             self._done = act
             self._do(act, suspicion, line)
+
+    def _exchange_signs(self, place: Place, look: Look, line: str) -> float:
+        """Let the others know of this late rank; returns for how long nobody has worked, see `Suspicion`."""
+        works = has_worked(self._look, look)
+        if works:
+            self._worked_s = look.at_s
+        own_idle_s = math.inf if self._worked_s is None else look.at_s - self._worked_s
+        signs = self._signs()
+        if signs is not None and (works or place is Place.USER_CODE):
+            signs.give(self._stand(line), works=works)
+        others_idle_s = math.inf if signs is None else signs.idle_s()
+        return own_idle_s if place is Place.USER_CODE else others_idle_s
 
     def _watch_phase(self) -> None:
         present = self._phase
@@ -262,11 +376,21 @@ class Watchdog:
         return {rank: s for rank, s in silent_s.items() if s >= bound_s}
 
     def _do(self, act: Act, suspicion: Suspicion, line: str) -> None:
+        signs = self._signs()
+        if act is Act.WAIT:
+            who = "another rank" if signs is None else signs.who()
+            log.info(
+                "no step for %.1f s: this worker waits for %s; collectives time out after %g s",
+                suspicion.step_s, who, self._timeout_s,
+            )  # fmt: skip
+            return
         text = f"no step for {suspicion.step_s:.1f} s (bound {suspicion.bound_s:.1f} s), a guess that there is a hang"
         publish_metric("torchelastic", "hang.suspected.duration.ms", 1000 * suspicion.step_s)
         if act is Act.CUT:
             self.stand, self.has_cut, self.has_noticed_hang = self._stand(line), True, True
-            log.warning("%s: this worker waits for others in %s; the group is given up", text, line)
+            other = None if signs is None else signs.stands
+            others = "" if other is None else f" (rank {other.rank} stands in {other.where or 'its own code'})"
+            log.warning("%s: this worker waits for others in %s%s; the group is given up", text, line, others)
             self._cut()
             return
         log.warning("%s: this worker is in user code, in %s; its stacks:", text, line)

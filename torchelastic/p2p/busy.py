@@ -1,0 +1,140 @@
+"""Who of a group is busy in its own code while the others wait for it: signs in the round's store.
+
+Only ranks whose step is late give and read them, on the thread of `Heartbeat`, so that a step in time costs nothing.
+Plain strings; what does not fit is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+
+from torch.distributed.distributed_c10d import Store
+
+from torchelastic.p2p.stands import Stand, decode
+
+#: Who begins a slow section waits at most so long until the others can know of it.
+TELL_S = 1.0
+#: The last one to write stands there: one such rank is reason enough to wait, and one key is cheap to read.
+_WORKS, _STANDS = "busy/works", "busy/stands"
+#: How many ranks are in a slow section.
+_SLOW = "busy/slow"
+_SLOWEST = "busy/slowest_s"
+
+
+class BusySigns:
+    """The signs of one group; one object for each round.
+
+    Args:
+        rank: of this process.
+        clock: monotonic seconds.
+
+    Attributes:
+        works: the other rank that was last seen at work since the first question, and where; None: none was.
+        stands: the same of one that runs, in its own code, and stands there.
+        slowest_s: how long the slowest step of the run took, as rank 0 has left word; None: it has not.
+        due: wakes the thread that calls `exchange`.
+    """
+
+    def __init__(self, rank: int, clock: Callable[[], float]) -> None:
+        self.works: Stand | None = None
+        self.stands: Stand | None = None
+        self.slowest_s: float | None = None
+        self.due = threading.Event()
+        self._rank, self._clock = rank, clock
+        self._count = 0
+        self._own: tuple[str, str] | None = None
+        self._is_asked = self._is_slow_elsewhere = self._has_signs = False
+        self._busy_s = 0.0
+        self._seen: dict[str, bytes] = {}
+        self._sections = self._told_sections = 0
+        self._has_read_slowest = False
+        self._told = threading.Event()
+
+    # --- on the watchdog's thread -------------------------------------------------------------------------------------
+
+    def give(self, stand: Stand, *, works: bool) -> None:
+        """This rank is late, and stands there; it works, or its thread does not move. Told with the next exchange."""
+        self._count += 1
+        self._own = (_WORKS if works else _STANDS), f"{self._count} {stand.encode()}"
+
+    def idle_s(self) -> float:
+        """For how long no other rank is known to have been busy, counted from the first call."""
+        if not self._is_asked:
+            self.works = self.stands = None
+            self._is_slow_elsewhere, self._has_signs, self._seen = False, False, {}
+            self._busy_s, self._is_asked = self._clock(), True
+        return self._clock() - self._busy_s
+
+    def rest(self) -> None:
+        """Nobody wants to know any more. From any thread."""
+        self._is_asked = False
+
+    # --- on the training thread ---------------------------------------------------------------------------------------
+
+    def begin_section(self) -> None:
+        """This rank is in a slow section; returns when the others can know, or after `TELL_S`."""
+        self._told.clear()
+        self._sections += 1
+        self.due.set()
+        self._told.wait(TELL_S)
+
+    def end_section(self) -> None:
+        """It has left it. Waits for nobody."""
+        self._sections -= 1
+        self.due.set()
+
+    def is_busy(self, within_s: float) -> bool:
+        """Whether another rank is known to have been busy, within so many seconds."""
+        return self._is_asked and self._has_signs and self._clock() - self._busy_s < within_s
+
+    def who(self) -> str:
+        """The rank that is busy, for people."""
+        if self._is_slow_elsewhere or self.works is None:
+            return "a rank in a slow section"
+        return f"rank {self.works.rank}, which works in {self.works.where or 'its own code'}"
+
+    # --- on the thread that talks to the store ------------------------------------------------------------------------
+
+    def exchange(self, store: Store) -> None:
+        """Give the signs that are due, and read those of the others if anybody has asked. Raises RuntimeError."""
+        if not self._has_read_slowest:
+            self._has_read_slowest, self.slowest_s = True, _read_slowest(store)
+        own, self._own = self._own, None
+        if own is not None:
+            store.set(*own)
+        change = self._sections - self._told_sections
+        if change:
+            store.add(_SLOW, change)
+            self._told_sections += change
+            self._told.set()
+        if self._is_asked:
+            self._look(store)
+
+    def _look(self, store: Store) -> None:
+        seen = self._seen
+        self._is_slow_elsewhere = store.add(_SLOW, 0) > self._told_sections
+        works, stands = self._changed(store, _WORKS, seen), self._changed(store, _STANDS, seen)
+        if works is not None or self._is_slow_elsewhere:
+            self.works, self._busy_s, self._has_signs = works or self.works, self._clock(), True
+        self.stands = stands or self.stands
+
+    def _changed(self, store: Store, key: str, seen: dict[str, bytes]) -> Stand | None:
+        """What another rank has written there since the last look; None: nothing, or it may be of an earlier step."""
+        value = store.get(key) if store.check([key]) else b""
+        if value == seen.setdefault(key, value):
+            return None
+        seen[key] = value
+        stand = decode(value.decode(errors="replace").partition(" ")[2])
+        return None if stand is None or stand.rank == self._rank else stand
+
+
+def tell_slowest(store: Store, slowest_s: float) -> None:
+    """For rank 0, before the group is formed: how long the slowest step of the run took."""
+    store.set(_SLOWEST, f"{slowest_s:.3f}")
+
+
+def _read_slowest(store: Store) -> float | None:
+    text = store.get(_SLOWEST).decode(errors="replace") if store.check([_SLOWEST]) else ""
+    return float(text) if re.fullmatch(r"\d{1,9}\.\d{3}", text) else None
