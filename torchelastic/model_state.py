@@ -180,6 +180,12 @@ class ModelState(InCheckpoints, State):
         self._epoch = value
 
     @property
+    def end_step(self) -> int | None:
+        """`step` at the end of the run, as far as the sampler knows; None: it does not. Any time."""
+        left = getattr(self.sampler, "batches_left", None)
+        return None if left is None else self.step + int(left)
+
+    @property
     def standing(self) -> Standing:
         """What this state is worth as a source for others."""
         return self._standing

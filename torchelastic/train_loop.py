@@ -267,7 +267,9 @@ class TrainLoop:
         step: object = getattr(self.state, "step", None)
         known = step if type(step) is int else -1
         is_afresh = self.coordinator.nobody_has_progress()
-        self.meter.level(known, "peer" if is_afresh is False else "checkpoint" if is_afresh and known > 0 else "")
+        source = "peer" if is_afresh is False else "checkpoint" if is_afresh and known > 0 else ""
+        end_step: object = getattr(self.state, "end_step", None)
+        self.meter.level(known, source, end_step if type(end_step) is int else -1)
 
     def _must_leave_group(self, step: Step) -> bool:
         """All that follows a committed step. Whatever fails in here costs a new group at most, never the step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,8 +21,15 @@ class CommandParser(argparse.ArgumentParser):
         """Refuse unknown arguments here, where the command is known, and not in the name of the whole program."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
         return found, unknown
+
+    def _meant(self, unknown: Sequence[str]) -> str:
+        """Which options look like those that there are not, in brackets; empty: none does."""
+        known = [name for action in self._actions for name in action.option_strings]
+        words = [word.partition("=")[0].replace("_", "-") for word in unknown if word.startswith("--")]
+        alike = [match for word in words for match in difflib.get_close_matches(word, known, n=1, cutoff=0.7)]
+        return f" (did you mean {', '.join(dict.fromkeys(alike))}?)" if alike else ""
 
 
 def usage_line(command: str, message: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.cluster.harness import Job
+from tests.cluster.shell import Shell, launcher
 from torchelastic.testing.faults import Fault
 from torchelastic.testing.hosts import Lab, why_impossible
 
@@ -24,6 +26,35 @@ class MakeLab(Protocol):
     """Makes a lab that is taken down with the test."""
 
     def __call__(self, *hosts: str, wires: Collection[str] = (), second: Mapping[str, str] | None = None) -> Lab: ...
+
+
+class AtTerminal(Protocol):
+    """Starts `torchelastic WORDS` in a terminal of its own; with a text, that is written to `train.py` beforehand."""
+
+    def __call__(self, *words: str, text: str | None = None, **variables: str) -> Shell: ...
+
+
+@pytest.fixture
+def host_folder() -> Iterator[Path]:
+    """The folder that a person works in; as its TMPDIR, a host of its own as far as the runs of a host are found."""
+    with tempfile.TemporaryDirectory(prefix="h-") as folder:  # a short name: a launcher's socket lies below
+        yield Path(folder)
+
+
+@pytest.fixture
+def at_terminal(host_folder: Path) -> Iterator[AtTerminal]:
+    """Starts commands in `host_folder` and ends what is left of them."""
+    started: list[Shell] = []
+
+    def run(*words: str, text: str | None = None, **variables: str) -> Shell:
+        if text is not None:
+            (host_folder / "train.py").write_text(text)
+        started.append(Shell(*launcher(*words), folder=host_folder, TMPDIR=str(host_folder), **variables))
+        return started[-1]
+
+    yield run
+    for shell in started:
+        shell.kill()
 
 
 @pytest.fixture

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
 import signal
-import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+
+from tests.cluster.conftest import AtTerminal
+from tests.cluster.shell import Shell
 
 SCRIPT = """
 import sys, torch, torchelastic
@@ -31,63 +27,13 @@ print("trained", state.step)
 """
 
 
-class Shell:
-    """A program in the foreground of a terminal of its own."""
-
-    def __init__(self, *words: str, folder: Path) -> None:
-        self.said = ""
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            os.execv(sys.executable, [sys.executable, *words])
-
-    def until(self, text: str, timeout_s: float = 60.0) -> None:
-        """Read until the terminal shows a text after what was read before."""
-        begin, deadline_s = len(self.said), time.monotonic() + timeout_s
-        while text not in self.said[begin:]:
-            assert time.monotonic() < deadline_s, f"no {text!r} in {self.said[begin:]!r}"
-            readable, _, _ = select.select([self._terminal], [], [], 0.2)
-            if readable:
-                self.said += os.read(self._terminal, 4096).decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    def end(self) -> int:
-        """Its exit code."""
-        deadline_s = time.monotonic() + 60
-        while True:
-            try:
-                readable, _, _ = select.select([self._terminal], [], [], 0.2)
-                if readable:
-                    self.said += os.read(self._terminal, 4096).decode(errors="replace")
-            except OSError:  # the terminal's other end is closed
-                break
-            assert time.monotonic() < deadline_s, self.said
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-@pytest.fixture
-def shells() -> Iterator[list[Shell]]:
-    started: list[Shell] = []
-    yield started
-    for shell in started:
-        try:
-            os.kill(shell.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it has ended, as it should
-
-
-def launched(folder: Path, nproc: int) -> Shell:
-    (folder / "train.py").write_text(SCRIPT)
-    words = ["-m", "torchelastic.launch", "run", "--max-restarts=0", f"--nproc-per-node={nproc}", "train.py"]
-    return Shell(*words, folder=folder)
+def launched(at_terminal: AtTerminal, nproc: int) -> Shell:
+    return at_terminal("run", "--max-restarts=0", f"--nproc-per-node={nproc}", "train.py", text=SCRIPT)
 
 
 @pytest.mark.long
-def test_breakpoint_works_in_the_only_worker_of_a_launcher_at_a_terminal(tmp_path: Path, shells: list[Shell]) -> None:
-    shell = launched(tmp_path, nproc=1)
-    shells.append(shell)
+def test_breakpoint_works_in_the_only_worker_of_a_launcher_at_a_terminal(at_terminal: AtTerminal) -> None:
+    shell = launched(at_terminal, nproc=1)
     for step in (2, 4):
         shell.until("[worker 0] (Pdb) ")
         shell.type("p 'the step is', state.step\n")
@@ -96,24 +42,19 @@ def test_breakpoint_works_in_the_only_worker_of_a_launcher_at_a_terminal(tmp_pat
         shell.type("c\n")
     shell.until("[worker 0] trained 6")
     assert shell.end() == 0, shell.said
-    shells.clear()
 
 
 @pytest.mark.long
-def test_ctrl_c_at_a_breakpoint_ends_the_launcher(tmp_path: Path, shells: list[Shell]) -> None:
-    shell = launched(tmp_path, nproc=1)
-    shells.append(shell)
+def test_ctrl_c_at_a_breakpoint_ends_the_launcher(at_terminal: AtTerminal) -> None:
+    shell = launched(at_terminal, nproc=1)
     shell.until("[worker 0] (Pdb) ")
     shell.type("\x03")
     shell.until("stopped by SIGINT")
     assert shell.end() == 128 + signal.SIGINT
-    shells.clear()
 
 
 @pytest.mark.long
-def test_of_several_workers_none_reads_from_the_terminal(tmp_path: Path, shells: list[Shell]) -> None:
-    shell = launched(tmp_path, nproc=2)
-    shells.append(shell)
+def test_of_several_workers_none_reads_from_the_terminal(at_terminal: AtTerminal) -> None:
+    shell = launched(at_terminal, nproc=2)
     shell.until("BdbQuit")  # the debugger is at the end of its input at once
     assert shell.end() == 1
-    shells.clear()

@@ -14,6 +14,7 @@ from typing import TextIO
 
 import pytest
 
+from tests.cluster.shell import shown
 from torchelastic.agent.causes import Failed, report_of
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.screen_writer import ScreenWriter
@@ -97,6 +98,31 @@ def test_a_screen_that_is_gone_is_given_up_and_the_other_one_goes_on() -> None:
             writer.write("stderr", f"{number}\n")
         within_patience(writer.close)
     assert stderr.getvalue() == "0\n1\n2\n"
+
+
+def test_the_line_below_is_drawn_again_after_each_text_and_is_gone_in_the_end() -> None:
+    screen = io.StringIO()
+    writer = ScreenWriter(screen, screen, lost, is_terminal=True)
+    for number in range(200):
+        writer.show_below(f"{number} %")
+        writer.write("stdout", f"line {number}\n")
+    writer.close()
+    assert shown(screen.getvalue().replace("\n", "\r\n")) == [*(f"line {number}" for number in range(200)), ""]
+
+
+def test_lines_below_do_not_pile_up_before_a_screen_that_takes_nothing() -> None:
+    with a_pipe() as (read_end, stream):
+        writer = ScreenWriter(stream, stream, lost, is_terminal=True)
+        writer.write("stdout", "x" * 100_000 + "\n")
+
+        def draw_many() -> None:
+            for number in range(100_000):
+                writer.show_below(f"step {number}")
+
+        within_patience(draw_many)
+        drawn = read_until(read_end, b"step 99999\x1b[0m\x1b[?7h")
+        assert drawn.count(b"step") == 1, "the newest one only"
+        within_patience(writer.close)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

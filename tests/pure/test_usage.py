@@ -17,6 +17,11 @@ from torchelastic.launch.main import command_parser, main
         (["run"], "torchelastic run: the following arguments are required: script"),
         (["run", "no-such-file.py"], "torchelastic run: there is no file 'no-such-file.py'"),
         (["status", "--bogus"], "torchelastic status: unrecognized arguments: --bogus"),
+        (
+            ["run", "--nproc_per_nod=2", "--stand-alone", "--bogus", "x.py"],
+            "torchelastic run: unrecognized arguments: --nproc_per_nod=2 --stand-alone --bogus (did you mean "
+            "--nproc-per-node, --standalone?)",
+        ),
         (["status", "--rdzv-endpoint=h:1"], "torchelastic status: --rdzv-endpoint names an etcd, not a run: give"),
         (["drain"], "torchelastic drain: the following arguments are required: --rdzv-endpoint"),
         (["checkpoint", "ls", "x", "--bogus"], "torchelastic checkpoint ls: unrecognized arguments: --bogus"),

@@ -203,6 +203,7 @@ class Agent:
         self._telling = Telling(
             self._store, Keys(url.root), host=host, incarnation=incarnation,
             membership=self.membership, books=self._books,
+            terminal=None if self.supervisor is None else self.supervisor.terminal,
         )  # fmt: skip
         page = self._options.page
         if page is not None and self.supervisor is not None:

@@ -98,8 +98,8 @@ class Supervisor:
         self._logs = None if log_dir is None else WorkerLogs(log_dir)
         self._run_is_over, self._on_exit = run_is_over, on_exit
         self.on_failure = on_failure
-        self._terminal = terminal or Terminal()
-        self._lines = WorkerLines(self._terminal, hidden)
+        self.terminal = terminal or Terminal()
+        self._lines = WorkerLines(self.terminal, hidden)
         self._plain, self._anyone_asked = plain, False
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -265,7 +265,7 @@ class Supervisor:
         worker.exit_code = process.wait()
         worker.leaves = worker.leaves or worker.exit_code == STOPPED_EARLY
         await asyncio.wait(readers, timeout=1.0)
-        self._terminal.ended(worker.local_rank)
+        self.terminal.ended(worker.local_rank)
         if file is not None:
             file.close()
         await self._decide(worker, process.pid)
@@ -342,7 +342,7 @@ class Supervisor:
     async def _tick(self) -> None:
         while not self.all_over.is_set():
             await _is_set_within(self.all_over, TICK_S)
-            self._terminal.tick()
+            self.terminal.tick()
             self._look_at_plain_group()
 
     async def _ended_within(self, seconds: float) -> bool:

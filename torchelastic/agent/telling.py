@@ -1,4 +1,4 @@
-"""The agent tells what its host looks like: to etcd, and to whoever asks it itself."""
+"""The agent tells what its host looks like: to etcd, to its terminal, and to whoever asks it itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 
 from torchelastic.agent.bookkeeping import Bookkeeping
 from torchelastic.agent.membership import Membership
+from torchelastic.agent.shown_progress import ShownProgress
 from torchelastic.agent.tasks import keep_running
+from torchelastic.agent.terminal import Terminal
 from torchelastic.ledger.book import Book
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore
@@ -25,6 +27,7 @@ class Telling:
         incarnation: of the agent.
         membership: this host's part in the run.
         books: the ledger of this host; None: none is kept, because its worker is not started here.
+        terminal: where the training's progress is shown; None: nowhere.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Telling:
         incarnation: str,
         membership: Membership,
         books: Bookkeeping | None,
+        terminal: Terminal | None = None,
     ) -> None:
         self.view = HostView(host, incarnation) if books is None else books.view
         #: URL of what the agent serves; empty: nothing.
@@ -49,16 +53,22 @@ class Telling:
             status=self.status,
             agents=lambda: agents_of(membership.round.roster),
         )
-        self._task: asyncio.Task[None] | None = None
+        self._shown = None if books is None or terminal is None else ShownProgress(self.status, terminal)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Tell etcd from now on."""
-        self._task = asyncio.ensure_future(keep_running("telling the status of this host", self._publisher.run))
+        """Tell etcd and the terminal from now on."""
+        what = "telling the status of this host"
+        self._tasks.append(asyncio.ensure_future(keep_running(what, self._publisher.run)))
+        if self._shown is not None:
+            self._tasks.append(asyncio.ensure_future(keep_running("showing the progress", self._shown.run)))
 
     def stop(self) -> None:
         """Tell nothing any more."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._shown is not None and self._books is not None:
+            self._shown.end(self.view.furthest(self._books.keeper.now()))
 
     def status(self, every_s: float = 1.0) -> HostStatus:
         """What this host looks like now; the next one is told so many seconds after it."""

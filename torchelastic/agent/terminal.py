@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torchelastic.agent.control_sequences import last_state, shown_of
 from torchelastic.agent.repeats import Again, Repeats, Said
 from torchelastic.foreign_json import RecordError, decode_json
 from torchelastic.log_lines import HUMAN, JSON, json_line
@@ -14,6 +16,9 @@ from torchelastic.log_lines import HUMAN, JSON, json_line
 #: Writes a text, line end and all, to the stream with that name; must not wait.
 Write = Callable[[str, str], None]
 
+#: So long after a worker has moved the cursor up, its lines are taken for a picture that is drawn again and again, of
+#: which no line may be left out.
+_PICTURE_S = 1.0
 #: A line of a worker's own torchelastic log begins so, see `torchelastic.log_lines.JsonFormatter`.
 _LOG_LINE = '{"at_s": '
 
@@ -31,6 +36,9 @@ class Terminal:
         form: "human" or "json".
         repeats: what counts lines that are said again and again; None: every line is shown.
         host: this host's name, for JSON.
+        below: shows a line below all that is written, in place of the one before; None: the screen is no terminal.
+        can_move: there is one worker only, so that it may move the cursor up to lines that it has written.
+        logged: gives how often somebody else has written to the screen: the cursor is not moved up over those lines.
         clock: monotonic seconds.
         wall_s: Unix seconds.
     """
@@ -42,23 +50,48 @@ class Terminal:
         form: str = HUMAN,
         repeats: Repeats | None = None,
         host: str = "",
+        below: Callable[[str], None] | None = None,
+        can_move: bool = False,
+        logged: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._write, self._is_json, self._repeats, self._host = write, form == JSON, repeats, host
+        self._below, self._can_move = None if self._is_json else below, can_move
+        self._logged, self._seen_logged = logged, 0
+        self._bars: dict[tuple[int, str], str] = {}
+        self._progress, self._step, self._is_asking = "", -1, False
         self._clock, self._wall_s = clock, wall_s
+        self._moved_s = -math.inf
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a person sees it change: lines that are written anew stay in their place."""
+        return self._below is not None
 
     def said(self, worker: int, stream: str, text: str) -> None:
-        """A worker has said a line.
+        r"""A worker has said a line.
 
         Args:
             worker: its number on this host.
             stream: "stdout" or "stderr".
-            text: without its end.
+            text: without its end; of a line that was rewritten (`\r`), the last state is shown.
         """
-        log_line = _log_line(text) if self._is_json else None
+        if self._bars.pop((worker, stream), None) is not None or self._is_asking:
+            self._is_asking = False
+            self._draw_below()
+        moves, shown = shown_of(text) if self.is_live else ("", last_state(text))
+        self._move(stream, moves)
+        self._seen_logged = self._logged()
+        if shown is None:
+            return
+        self._moved_s = self._clock() if moves and self._can_move else self._moved_s
+        if self._clock() - self._moved_s < _PICTURE_S:
+            self._write(stream, _for_people(Said(worker, stream, shown)) + "\n")
+            return
+        log_line = _log_line(shown) if self._is_json else None
         same = "" if log_line is None else str(log_line.get("text"))
-        said = Said(worker, stream, text, same)
+        said = Said(worker, stream, shown, same)
         self._show([said] if self._repeats is None else self._repeats.said(said, self._clock()))
 
     def asks(self, worker: int, stream: str, text: str) -> None:
@@ -69,7 +102,31 @@ class Terminal:
         if self._is_json:
             self.said(worker, stream, text)
         else:
+            self._is_asking = True
+            self._draw_below()
             self._write(stream, _for_people(Said(worker, stream, text, "")))
+
+    def rewrites(self, worker: int, stream: str, text: str) -> None:
+        """A worker has begun a line, or written it anew, as progress bars do; without its end, `said` follows.
+
+        Arguments as for `said`.
+        """
+        moves, shown = shown_of(text)
+        if self.is_live and shown is not None:
+            self._move(stream, moves)
+            self._bars[worker, stream] = f"[worker {worker}] {shown}"
+            self._draw_below()
+
+    def progresses(self, step: int, text: str) -> None:
+        """The launcher's own line about the training, shown below all others unless a worker shows one.
+
+        Args:
+            step: a prompt of a worker is taken for answered once it is another one.
+            text: the line; empty: none.
+        """
+        self._is_asking = self._is_asking and step == self._step
+        self._step, self._progress = step, text
+        self._draw_below()
 
     def tick(self) -> None:
         """Show the counts that are due; to be called every second or so."""
@@ -78,6 +135,8 @@ class Terminal:
 
     def ended(self, worker: int) -> None:
         """A worker's process has ended and has said all that it will: nothing of it is held back any more."""
+        self._bars = {key: bar for key, bar in self._bars.items() if key[0] != worker}
+        self._draw_below()
         if self._repeats is not None:
             self._show(self._repeats.ended(worker))
 
@@ -85,6 +144,15 @@ class Terminal:
         """Show all counts that are left."""
         if self._repeats is not None:
             self._show(self._repeats.rest())
+
+    def _move(self, stream: str, moves: str) -> None:
+        if moves and self._can_move and self._logged() == self._seen_logged:
+            self._write(stream, moves)
+
+    def _draw_below(self) -> None:
+        if self._below is not None:
+            line = self._bars[min(self._bars)] if self._bars else self._progress
+            self._below("" if self._is_asking else line)
 
     def _show(self, parts: Iterable[Said | Again]) -> None:
         for part in parts:

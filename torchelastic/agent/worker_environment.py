@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from torchelastic.agent.agent import AgentOptions
 from torchelastic.ledger.meter import LEDGER_VARIABLE
@@ -10,22 +11,45 @@ from torchelastic.log_lines import FORMAT_VARIABLE
 from torchelastic.rendezvous import wire
 
 
-def worker_environment(options: AgentOptions, nproc: int) -> dict[str, str]:
-    """What the workers of this host see."""
+def worker_environment(options: AgentOptions, nproc: int, size: os.terminal_size | None = None) -> dict[str, str]:
+    """What the workers of this host see; `size` as for `terminal_variables`."""
     environment = dict(os.environ)
     # set for this process alone, so that etcd3 can be imported; the user's protobuf is the user's
     environment.pop("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", None)
-    return environment | {
-        wire.SOCKET_VARIABLE: str(options.socket_path),
-        wire.INIT_METHOD_VARIABLE: str(options.url),
-        "TORCHELASTIC_RUN_ID": options.url.run_id,
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "ROLE_NAME": "default",  # unless --role says another
-        "PYTHONUNBUFFERED": "1",
-        # the stacks of a worker that crashes, or that hangs before it has a coordinator, see the supervisor
-        "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
-        LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
-        FORMAT_VARIABLE: options.log_form,
-        # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-    }
+    return (
+        environment
+        | terminal_variables(environment, nproc, size)
+        | {
+            wire.SOCKET_VARIABLE: str(options.socket_path),
+            wire.INIT_METHOD_VARIABLE: str(options.url),
+            "TORCHELASTIC_RUN_ID": options.url.run_id,
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "ROLE_NAME": "default",  # unless --role says another
+            "PYTHONUNBUFFERED": "1",
+            # the stacks of a worker that crashes, or that hangs before it has a coordinator, see the supervisor
+            "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
+            LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
+            FORMAT_VARIABLE: options.log_form,
+            # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        }
+    )
+
+
+def terminal_variables(given: Mapping[str, str], nproc: int, size: os.terminal_size | None) -> dict[str, str]:
+    """What tells workers, whose own output are pipes, of the terminal that their lines get to. Pure.
+
+    Args:
+        given: the launcher's environment, which decides where it says something.
+        nproc: how many workers the launcher has.
+        size: of the terminal; None: there is none.
+    """
+    if size is None:
+        return {}
+    beside = len("[worker 0] ")
+    found = {"COLUMNS": str(max(20, size.columns - beside)), "LINES": str(size.lines)}
+    if not given.get("NO_COLOR"):
+        found["FORCE_COLOR"] = "1"
+    if nproc > 1:
+        found["TTY_INTERACTIVE"] = "0"  # rich: no moving pictures of several workers on one terminal
+    return {name: value for name, value in found.items() if name not in given}

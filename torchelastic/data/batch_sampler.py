@@ -169,6 +169,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Uncommitted global batches of the present epoch."""
         return 0 if self.finished else self._course.batches_in(self.epoch) - self._course.number
 
+    @property
+    def batches_left(self) -> int:
+        """Uncommitted global batches of the whole run, as far as is known now."""
+        return self._course.batches_left(self.epochs)
+
     # What there is to load
 
     def set_world(self, rank: int, world_size: int) -> None:

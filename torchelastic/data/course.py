@@ -41,6 +41,12 @@ class Course:
             return self.regular
         return max(self.regular, self.number) + -(-len(self.postponed) // self.size)
 
+    def batches_left(self, epochs: int) -> int:
+        """Batches that are not committed of a run of so many epochs, as far as is known now."""
+        if self.epoch >= epochs:
+            return 0
+        return self.batches_in(self.epoch) - self.number + self.regular * (epochs - self.epoch - 1)
+
     def following(self, position: Position) -> Position:
         """The position behind one batch."""
         epoch, number = position

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import shutil
 import socket
 import sys
 import time
@@ -28,11 +30,13 @@ class RunLog:
         form: "human" or "json".
         terminal: the screen of the workers.
         host: this host's name.
+        size: of the terminal that it writes to; None: to none, or JSON.
     """
 
     form: str
     terminal: Terminal
     host: str
+    size: os.terminal_size | None = None
 
     def line(self, kind: str, text: str, **more: Any) -> str:
         """A line that is no record of the log; as JSON with more keys."""
@@ -76,7 +80,8 @@ def opened_log(
         text = f"{lines} lines were not shown, since nobody took them; those of workers are in --log-dir"
         return run_log.line("lost_lines", text if form == JSON else f"[agent] {text}", lines=lines)
 
-    writer = ScreenWriter(sys.stdout, sys.stderr, lost)
+    size = _terminal_size(environment) if form != JSON else None
+    writer = ScreenWriter(sys.stdout, sys.stderr, lost, is_terminal=size is not None)
     stack.callback(writer.close)
     handler = logging.StreamHandler(writer.file("stderr"))
     if form == JSON:
@@ -86,8 +91,24 @@ def opened_log(
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, handlers=[handler])
     events_log.setLevel(logging.DEBUG if options.verbose or form == JSON else logging.INFO)
     repeats = None if options.log_repeats else Repeats()
-    run_log = RunLog(form, Terminal(writer.write, form=form, repeats=repeats, host=host), host)
+    terminal = Terminal(
+        writer.write,
+        form=form,
+        repeats=repeats,
+        host=host,
+        below=None if size is None else writer.show_below,
+        can_move=options.nproc_per_node == 1,
+        logged=lambda: writer.logged,
+    )
+    run_log = RunLog(form, terminal, host, size)
     stack.callback(run_log.terminal.close)
     for note in notes:
         run_log.say("note", note)
     return run_log
+
+
+def _terminal_size(environment: Mapping[str, str]) -> os.terminal_size | None:
+    """Of the terminal that both streams are; None: one of them is none, or it cannot write a line anew."""
+    if environment.get("TERM", "dumb") == "dumb" or not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return None
+    return shutil.get_terminal_size()

@@ -131,7 +131,7 @@ def execute(options: argparse.Namespace) -> int:
             address=network.address,
             log_form=run_log.form,
         )
-        own_variables = worker_environment(agent_options, options.nproc_per_node)
+        own_variables = worker_environment(agent_options, options.nproc_per_node, run_log.size)
 
         def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
             return Supervisor(

@@ -132,6 +132,7 @@ class Restore(Event):
         from_step: what its state had seen before; -1: nothing, or it is not known.
         productive_ns: the productive time that it had counted by then.
         source: "peer", "checkpoint", or empty: not known.
+        end_step: the number of steps of the whole run; -1: not known.
     """
 
     kind: ClassVar[str] = "restore"
@@ -140,6 +141,7 @@ class Restore(Event):
     from_step: int = -1
     productive_ns: int = 0
     source: str = ""
+    end_step: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)

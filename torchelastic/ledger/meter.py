@@ -123,12 +123,13 @@ class Meter:
         is_first, self._has_entered = not self._has_entered, True
         self._note(Join(at_ns=now_ns, world_size=world_size, is_first=is_first))
 
-    def level(self, step: int, source: str = "") -> None:
+    def level(self, step: int, source: str = "", end_step: int = -1) -> None:
         """The state is that of the group: `step` steps, or -1 where that is not known; steps begin.
 
         Args:
             step: see above.
             source: "peer" or "checkpoint", where this is known.
+            end_step: the number of steps of the whole run; -1: not known.
         """
         before_ns, before_step = self._since_ns, self._step
         was_restoring = self._account == Account.RESTORE
@@ -142,6 +143,7 @@ class Meter:
                 from_step=before_step,
                 productive_ns=self._totals[_PRODUCTIVE],
                 source=source,
+                end_step=end_step,
             )
         )
 

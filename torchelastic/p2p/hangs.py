@@ -67,7 +67,7 @@ class HangPolicy:
         return min(timeout_s, max(self.floor_s, self.factor * slowest_step_s))
 
     def longer_timeout_s(self, timeout_s: float) -> float:
-        """The time-out of collectives, if it was not chosen, after one of `timeout_s` has ended a step while a rank worked.
+        """The time-out of collectives that nobody has chosen, after one of `timeout_s` has ended a step at work.
 
         >>> [HangPolicy().longer_timeout_s(timeout_s) for timeout_s in (10.0, 600.0, 3600.0)]
         [100.0, 1800.0, 3600.0]

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchelastic.ledger.book import Book
-from torchelastic.ledger.events import Event
+from torchelastic.ledger.events import Event, Restore
 from torchelastic.ledger.figures import Seen, seen
 from torchelastic.ledger.journal import WritesEvents
 from torchelastic.ledger.life import Life
 from torchelastic.rendezvous.records import NO_ROUND, Round
 from torchelastic.status.event_lines import Told, newest, with_event
 from torchelastic.status.pace import Pace
+from torchelastic.status.progress import Progress
 from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, WorkerStatus
 from torchelastic.version import __version__
 
@@ -44,6 +45,7 @@ class Facts:
         pids: of its workers' processes, by worker.
         paces: how fast they step, by worker.
         values: what was published, by place.
+        end_steps: steps of the whole run, by worker, where that is known.
         events: the newest, oldest first.
         places: how many workers the host is to have; 0: not known.
         journal, address, is_etcd_away: as in `HostStatus`.
@@ -59,6 +61,7 @@ class Facts:
     pids: Mapping[str, int] = field(default_factory=dict)
     paces: Mapping[str, Pace] = field(default_factory=dict)
     values: Mapping[str, Values] = field(default_factory=dict)
+    end_steps: Mapping[str, int] = field(default_factory=dict)
     events: Sequence[EventLine] = ()
     places: int = 0
     journal: str = ""
@@ -138,6 +141,7 @@ def _worker(life: Life, facts: Facts) -> WorkerStatus:
         rank=tally.rank if is_in else -1,
         round=tally.round,
         step=tally.step,
+        end_step=facts.end_steps.get(life.worker, -1),
         steps_per_s=round(facts.paces.get(life.worker, Pace()).steps_per_s(facts.now_ns), 4),
         account=tally.account.label,
         amounts=life.amounts(facts.now_ns),
@@ -182,6 +186,7 @@ class HostView:
         self._told: tuple[Told, ...] = ()
         self._paces: dict[str, Pace] = {}
         self._values: dict[str, dict[str, float]] = {}
+        self._end_steps: dict[str, int] = {}
         self._round, self._round_since_s = NO_ROUND, 0.0
 
     # --- as a journal -------------------------------------------------------------------------------------------------
@@ -190,6 +195,8 @@ class HostView:
         """Remember what has happened, and hand it on."""
         at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
         self._told = with_event(self._told, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)
+        if isinstance(event, Restore):
+            self._end_steps[event.worker] = event.end_step
         if self._journal is not None:
             self._journal.write(event, book)
 
@@ -216,6 +223,11 @@ class HostView:
     def ended(self, local_rank: int | None) -> None:
         """The process in that place is gone, and what it has published with it."""
         self._values.pop("p" if local_rank is None else str(local_rank), None)
+
+    def furthest(self, book: Book) -> Progress:
+        """How far the workers of this host came, those that have ended too."""
+        step = max((life.tally.step for life in book.lives.values()), default=-1)
+        return Progress(step=step, end_step=max(self._end_steps.values(), default=-1))
 
     # --- what it looks like -------------------------------------------------------------------------------------------
 
@@ -261,6 +273,7 @@ class HostView:
             pids=pids or {},
             paces=self._paces,
             values=self._values,
+            end_steps=self._end_steps,
             events=self.lines(MOST_EVENTS),
             places=places,
             journal=journal,

@@ -6,12 +6,13 @@ Pure: no clock, no store. Times are Unix seconds unless a name says otherwise; a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchelastic.ledger.accounts import NOTHING, Amounts
 from torchelastic.ledger.figures import Figures, Seen, figures_of, together
 from torchelastic.rendezvous.records import Member, Round, RoundState
+from torchelastic.status.progress import Progress
 
 #: So many of the newest events a host tells.
 MOST_EVENTS = 20
@@ -30,6 +31,7 @@ class WorkerStatus:
         rank: in its round; -1: it has none.
         round: its round; -1: none.
         step: the number of steps that its state has seen; -1: not known.
+        end_step: that number at the end of the run, where the sampler knows it; -1: not known.
         steps_per_s: of the last seconds, see `torchelastic.status.pace`; 0: it stood still, or that is not known yet.
         account: what it does now, by label.
         amounts: where its time went, by `Account`.
@@ -44,6 +46,7 @@ class WorkerStatus:
     rank: int = -1
     round: int = -1
     step: int = -1
+    end_step: int = -1
     steps_per_s: float = 0.0
     account: str = "start_up"
     amounts: Amounts = NOTHING
@@ -147,8 +150,7 @@ class RunStatus:
     @property
     def workers(self) -> tuple[WorkerStatus, ...]:
         """All workers, by rank; those without one last."""
-        every = [worker for host in self.hosts for worker in host.workers]
-        return tuple(sorted(every, key=lambda worker: (worker.rank < 0, worker.rank, worker.worker)))
+        return by_rank(worker for host in self.hosts for worker in host.workers)
 
     @property
     def world_size(self) -> int:
@@ -163,14 +165,39 @@ class RunStatus:
         return min((since_s for since_s in heard if since_s), default=0.0)
 
     @property
+    def progress(self) -> Progress:
+        """How far the group is."""
+        return progress_of(self.workers)
+
+    @property
     def step(self) -> int:
         """The newest step that a worker tells; -1: none does."""
-        return max((worker.step for worker in self.workers), default=-1)
+        return self.progress.step
 
     @property
     def steps_per_s(self) -> float:
-        """Of the group: that of its fastest member, since all commit together and statuses come at different times."""
-        return max((worker.steps_per_s for worker in self.workers), default=0.0)
+        """Of the group."""
+        return self.progress.steps_per_s
+
+
+def progress_of(workers: Iterable[WorkerStatus]) -> Progress:
+    """How far a group is: as its fastest member, since all commit together and statuses come at different times.
+
+    Args:
+        workers: of the group, by rank: the loss is that of the first that has published one.
+    """
+    told = tuple(workers)
+    return Progress(
+        step=max((worker.step for worker in told), default=-1),
+        end_step=max((worker.end_step for worker in told), default=-1),
+        steps_per_s=max((worker.steps_per_s for worker in told), default=0.0),
+        loss=next((worker.values["loss"] for worker in told if "loss" in worker.values), None),
+    )
+
+
+def by_rank(workers: Iterable[WorkerStatus]) -> tuple[WorkerStatus, ...]:
+    """By rank; those without one last."""
+    return tuple(sorted(workers, key=lambda worker: (worker.rank < 0, worker.rank, worker.worker)))
 
 
 def is_stale(status: HostStatus, now_s: float) -> bool:

@@ -15,6 +15,7 @@ from torchelastic.ledger.accounts import Account, Amounts
 from torchelastic.ledger.figures import Figures
 from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import RoundState
+from torchelastic.status.progress import rate_text
 from torchelastic.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
 
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
@@ -108,30 +109,10 @@ def headline(status: RunStatus) -> Text:
         parts.append((f"for {age_text(max(0.0, status.at_s - status.round_since_s))}", ""))
     parts.append((f"round {status.round.number}", ""))
     parts.append((f"world size {status.world_size}", ""))
-    if status.step >= 0:
-        parts.append((f"step {status.step}", ""))
-        parts.append((f"{rate_text(status.steps_per_s)} steps/s", ""))
-    loss = loss_of(status)
-    if loss is not None:
-        parts.append((f"loss {loss:.4g}", ""))
+    parts += [(part, "") for part in status.progress.parts()]
     for what, style in parts:
         text.append("  ").append(what, style)
     return text
-
-
-def loss_of(status: RunStatus) -> float | None:
-    """The loss as the worker with the lowest rank has published it; None: nobody has."""
-    told = [worker.values["loss"] for worker in status.workers if "loss" in worker.values]
-    return told[0] if told else None
-
-
-def rate_text(steps_per_s: float) -> str:
-    """Steps per second with three digits.
-
-    >>> rate_text(0.0123), rate_text(48.25), rate_text(0.0)
-    ('0.0123', '48.2', '0')
-    """
-    return f"{steps_per_s:.3g}" if steps_per_s < 100 else f"{steps_per_s:.0f}"
 
 
 def event_text(line: EventLine) -> str:
