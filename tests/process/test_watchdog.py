@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from torchelastic.p2p.hangs import WARM_UP_STEPS, HangPolicy, Place
+from torchelastic.p2p.busy import BusySigns
+from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, HangPolicy, Place
 from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.stacks import lines_of_error, look_at, where
 from torchelastic.p2p.stands import Stand
@@ -39,9 +40,9 @@ def dogs() -> Iterator[MakeDog]:
     """Makes watchdogs in a warm round of two workers, each with the event that says that it has cut the group."""
     made: list[Watchdog] = []
 
-    def make(world_size: int = 2, **policy: Any) -> tuple[Watchdog, threading.Event]:
+    def make(world_size: int = 2, timeout_s: float = TIMEOUT_S, **policy: Any) -> tuple[Watchdog, threading.Event]:
         has_cut = threading.Event()
-        dog = Watchdog(HangPolicy(**{"floor_s": 0.2, **policy}), TIMEOUT_S, has_cut.set)
+        dog = Watchdog(HangPolicy(**{"floor_s": 0.2, **policy}), timeout_s, has_cut.set)
         made.append(dog)
         dog.new_round()
         dog.begin(1, world_size, 7)
@@ -211,6 +212,29 @@ def test_who_was_ended_while_its_process_ran_widens_the_bound_and_one_that_was_s
         dog.begin(1, 2, 10)
         assert (dog.bound_s > before_s) is (ran is not None)
     assert "rank 0 was ended while its process still ran, in train.py:41 evaluate" in caplog.text
+
+
+@pytest.mark.parametrize(("timeout_s", "later_s"), [(DEFAULT_TIMEOUT_MS / 1000, 100.0), (11.0, 11.0)])
+def test_a_time_out_that_ended_the_work_of_another_rank_grows_if_nobody_has_chosen_it(
+    dogs: MakeDog, caplog: pytest.LogCaptureFixture, timeout_s: float, later_s: float
+) -> None:
+    dog, has_cut = dogs(timeout_s=timeout_s)
+    store, other = HashStore(), BusySigns(0, time.monotonic)
+    heartbeat = Heartbeat(store, 1, 2)
+    dog.enter("forming the group", heartbeat)
+    dog.begin(1, 2, 7)
+    for _ in range(WARM_UP_STEPS + 1):
+        dog.step_ended()
+    ends_s = time.monotonic() + 3.0
+    while time.monotonic() < ends_s:
+        other.give(Stand(0, 10, "train.py:41 evaluate"), works=True)
+        other.exchange(store)
+        assert not collective(has_cut, 0.2), "it waits for a rank that works"
+    dog.failed(RuntimeError(f"Timed out waiting {1000 * timeout_s:.0f}ms for recv operation to complete"))
+    assert "collectives have timed out while the others waited for rank 0, which works in train.py:41" in caplog.text
+    assert dog.patience_s == 60.0
+    dog.leave()
+    assert dog.came_back([]).total_seconds() == later_s
 
 
 def test_how_long_steps_may_take_is_handed_on_by_rank_0_of_the_next_group(dogs: MakeDog) -> None:

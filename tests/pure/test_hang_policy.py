@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from torchelastic.p2p import CoordinatorP2P
 from torchelastic.p2p.hangs import (
+    DEFAULT_TIMEOUT_MS,
     MAX_LEARNED_TIMEOUT_S,
     MIN_IDLE_S,
     WARM_UP_STEPS,
@@ -114,6 +117,11 @@ def test_a_time_out_that_ended_work_grows_up_to_torchs_own() -> None:
     assert POLICY.longer_timeout_s(10.0) == 100.0
     assert POLICY.longer_timeout_s(1000.0) == MAX_LEARNED_TIMEOUT_S
     assert POLICY.longer_timeout_s(7200.0) == 7200.0, "the user's is never shortened"
+
+
+def test_one_that_the_user_has_chosen_does_not_grow() -> None:
+    unchosen = inspect.signature(CoordinatorP2P).parameters["process_group_timeout"].default
+    assert unchosen == DEFAULT_TIMEOUT_MS
 
 
 STANDS = Look(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)

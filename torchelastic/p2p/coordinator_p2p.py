@@ -20,7 +20,7 @@ from torchelastic.metrics import profile
 from torchelastic.p2p import stands
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
-from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, HangPolicy
+from torchelastic.p2p.hangs import HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
 from torchelastic.p2p.keys import wait_for_key
 from torchelastic.p2p.options import (
@@ -90,7 +90,7 @@ class CoordinatorP2P(Coordinator):
         c10d_backend: str | None = None,
         init_method: str | None = None,
         max_num_trainers: int | None = None,
-        process_group_timeout: int = DEFAULT_TIMEOUT_MS,
+        process_group_timeout: int = 10000,
         hang_policy: HangPolicy | None = None,
         straggler_policy: StragglerPolicy | None = None,
     ) -> None:
