@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -113,10 +114,17 @@ def test_the_socket_comes_from_the_environment(path: str, agent: Agent, monkeypa
     assert agent.lines[0][0]["local_rank"] is None
 
 
-def test_without_a_socket_the_constructor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_trains_alone_has_no_agent_and_its_values_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_AGENT_SOCKET", raising=False)
-    with pytest.raises(ValueError, match=r"TORCHELASTIC_AGENT_SOCKET is not set.*torchelastic run"):
-        PrometheusMetricHandler()
+    caplog.set_level(logging.INFO)
+    handler = PrometheusMetricHandler()
+    before = threading.active_count()
+    handler.emit(metric("x"))
+    handler.close()
+    assert threading.active_count() == before, "nothing waits to be sent"
+    assert "they are dropped; `torchelastic run` starts one" in caplog.text
 
 
 def test_without_an_agent_emit_returns_at_once_and_the_newest_values_arrive_later(

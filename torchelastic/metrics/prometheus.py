@@ -41,23 +41,17 @@ class PrometheusMetricHandler(MetricHandler):
 
     `emit` never blocks and never raises. While the agent cannot be reached the newest 10 000 values are kept and older
     ones are dropped; `dropped` counts them. A forked child (a DataLoader worker) opens its own connection with its
-    first value and leaves its parent's alone.
+    first value and leaves its parent's alone. A process that trains alone has no agent: its values are dropped.
 
     Args:
         socket_path: the agent's Unix socket; default: the environment variable TORCHELASTIC_AGENT_SOCKET, which
             `torchelastic run` sets.
-
-    Raises:
-        ValueError: neither the argument nor the variable names a socket.
     """
 
     def __init__(self, socket_path: str | None = None) -> None:
-        path = socket_path or os.environ.get(SOCKET_VARIABLE)
+        path = socket_path or os.environ.get(SOCKET_VARIABLE, "")
         if not path:
-            raise ValueError(
-                f"no agent to forward metrics to: {SOCKET_VARIABLE} is not set; start the script with "
-                "`torchelastic run`, or pass socket_path"
-            )
+            logger.info("no agent to forward metrics to: they are dropped; `torchelastic run` starts one")
         self.socket_path = path
         self._pid = os.getpid()
         self._forwarder = _Forwarder(path, _hello(self._pid, os.environ))
@@ -80,6 +74,8 @@ class PrometheusMetricHandler(MetricHandler):
 
     def emit(self, metric_data: MetricData) -> None:
         """Queue one value. Any thread; does not block, does not raise. Tensors are read later, so pass numbers."""
+        if not self.socket_path:
+            return
         if os.getpid() != self._pid:
             self._begin_in_child()
         self._forwarder.put(metric_data)
