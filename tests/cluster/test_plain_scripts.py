@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,14 +150,105 @@ def test_a_launcher_that_is_stopped_starts_none_again(tmp_path: Path) -> None:
 # --- several hosts ----------------------------------------------------------------------------------------------------
 
 
+#: Four workers meet as torch's would: rank 0 serves, the others connect. Then CASE, and all wait for rank 0's end.
+MEETS_ON_TWO = """
+import os, signal, socket, sys, time
+rank, life, hosts = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"))
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}, life {life}, port {address[1]}, host {os.environ['GROUP_RANK']} of "
+      f"{hosts}, local rank {os.environ['LOCAL_RANK']} of {os.environ['LOCAL_WORLD_SIZE']}", flush=True)
+if rank == 0:
+    server = socket.create_server(address)
+    peers = [server.accept()[0] for _ in range(int(os.environ["WORLD_SIZE"]) - 1)]
+else:
+    peer = socket.socket()
+    while peer.connect_ex(address):
+        time.sleep(0.02)
+CASE
+if rank == 0 and not all(peer.recv(1) for peer in peers):
+    sys.exit("a peer was lost")
+for peer in peers if rank == 0 else [peer]:
+    peer.sendall(b"x")
+if rank > 0 and not peer.recv(1):
+    sys.exit("rank 0 was lost")
+"""
+SAYS = r"rank (\d) of 4, life (\d+), port (\d+), host (\d) of 2, local rank (\d) of 2"
+
+
+def run_on_two(folder: Path, text: str, words: tuple[str, ...], *each: tuple[str, ...]) -> tuple[list[int], str]:
+    """Two launchers, as two hosts, with the same words and with each one's own; exit codes, and what all have said."""
+    (folder / "train.py").write_text(text)
+    said = folder / "said.txt"
+    commands = [[*RUN, *words, *own, "train.py"] for own in each or ((), ())]
+    with said.open("wb") as file:
+        hosts = [
+            subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=environment()) for command in commands
+        ]
+        try:
+            return [host.wait(90) for host in hosts], said.read_text()
+        finally:
+            for host in hosts:
+                host.kill()
+
+
 @pytest.mark.parametrize(
-    "error", ["import os; os.environ['RANK']", "raise ValueError('environment variable RANK expected, but not set')"]
+    ("case", "lives"),
+    [
+        pytest.param("", 1, id="undisturbed"),
+        pytest.param("if rank == 3 and life == 0: os.kill(os.getpid(), signal.SIGKILL)", 2, id="one is killed"),
+        pytest.param("if rank == 0 and life == 0: sys.exit('an error')", 2, id="rank 0 fails"),
+    ],
 )
-def test_where_others_may_take_part_the_missing_ranks_are_explained(tmp_path: Path, etcd: str, error: str) -> None:
-    done = run(tmp_path, error, "--rdzv-endpoint", etcd, "--rdzv-id", "plain", "--nnodes", "1:2")
+def test_on_two_hosts_all_workers_have_ranks_and_are_started_again_as_one_group(
+    tmp_path: Path, etcd: str, case: str, lives: int
+) -> None:
+    words = ("--rdzv-endpoint", etcd, "--rdzv-id", "plain", "--nnodes", "2")
+    codes, said = run_on_two(tmp_path, MEETS_ON_TWO.replace("CASE", case), words)
+    assert codes == [0, 0], said
+    found = [tuple(map(int, one)) for one in re.findall(SAYS, said)]
+    for life in {life for _, life, *_ in found}:
+        ranks = sorted((rank, host, local) for rank, its_life, _, host, local in found if its_life == life)
+        assert ranks == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)], "the ranks of a host are neighbours"
+    assert len({life for _, life, *_ in found}) == len({port for _, _, port, *_ in found}) == lives, said
+    assert said.count("this script initialises by the environment (RANK, MASTER_ADDR)") == 2, "once on each host"
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_two_hosts_meet_at_one_of_them_as_with_torchrun(tmp_path: Path, backend: str) -> None:
+    (port,) = unused_ports("127.0.0.1")
+    each: tuple[tuple[str, ...], ...] = ()
+    words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
+    if backend == "static":
+        words = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+        each = (("--node-rank=0",), ("--node-rank=1",))
+    late = "if rank == 0: time.sleep(2)"
+    codes, said = run_on_two(tmp_path, MEETS_ON_TWO.replace("CASE", late), words, *each)
+    assert codes == [0, 0], said
+    assert len(re.findall(SAYS, said)) == 4
+    assert said.count(f"starts an etcd at port {port}") == 2
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)), "it has ended with the launchers"
+
+
+def test_on_two_hosts_a_script_that_fails_again_and_again_fails(tmp_path: Path, etcd: str) -> None:
+    text = "import os, sys; os.environ['RANK']; sys.exit('an error')"
+    (tmp_path / "train.py").write_text(text)
+    done = run(
+        tmp_path,
+        text,
+        "--rdzv-endpoint",
+        etcd,
+        "--rdzv-id",
+        "fails",
+        "--nnodes",
+        "1:2",
+        "--max-restarts",
+        "1",
+        "--last-call",
+        "1",
+    )
     assert done.returncode == 1
-    (said,) = {line.partition(": ")[2] for line in done.stderr.splitlines() if "initialises by the environment" in line}
-    assert "is set on one host alone: start it without --rdzv-endpoint and --nnodes, with torchrun on several" in said
+    assert "an error" in done.stderr
 
 
 # --- the real packages ------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_its_own_etcd_is_started_again_after_a_kill_and_a_worker_that_is_lost_th
     killed = kill_etcd(job)
     lose_a_worker(job)
     output = job.output()
-    assert "the etcd of --standalone is started again, training goes on; it ended: killed by SIGKILL" in output
+    assert "this launcher's etcd is started again, training goes on; it ended: killed by SIGKILL" in output
     assert "cannot be started again" not in output
     assert not is_alive(killed)
 

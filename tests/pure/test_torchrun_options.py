@@ -50,16 +50,42 @@ def test_an_etcd_that_is_named_is_met_at(backend: tuple[str, ...], several_hosts
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "place", "unused"),
     [
-        (("--rdzv-backend", "c10d", "--rdzv-endpoint", "host:29400"), "--rdzv-backend c10d is torchrun's"),
-        (("--master-addr", "host", "--master-port", "29500"), "--master-addr is torchrun's"),
+        (("--rdzv-backend", "c10d", "--rdzv-endpoint", "host:29500"), ("host", 29500), ""),
+        (("--rdzv-backend", "c10d", "--rdzv-endpoint", "host", "--node-rank", "1"), ("host", 29400), "--node-rank has"),
+        (
+            ("--rdzv-backend", "c10d", "--rdzv-endpoint", "[fd00::1]:1", "--master-addr", "x"),
+            ("fd00::1", 1),
+            "--master",
+        ),
+        (("--master-addr", "host", "--node-rank", "1"), ("host", 29500), "--node-rank has"),
+        (("--rdzv-backend=static", "--master-addr", "host", "--master-port", "7"), ("host", 7), ""),
     ],
 )
-def test_several_hosts_without_an_etcd_are_told_to_start_one(words: tuple[str, ...], named: str) -> None:
-    with pytest.raises(UsageError, match=named) as caught:
+def test_several_hosts_meet_at_the_one_that_is_named(
+    words: tuple[str, ...], place: tuple[str, int], unused: str
+) -> None:
+    translation = meant(*words, several_hosts=True)
+    host = f"[{place[0]}]" if ":" in place[0] else place[0]
+    endpoint = f"{host}:{place[1]}"
+    assert translation.options == {"meeting_place": place, "rdzv_endpoint": endpoint, "rdzv_id": "none"}
+    assert f"the launcher on {place[0]} starts an etcd at port {place[1]}" in translation.notes[-1]
+    assert len(translation.notes) == 1 + bool(unused)
+    assert unused in translation.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--rdzv-backend", "c10d"), "write --rdzv-endpoint HOST:29400, the same on each"),
+        (("--rdzv-backend", "c10d", "--rdzv-endpoint", "host:0"), "write --rdzv-endpoint HOST:29400"),
+        (("--rdzv-backend", "zeus", "--rdzv-endpoint", "host:1"), "write --rdzv-endpoint HOST:2379 --rdzv-id ID"),
+    ],
+)
+def test_where_several_hosts_cannot_meet_they_are_told_what_to_write(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         meant(*words, several_hosts=True)
-    assert "write --rdzv-endpoint HOST:2379 --rdzv-id ID" in str(caught.value)
 
 
 @pytest.mark.parametrize(

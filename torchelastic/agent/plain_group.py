@@ -18,13 +18,7 @@ log = logging.getLogger(__name__)
 _ADDRESS = "127.0.0.1"
 _MISSES = re.compile(r"KeyError: '(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'|environment variable [A-Z_]+ expected")
 
-#: What to tell who misses them.
-NO_RANKS = (
-    "this script initialises by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which is set on one host "
-    "alone: start it without --rdzv-endpoint and --nnodes, with torchrun on several hosts, or train with "
-    "torchelastic.train (docs/migrating/torchrun.md)"
-)
-#: The same where the others train in a group of the agent.
+#: What to tell who misses them where the others train in a group of the agent.
 NOT_AGAIN = (
     "this script calls init_process_group, or has it called, and asks for a group too: a worker that is started again "
     "cannot meet the others by the environment, so take init_process_group out"

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from torchelastic.agent.causes import Failed, describe_exit
 from torchelastic.agent.passing_on import catches
-from torchelastic.agent.plain_group import NO_RANKS, NOT_AGAIN, PlainGroup, misses_ranks
+from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
+from torchelastic.agent.plain_member import STANDS_IN, stand_in
 from torchelastic.agent.terminal import Terminal
 from torchelastic.agent.worker import Worker, signal_group
 from torchelastic.agent.worker_lines import WorkerLines
@@ -211,7 +212,7 @@ class Supervisor:
         }
         stdin = worker_stdin(len(self.workers))
         worker.process = subprocess.Popen(
-            dies_with_parent(self._command),
+            dies_with_parent(stand_in(self._command) if worker.has_stand_in else self._command),
             env=environment,
             stdin=stdin,
             stdout=subprocess.PIPE,
@@ -278,6 +279,13 @@ class Supervisor:
             return  # who ends the group goes on when all its workers have ended
         if worker.exit_code != 0 and not self._stopping.is_set() and not worker.leaves:
             log.info("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
+            misses = worker.asked_s is None and misses_ranks(worker.failed().last_error)
+            if misses and self._plain is None and not worker.has_stand_in:
+                if not any(other.has_stand_in for other in self.workers):
+                    log.warning("worker %d: %s", worker.local_rank, STANDS_IN)
+                worker.has_stand_in = True
+                self._spawn(worker)
+                return
             after = after_loss(
                 worker.exit_code,
                 has_asked=worker.asked_s is not None,
@@ -291,8 +299,8 @@ class Supervisor:
                 return
             worker.gave_up = after is AfterLoss.GIVEN_UP
             self.on_failure(worker.failed())
-            if worker.asked_s is None and misses_ranks(worker.failed().last_error):
-                log.error("worker %d: %s", worker.local_rank, NO_RANKS if self._plain is None else NOT_AGAIN)
+            if misses:
+                log.error("worker %d: %s", worker.local_rank, NOT_AGAIN)
             if not worker.gave_up:
                 worker.restarts += 1
                 self.total_restarts += 1

@@ -39,6 +39,7 @@ class Worker:
         traceback_s: when its present process last began a traceback, in Unix seconds.
         ended_s: when its last process ended.
         tail: the last lines of its standard error.
+        has_stand_in: a member of the run stands in for its script, see `plain_member`.
         log_paths: where its output was written to, by the number of restarts before it.
     """
 
@@ -57,6 +58,7 @@ class Worker:
     position: Position = NOWHERE
     traceback_s: float | None = None
     ended_s: float = 0.0
+    has_stand_in: bool = False
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
     log_paths: dict[int, Path] = field(default_factory=dict)
 

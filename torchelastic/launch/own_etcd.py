@@ -1,4 +1,4 @@
-"""The etcd of `--standalone`: starts and ends with the launcher, and is started again whenever it ends before."""
+"""An etcd of the launcher: starts and ends with it, and is started again whenever it ends before."""
 
 from __future__ import annotations
 
@@ -36,12 +36,17 @@ class OwnEtcd:
     It comes back on the same port, with its data where that can be had: without, the agent registers all anew. Training
     goes on meanwhile. Log lines say that it ended, and if it cannot be started again.
 
+    Args:
+        address: of this host, to listen at.
+        port: to listen at; None: any.
+
     Raises:
         FileNotFoundError, RuntimeError, TimeoutError: on entering, as `EtcdServer.start`.
     """
 
-    def __init__(self) -> None:
-        self._server = EtcdServer()
+    def __init__(self, address: str = "127.0.0.1", port: int | None = None) -> None:
+        self._address = address
+        self._server = EtcdServer(host=address, port=port)
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # of the server: one thread at a time
         self._thread = threading.Thread(target=self._watch, name="own-etcd", daemon=True)
@@ -81,7 +86,7 @@ class OwnEtcd:
         how = describe_exit(status)
         if status >= 0:
             how = f"{how}; its log ends with\n{self._server.log_tail}"
-        log.warning("the etcd of --standalone is started again, training goes on; it ended: %s", how)
+        log.warning("this launcher's etcd is started again, training goes on; it ended: %s", how)
         retrying = Retrying(
             retry=retry_if_exception_type((OSError, RuntimeError)),
             wait=wait_exponential(max=30.0),
@@ -98,14 +103,14 @@ class OwnEtcd:
             self._server.restart(START_TIMEOUT_S)
         except (OSError, RuntimeError):
             # what is left of that one is removed, in case that it is its data that cannot be used
-            self._server = EtcdServer(port=port)
+            self._server = EtcdServer(host=self._address, port=port)
             self._server.start(START_TIMEOUT_S)
 
 
 def _say_first(state: RetryCallState) -> None:
     if state.attempt_number == 1 and state.outcome is not None:
         log.error(
-            "the etcd of --standalone cannot be started again: %s; training goes on, but a worker that is lost now is "
+            "this launcher's etcd cannot be started again: %s; training goes on, but a worker that is lost now is "
             "not replaced before it runs; more attempts follow",
             state.outcome.exception(),
         )

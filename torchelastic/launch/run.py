@@ -28,6 +28,7 @@ from torchelastic.agent.worker import Worker
 from torchelastic.agent.worker_environment import worker_environment
 from torchelastic.launch.interface import add_interface, meant_interface
 from torchelastic.launch.log import RunLog, add_log, opened_log
+from torchelastic.launch.meeting_place import MeetingPlace
 from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
 from torchelastic.launch.own_etcd import OwnEtcd
 from torchelastic.launch.page import add_page, opened_page
@@ -182,7 +183,8 @@ def _understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Transl
     """The options with what torchrun's words among them come to."""
     nproc = workers_per_host(options.nproc_per_node, lambda: os.cpu_count() or 1, _visible_gpus)
     theirs = translated(options, several_hosts=_nodes(options.nnodes)[1] > 1, nproc=nproc)
-    ours = argparse.Namespace(**{**vars(options), **theirs.options, "nproc_per_node": nproc})
+    defaults = {"meeting_place": None, "nproc_per_node": nproc}
+    ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
     if theirs.to_files and ours.log_dir is None:
         ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
         theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))
@@ -242,6 +244,9 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
         if not options.rdzv_endpoint or not options.rdzv_id:
             raise UsageError("give --rdzv-endpoint HOST:PORT and --rdzv-id ID, or --standalone for this host alone")
         endpoint, run_id = without_password(options.rdzv_endpoint), options.rdzv_id
+        if options.meeting_place is not None:
+            host, port = options.meeting_place
+            _open_meeting_place(stack, host, port, run_id)
     orphan_timeout = options.orphan_timeout or (UNLIMITED if options.standalone else "300")
     query = (
         f"min_workers={min_workers}&max_workers={max_workers}&timeout={options.rdzv_timeout}"
@@ -252,6 +257,13 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
         return parse_url(f"etcd://{endpoint}/{run_id}?{query}")
     except RendezvousUrlError as error:
         raise UsageError(str(error)) from error
+
+
+def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> None:
+    try:
+        stack.enter_context(MeetingPlace(host, port, run_id))
+    except OSError as error:
+        raise UsageError(f"the hosts cannot meet at {host}:{port}: {error}") from error
 
 
 def _nodes(text: str) -> tuple[int, int]:

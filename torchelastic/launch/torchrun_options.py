@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from torchelastic.launch.options import UsageError, add
 
 _ETCD = "hosts meet at an etcd: start one where all can reach it, and write --rdzv-endpoint HOST:2379 --rdzv-id ID"
+#: Where torchrun's hosts meet if no port is named.
+_C10D_PORT, _STATIC_PORT = 29400, 29500
 _ONE_HOST = "one host needs no address to meet at"
 _AT_ETCD = "the hosts meet at --rdzv-endpoint"
 
@@ -143,10 +145,8 @@ def _meeting(given: argparse.Namespace, options: dict[str, object], *, several_h
     """Where the hosts meet: nowhere, or at an etcd."""
     backend = given.rdzv_backend or ("etcd" if given.rdzv_endpoint else "")
     if several_hosts and not given.standalone:
-        if backend not in ("", "etcd", "etcd-v2"):
-            raise UsageError(f"--rdzv-backend {backend} is torchrun's: {_ETCD}")
-        if given.master_addr and not given.rdzv_endpoint:
-            raise UsageError(f"--master-addr is torchrun's: {_ETCD}")
+        if backend not in ("", "etcd", "etcd-v2") or (given.master_addr and not given.rdzv_endpoint):
+            return _at_one_of_them(given, backend, options)
     elif given.standalone or not backend.startswith("etcd"):
         options["standalone"], options["rdzv_endpoint"] = True, None
     why = _ONE_HOST if options.get("standalone") else _AT_ETCD
@@ -154,6 +154,30 @@ def _meeting(given: argparse.Namespace, options: dict[str, object], *, several_h
     named += ["rdzv-backend", "rdzv-endpoint"] if options.get("standalone") else []
     said = [f"--{name}" for name in named if _value(given, name) is not None]
     return [f"{', '.join(said)} {'has' if len(said) == 1 else 'have'} no effect: {why}"] if said else []
+
+
+def _at_one_of_them(given: argparse.Namespace, backend: str, options: dict[str, object]) -> list[str]:
+    """The hosts meet at one of them: torchrun opens a store of its own there, and the launcher an etcd."""
+    if backend not in ("", "c10d", "static"):
+        raise UsageError(f"--rdzv-backend {backend} is torchrun's: {_ETCD}")
+    if backend == "c10d" or given.rdzv_endpoint:
+        text, usual = given.rdzv_endpoint or "", _C10D_PORT
+    else:
+        text, usual = f"{given.master_addr or ''}:{given.master_port or _STATIC_PORT}", _STATIC_PORT
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:,/@]+)(?::(\d{1,5}))?", text)
+    if match is None or match[2] == "0":
+        raise UsageError(f"the hosts meet at one of them: write --rdzv-endpoint HOST:{usual}, the same on each")
+    host, port = match[1].strip("[]"), int(match[2] or usual)
+    options["meeting_place"], options["rdzv_endpoint"] = (host, port), f"{match[1]}:{port}"
+    options["rdzv_id"] = given.rdzv_id or "none"
+    named = [name for name in ("master-addr", "master-port", "node-rank") if _value(given, name) is not None]
+    unused = [f"--{name}" for name in named if name == "node-rank" or backend == "c10d"]
+    notes = [f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect: {_AT_ETCD}"] if unused else []
+    return [
+        *notes,
+        f"the launcher on {host} starts an etcd at port {port}, open to its network, where all meet; without that host "
+        f"the run cannot go on: a run that outlives it has an etcd elsewhere (--rdzv-endpoint without --rdzv-backend)",
+    ]
 
 
 def _times(given: argparse.Namespace, options: dict[str, object]) -> list[str]:

@@ -123,19 +123,20 @@ class RoundStore:
 
     @contextmanager
     def _cut_if_silent(self, was_silent: threading.Event) -> Iterator[None]:
-        """Give a connection up that is still being opened after `SILENT_S`."""
+        """Give a connection up that stands and on which nothing was answered; torch tries refused ones again."""
+        is_over = threading.Event()
 
-        def give_up() -> None:
-            was_silent.set()
-            self.interrupt()
+        def watch() -> None:
+            while not is_over.wait(SILENT_S):
+                if self._sockets.cut():
+                    was_silent.set()
+                    return
 
-        timer = threading.Timer(SILENT_S, give_up)
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=watch, name="torchelastic-store-watch", daemon=True).start()
         try:
             yield
         finally:
-            timer.cancel()
+            is_over.set()
 
     def _leads_to_the_store(self, connection: socket.socket) -> bool:
         """Whether a connection is one to the present round's store; raises OSError."""
