@@ -115,8 +115,8 @@ class Reduction:
             self._add_brought(bucket, self._brought)
         work = dist.all_reduce(buffer, async_op=True)
         assert work is not None
-        if self.ends_early and work.is_completed() and not work.is_success():
-            work.wait()  # raises: the step is lost, and the rest of the backward pass would be for nothing
+        if self.ends_early and work.is_completed():
+            work.wait()  # raises if it has failed: the rest of the backward pass would be for nothing
         result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._running.append((work, buffer, result))
         if bucket.is_last():
