@@ -140,7 +140,7 @@ def test_scripts_without_launcher_that_were_all_killed_are_restarted_without_wai
     again = [job.start_alone(url, name) for name in ("first again", "second again")]
     formed = job.wait_for("formed", count=2, round=2, timeout_s=START_S)
     asked_s = max(event["t"] for event in job.of("asking") if event["t"] > killed_s)
-    assert formed[-1]["t"] - asked_s < AT_ONCE_S, "nobody is left to wait for"
+    assert formed[-1]["t"] - asked_s < 15.0, "nobody is left to wait for"
     assert [script.wait(60) for script in again] == [0, 0], job.output()[-4000:]
     job.check_identity(finishers=2)
 

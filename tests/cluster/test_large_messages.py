@@ -36,8 +36,12 @@ def test_a_kill_in_the_middle_of_a_broadcast_costs_the_killed_worker_alone(tmp_p
     survivors = {event["pid"] for event in of("started")[:3]} - {death["pid"]}
     assert survivors <= {event["pid"] for event in of("finished")}, "a survivor was ended, too"
     assert "did not get ready in time" not in run.stdout
-    after = [event for event in of("trained") if event["step"] == FATAL + 1 and event["pid"] in survivors]
-    assert {event["pid"] for event in after} == survivors
-    assert max(float(event["t"]) for event in after) - float(death["t"]) < SOON_S, run.stdout[-4000:]
+    # one who had all of the message before the others were cut has committed that step, and brings the other level
+    after = {
+        pid: [float(event["t"]) for event in of("trained") if event["step"] > FATAL and event["pid"] == pid]
+        for pid in survivors
+    }
+    assert all(len(times) in (STEPS - FATAL - 1, STEPS - FATAL) for times in after.values()), after
+    assert max(min(times) for times in after.values()) - float(death["t"]) < SOON_S, run.stdout[-4000:]
     totals = {event["total"] for event in of("finished") if event["pid"] in survivors}
     assert totals == {float(sum(range(STEPS)))}
