@@ -37,7 +37,7 @@ def test_one_host_needs_no_word_about_where_to_meet_and_output_goes_where_torchr
     ]
     folder = Path(re.findall(r"the workers' output is written to files in (\S+)", done.stderr)[0])
     written = {path.name: path.read_text() for path in folder.glob("worker_*")}
-    assert written["worker_1.0.log"].splitlines()[0] == "out 1 trainer ['--role', 'its own']"
+    assert sorted(written["worker_1.0.log"].splitlines()) == ["err 1", "out 1 trainer ['--role', 'its own']"]
     assert set(written) == {"worker_0.0.log", "worker_1.0.log", "worker_2.0.log"}
 
 
