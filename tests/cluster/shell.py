@@ -33,8 +33,7 @@ class Shell:
         self.said = ""
         self._exit_code: int | None = None
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_SET}
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-        environment = {**kept, "TERM": "xterm-256color", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+        environment = {**kept, "TERM": "xterm-256color", **variables}
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))

@@ -200,7 +200,7 @@ def test_in_a_file_a_bar_is_one_line_and_nothing_has_a_colour(
 ) -> None:
     pytest.importorskip(name)
     (host_folder / "train.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    environment = {**os.environ, "TERM": "xterm-256color"}
     command = [sys.executable, *launcher("run", "train.py")]
     done = subprocess.run(command, cwd=host_folder, env=environment, capture_output=True, timeout=60)
     said = (done.stdout + done.stderr).decode()

@@ -19,7 +19,6 @@ from tests.cluster.harness import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
 
-ROOT = Path(__file__).parents[2]
 RUN = (sys.executable, "-m", "torchelastic.launch", "run", "--nproc-per-node", "2")
 SETS = [
     "RANK",
@@ -52,8 +51,7 @@ else:
 
 
 def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in NOT_SET}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if name not in NOT_SET}
 
 
 def run(folder: Path, text: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 def run(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchelastic", "run", *words]
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, **variables}
+    environment = {**os.environ, **variables}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
 
 

@@ -22,6 +22,7 @@ from torchelastic.foreign_json import Fields
 from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
 from torchelastic.processes.identity import MAX_PID, Process
 from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import (
     MAX_MEMBER_COUNT,
     MAX_SECONDS,
@@ -277,7 +278,8 @@ class Connections:
         self._count += 1
         local_rank, pid = _local_rank(message), Fields("hello", message).whole("pid", None, least=1, most=MAX_PID)
         place = "p" if local_rank is None else str(local_rank)
-        member = Member(f"{self._host[:MAX_HOST_IN_ID]}-{place}-{self._incarnation}{self._count}", self._host)
+        member_id = MemberId(self._host[:MAX_HOST_IN_ID], place, self._incarnation, str(self._count))
+        member = Member(str(member_id), self._host)
         connection = Connection(member, pid, local_rank, writer)
         self.by_member[member.member_id] = connection
         self.processes[member.member_id] = Process.of(connection.pid)

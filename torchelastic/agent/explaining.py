@@ -15,6 +15,7 @@ from torchelastic.agent.event_log import events_log
 from torchelastic.ledger.events import Event, Failure
 from torchelastic.log_lines import Position, fields
 from torchelastic.rendezvous.loss import LeaseExpired, Left, Loss, ProcessEnded, losses
+from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.office import read_members as members_among
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
@@ -139,7 +140,7 @@ class Explaining:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _heard_of_loss(self, loss: Loss) -> None:
-        is_own = loss.member.rpartition("-")[2].startswith(self._incarnation)
+        is_own = MemberId.of(loss.member).incarnation == self._incarnation
         if is_own or isinstance(loss, Left) or loss.member in self._lost:
             return
         self._lost[loss.member] = LostElsewhere(

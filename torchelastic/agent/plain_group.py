@@ -25,6 +25,19 @@ NOT_AGAIN = (
 )
 
 
+def rank_variables(rank: int, world_size: int, host: int, hosts: int) -> dict[str, str]:
+    """What torchrun sets for the process with this rank, on the host with this number; all have one role."""
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": hosts,
+    }
+    return {name: str(number) for name, number in numbers.items()}
+
+
 class PlainGroup:
     """What the supervisor knows of it. Use it on the agent's event loop.
 
@@ -51,14 +64,7 @@ class PlainGroup:
                 any more, and a script that initialises by the environment besides would wait for them in vain.
         """
         where = {"MASTER_ADDR": _ADDRESS, "MASTER_PORT": str(self._port)} if may_meet else {}
-        return where | {
-            "RANK": str(local_rank),
-            "WORLD_SIZE": str(self._nproc),
-            "ROLE_RANK": str(local_rank),
-            "ROLE_WORLD_SIZE": str(self._nproc),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-        }
+        return where | rank_variables(local_rank, self._nproc, 0, 1)
 
     def look(self) -> None:
         """See whether a worker has opened the port; call it now and then, and when one has just ended."""

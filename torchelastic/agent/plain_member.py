@@ -14,18 +14,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from torchelastic.agent.plain_group import rank_variables
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes import boot_time_s, dies_with_parent
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
+from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import Round, RoundState, Standing
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.rendezvous.worker_rules import is_replaced
-from torchelastic.status.publishing import INCARNATION_LENGTH
 
 #: How long the script may take after SIGTERM; as torchrun's scripts, it is only in the way by then.
 END_GRACE_S = 5.0
@@ -57,30 +59,17 @@ def ranks(member: str, round_: Round) -> dict[str, str]:
     Args:
         member: its id, on the roster.
         round_: the round that it has joined.
-
-    >>> from torchelastic.rendezvous.records import NO_ROUND
-    >>> from dataclasses import replace
-    >>> round_ = replace(NO_ROUND, roster=("b-1-22222222x", "a-0-11111111x", "b-0-22222222y"), store_address="b:4000")
-    >>> found = ranks("b-1-22222222x", round_)
-    >>> [found[name] for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-    ['1', '3', '0', '2', '2']
     """
     hosts: dict[str, list[tuple[int, str]]] = {}
     for each in round_.roster:
-        name, _, incarnation = each.rpartition("-")
-        hosts.setdefault(incarnation[:INCARNATION_LENGTH], []).append((int(name.rpartition("-")[2]), each))
+        parts = MemberId.of(each)
+        hosts.setdefault(parts.incarnation, []).append((int(parts.place), each))
     in_order = [each for places in hosts.values() for _, each in sorted(places)]
-    host = list(hosts).index(member.rpartition("-")[2][:INCARNATION_LENGTH])
-    rank, world_size = str(in_order.index(member)), str(len(in_order))
+    host = MemberId.of(member).incarnation
     address, _, port = round_.store_address.rpartition(":")
     return {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "GROUP_RANK": str(host),
-        "GROUP_WORLD_SIZE": str(len(hosts)),
-        "LOCAL_WORLD_SIZE": str(len(list(hosts.values())[host])),
+        **rank_variables(in_order.index(member), len(in_order), list(hosts).index(host), len(hosts)),
+        "LOCAL_WORLD_SIZE": str(len(hosts[host])),
         "MASTER_ADDR": address.strip("[]"),
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": str(round_.number - 1),
@@ -134,7 +123,7 @@ class PlainMember:
             if exit_code is not None:
                 return exit_code if exit_code >= 0 else 128 - exit_code
             failed = True
-            threading.Event().wait(REJOIN_AFTER_S)
+            time.sleep(REJOIN_AFTER_S)
 
     def end(self, number: int, _frame: FrameType | None) -> NoReturn:
         """For SIGTERM: end the script, leave the run, and end."""

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.status.run_status import HostStatus, every_s
@@ -32,8 +33,6 @@ LOOK_EVERY_S = 5.0
 ATTEND_S = 3 * LOOK_EVERY_S
 #: Between two statuses while nobody looks.
 IDLE_EVERY_S = 600.0
-#: An agent's incarnation has so many characters, and begins the last part of its members' ids.
-INCARNATION_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def agents_of(members: Collection[str]) -> int:
     >>> agents_of(["a-0-3f0a77c11", "a-1-3f0a77c12", "b-0-99aa88bb1"])
     2
     """
-    return max(1, len({member.rpartition("-")[2][:INCARNATION_LENGTH] for member in members}))
+    return max(1, len({MemberId.of(member).incarnation for member in members}))
 
 
 class Publisher:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torchelastic.foreign_json import escaped
+from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.office import read_members
 from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.status.publishing import INCARNATION_LENGTH, LOOK_EVERY_S
+from torchelastic.status.publishing import LOOK_EVERY_S
 from torchelastic.status.run_status import HostStatus, RunStatus, combined
 from torchelastic.status.status_format import decode_host
 
@@ -159,9 +160,9 @@ class StatusReader:
 
 
 def _agent_of(member_id: str) -> HostStatus:
-    """The agent of a member, by its id: host, place, and what begins with the agent's incarnation."""
-    rest, _, last = member_id.rpartition("-")
-    return HostStatus(host=rest.rpartition("-")[0], incarnation=last[:INCARNATION_LENGTH], at_s=0.0)
+    """The agent of a member, by its id."""
+    parts = MemberId.of(member_id)
+    return HostStatus(host=parts.host, incarnation=parts.incarnation, at_s=0.0)
 
 
 def is_known(status: RunStatus) -> bool:
