@@ -8,6 +8,8 @@ import pytest
 
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job
+from torchelastic.network.ports import unused_ports
+from torchelastic.rendezvous.server import EtcdServer
 
 #: A script whose step counts its attempts in files of the current worker's own: {body} is the step.
 SCRIPT = """
@@ -140,6 +142,35 @@ state.steps += 1
     assert notes.count("started") == 2
     ending = job.output()[job.output().rindex("worker 1 failed: exit code 1") :]
     assert "RuntimeError: this place of the host is broken" in ending
+
+
+@pytest.mark.parametrize("why", ["the same error each time", "killed until its restarts are used up"])
+def test_the_other_hosts_of_such_a_run_end_too_and_name_the_host_whose_launcher_says_why(
+    jobs: MakeJob, tmp_path: Path, why: str
+) -> None:
+    job = jobs()
+    fails = 'raise RuntimeError("this host is broken")' if "error" in why else "os.kill(os.getpid(), 9)"
+    body = """
+if "broken" in sys.argv and state.steps == 2:
+    FAILS
+dist.all_reduce(torch.ones(1))
+state.steps += 1
+"""
+    body = "\n".join(f"    {line}" for line in body.replace("FAILS", fails).strip().splitlines())
+    (tmp_path / "train.py").write_text(SCRIPT.format(hooks=ROLLS_BACK, body=body))
+    with EtcdServer(port=unused_ports("127.0.0.1")[0]) as etcd:
+        words = (f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=ends", "--nnodes=2", "--max-restarts=1")
+        for host in ("sound", "broken"):
+            job.start_launcher(*words, str(tmp_path / "train.py"), host)
+        codes = job.wait()  # and not for --rdzv-timeout, 600 s
+    assert codes == [1, 1]
+    sound, broken = ((job.folder / f"agent-{number}.txt").read_text() for number in (0, 1))
+    assert "failed for good; the others are fewer than min_workers=2: the run ends" in sound
+    (cause,) = [line for line in sound.splitlines() if line.startswith("first, ")]
+    assert "of another host has ended (fact)" in cause
+    assert "its launcher there says why" in cause
+    ending = broken[broken.rindex("worker 0 failed: ") :]
+    assert ("RuntimeError: this host is broken" if "error" in why else "killed by SIGKILL") in ending
 
 
 # --- hooks that cannot be called --------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.rendezvous.protocol import Publish, Wake, advance, check_invariants, rank_members
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
-from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View
+from torchelastic.rendezvous.protocol import Publish, Wake, advance
+from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, rank_members
+from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, Tick, View, check_invariants
 
 
 def member(name: str, *, host: str = "h", ready_for: int = 1, arrival: int = 0, **fields: object) -> Member:
@@ -385,6 +385,58 @@ def test_a_text_for_people_does_not_list_thousands_of_names() -> None:
 
 
 # --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def failed_for_good(name: str) -> Member:
+    """The record of a member that has ended, and that its host does not start again."""
+    return replace(ended(name), gave_up=True)
+
+
+def test_who_waits_for_members_that_failed_for_good_is_told_as_soon_as_too_few_are_left() -> None:
+    leader = running("a", "b", "c", minimum=2).hear(ended("b"), ended("c"))
+    leader.hear(at_step(leader, "a", 5))
+    assert not leader.round.hopeless, "they may be started again"
+    leader.hear(failed_for_good("b"))
+    assert not leader.round.hopeless, "c may come back, and a and c are enough"
+    leader.hear(failed_for_good("c"))
+    assert leader.round.hopeless
+    assert leader.round.because == "b, c failed for good; the others are fewer than min_workers=2"
+    edition = leader.round.edition
+    assert leader.wait(100.0).round.edition == edition, "said once"
+
+
+def test_enough_that_are_left_go_on_without_those_that_failed_for_good() -> None:
+    leader = running("a", "b", "c", minimum=2).hear(failed_for_good("c"))
+    leader.hear(at_step(leader, "a", 5), at_step(leader, "b", 5))
+    assert (leader.round.roster, leader.round.hopeless) == (("a", "b"), False)
+
+
+def test_a_host_that_is_only_silent_may_come_back_however_many_have_failed_for_good() -> None:
+    leader = running("a", "b", "c", minimum=2)
+    leader.hear(failed_for_good("c"), gone=("b",))
+    leader.hear(at_step(leader, "a", 5))
+    assert not leader.wait(60.0).round.hopeless
+
+
+def test_there_is_hope_again_when_others_come_in_time() -> None:
+    leader = running("a", "b", minimum=2).hear(failed_for_good("b"))
+    assert leader.round.hopeless, "whether a has asked for the next round or not"
+    leader.hear(member("d", arrival=9))
+    assert (leader.round.hopeless, leader.round.because) == (False, "more workers have come")
+    leader.hear(at_step(leader, "a", 5))
+    assert (leader.round.roster, leader.round.hopeless) == (("a", "d"), False)
+
+
+def test_who_leaves_a_hopeless_round_is_let_go() -> None:
+    leader = running("a", "b", "c", minimum=3).hear(failed_for_good("c"))
+    leader.hear(at_step(leader, "a", 5), at_step(leader, "b", 5))
+    assert leader.round.hopeless
+    for name in ("a", "b"):
+        leader.hear(leaves(leader, name))
+        assert name in leader.round.leaving
+        assert leader.round.hopeless, "the other one is still to hear of it"
+        edition = leader.round.edition
+        assert leader.wait(100.0).round.edition == edition, "and the two rules do not undo each other"
 
 
 def leaves(leader: Leader, name: str) -> Member:

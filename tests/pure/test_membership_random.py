@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.rendezvous.protocol import Publish, Wake, advance, check_invariants
+from torchelastic.rendezvous.protocol import Publish, Wake, advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
-from torchelastic.rendezvous.view import Event, MembersChanged, RoundPublished, Settings, Tick, View
+from torchelastic.rendezvous.view import Event, MembersChanged, RoundPublished, Settings, Tick, View, check_invariants
 
 
 @dataclass

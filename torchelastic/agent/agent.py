@@ -218,6 +218,7 @@ class Agent:
         self.connections.on_ask, self.connections.on_late = supervisor.has_asked, supervisor.has_come_late
         self.connections.on_done = supervisor.has_finished
         self.connections.on_fail_for_good = supervisor.fails_for_good
+        supervisor.on_giving_up = self._on_giving_up
 
     def _open_books(self, supervisor: Supervisor, host: str, incarnation: str) -> Bookkeeping:
         supervisor.on_failure = self._explaining.failed
@@ -250,6 +251,10 @@ class Agent:
             pid = self.connections.evict(member_id)
             if pid is not None and self.supervisor is not None:
                 self.supervisor.end_hung(pid)
+        was_here = any(member.member_id in round_.members for member in self.membership.members)
+        if round_.hopeless and was_here and self.supervisor is not None:
+            log.error("%s: the run ends", round_.because)
+            self.supervisor.too_few.set()
 
     def _on_contact(self, sent_s: float) -> None:
         if self._books is not None:
@@ -268,6 +273,11 @@ class Agent:
         self._telling.view.ended(worker.local_rank)
         if self.supervisor is not None:
             self._exposing.record("torchelastic", "agent.worker_restarts", self.supervisor.total_restarts)
+
+    def _on_giving_up(self, pid: int) -> None:
+        for member_id, process in self.connections.processes.items():
+            if process.pid == pid:
+                self.membership.withdraw(member_id, for_good=True)
 
     def _on_metrics(self, local_rank: int | None, items: list[Any]) -> None:
         for group, name, value, *_ in items:
@@ -354,9 +364,10 @@ class Agent:
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
-        if self.membership.round.is_over or codes <= {0}:
+        is_given_up = self.supervisor.too_few.is_set() and not self.membership.round.is_over
+        if self.membership.round.is_over or (codes <= {0} and not is_given_up):
             return Outcome(0)
-        if codes <= {0, STOPPED_EARLY}:
+        if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
         report = await self._explaining.last_words()
         return Outcome(1) if report is None else Outcome(1, report.text(), detail=report.to_plain())

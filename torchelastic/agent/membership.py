@@ -126,9 +126,14 @@ class Membership:
         """Write or rewrite the record of a member of this host."""
         self._host.declare(member)
 
-    def withdraw(self, member_id: str) -> None:
-        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored."""
-        self._host.withdraw(member_id)
+    def withdraw(self, member_id: str, *, for_good: bool = False) -> None:
+        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored.
+
+        Args:
+            member_id: which one.
+            for_good: it is not started again. To be said once that is known, if it is not known at its end.
+        """
+        self._host.withdraw(member_id, for_good=for_good)
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -99,6 +99,8 @@ class Supervisor:
         self._logs = None if log_dir is None else WorkerLogs(log_dir)
         self._run_is_over, self._on_exit = run_is_over, on_exit
         self.on_failure = on_failure
+        #: called with the former pid of a worker that has failed and is not started again
+        self.on_giving_up: Callable[[int], None] = lambda _pid: None
         self.terminal = terminal or Terminal()
         self._lines = WorkerLines(self.terminal, hidden)
         self._plain, self._anyone_asked = plain, False
@@ -299,6 +301,8 @@ class Supervisor:
                 return
             worker.gave_up = after is AfterLoss.GIVEN_UP
             self.on_failure(worker.failed())
+            if worker.gave_up:
+                self.on_giving_up(pid)
             if misses:
                 log.error("worker %d: %s", worker.local_rank, NOT_AGAIN)
             if not worker.gave_up:

@@ -130,9 +130,9 @@ class Host:
         self._records.declare(member)
         self._post(Changed())
 
-    def withdraw(self, member_id: str) -> None:
-        """A member of this host has ended: a fact, so everybody is to hear of it at once. Unknown ids are ignored."""
-        if self._records.withdraw(member_id):
+    def withdraw(self, member_id: str, *, for_good: bool = False) -> None:
+        """A member of this host has ended, or will not be started again: a fact. Unknown ids are ignored."""
+        if self._records.withdraw(member_id, for_good=for_good):
             self._post(Changed())
 
     def bury(self, predecessor: Predecessor) -> None:

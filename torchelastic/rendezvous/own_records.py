@@ -32,12 +32,15 @@ class OwnRecords:
         self.members[member.member_id] = member
         self._dirty.add(member.member_id)
 
-    def withdraw(self, member_id: str) -> bool:
-        """A member has ended: its tombstone is to be written. False: there is no such member."""
-        member = self.members.pop(member_id, None)
+    def withdraw(self, member_id: str, *, for_good: bool = False) -> bool:
+        """A member has ended: its tombstone is to be written. False: there is no such member.
+
+        `for_good`: it is not started again; that may become known some time after its end.
+        """
+        member = self.members.pop(member_id, self._ended.get(member_id) if for_good else None)
         if member is None:
             return False
-        self._ended[member_id] = replace(member, departed=True)
+        self._ended[member_id] = replace(member, departed=True, gave_up=for_good)
         self._dirty.add(member_id)
         return True
 

@@ -14,6 +14,8 @@ The rules (DESIGN, section 4; docs/rendezvous.md says them with their reasons):
 * A member that wants to leave the run leaves at an agreed step: the next round is formed without it, and when that is
   done, or cannot be done because those who stay are too few, it goes. Only where no other has a state as good as its
   own is it a member of one more round, which then stops for it again.
+* Where members have failed for good, and those that are left or may come back are too few, the round is called
+  hopeless: nobody waits for others who will not come. What is lost without having failed may be made good by any host.
 * The first member that is done closes the run for all; who lost its last step to a failure at that moment is brought
   level by those who are done, in one more round, before the run is closed.
 * A group commits a step only with all of its members. So it is over for good as soon as one of them has asked for the
@@ -30,7 +32,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, rank_members
 from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting
 
 #: How many tombstones are cleared away with one decision: etcd takes 128 operations in a transaction by default.
@@ -228,7 +230,24 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
         return ()
     ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.worth, reverse=True))
     because = f"{_names(ordered)} left; fewer than min_workers={view.settings.min_workers} are here"
-    return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, leaving=ordered, because=because)),)
+    change = {"state": RoundState.BROKEN, "waiting": 0, "leaving": ordered, "hopeless": view.round.hopeless}
+    return (Publish(_amended(view, **change, because=because)),)
+
+
+def _give_up(view: View, _now_s: float) -> tuple[Action, ...]:
+    """Those that are left wait for members that their hosts do not start again: say so, and take it back if it changes.
+
+    A loss that nobody has called one for good may be made good: by its own host, or by another one in its place.
+    """
+    may_come = len(view.absent - view.gave_up) + len(view.waiting_since_s)
+    here = [member for member in _live(view) if not member.leaving]
+    lost = [name for name in view.round.roster if name in view.gave_up]
+    is_hopeless = bool(lost and here) and len(here) + may_come < view.settings.min_workers
+    if is_hopeless == view.round.hopeless or (lost and not here):
+        return ()
+    because = f"{_names(lost)} failed for good; the others are fewer than min_workers={view.settings.min_workers}"
+    because = because if is_hopeless else "more workers have come"
+    return (Publish(_amended(view, leaving=view.round.leaving, because=because, hopeless=is_hopeless)),)
 
 
 def _evict(view: View, unready: Sequence[Member]) -> tuple[Action, ...]:
@@ -300,6 +319,7 @@ RULES: Mapping[RoundState, tuple[Rule, ...]] = {
         Rule("somebody is done", _finish, (RoundState.CLOSING,)),
         Rule("a member is silent that may come back: wait", _wait_for_the_silent),
         Rule("all are gone and may still train", _say_that_it_is_orphaned, (RoundState.BROKEN,)),
+        Rule("without those who failed for good too few are left", _give_up, (RoundState.BROKEN,)),
         Rule("all that live are ready", _form, (RoundState.RUNNING, RoundState.BROKEN)),
         Rule("without those who leave too few are here", _release, (RoundState.BROKEN,)),
     ),
@@ -346,7 +366,7 @@ def _newcomers(view: View) -> list[Member]:
 def _amended(view: View, **changes: Any) -> Round:
     """The present round with changes, as its next edition."""
     departed = tuple(name for name in view.round.roster if name in view.departed)
-    changes = {"leaving": (), "orphaned": False, **changes}
+    changes = {"leaving": (), "orphaned": False, "hopeless": False, **changes}
     return replace(view.round, edition=view.round.edition + 1, departed=departed, restored=False, **changes)
 
 
@@ -393,28 +413,3 @@ def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member])
         lost=tuple(name for name in view.round.roster if name in view.departed)[:MAX_FORGOTTEN],
     )
     return Publish(round_, forgotten=_forgotten(view.tombstones))
-
-
-def rank_members(members: Sequence[Member]) -> list[Member]:
-    """Order members by rank: the first of those with the best state leads, the rest keep the given order, by host."""
-    best = max(member.worth for member in members)
-    first = next(member for member in members if member.worth == best)
-    by_host: dict[str, list[Member]] = {first.host: [first]}
-    for member in members:
-        if member is not first:
-            by_host.setdefault(member.host, []).append(member)
-    return [member for group in by_host.values() for member in group]
-
-
-def check_invariants(view: View) -> None:
-    """Raise AssertionError if a round breaks a promise.
-
-    Cheap enough for production, and asked after every event in tests.
-    """
-    round_, settings = view.round, view.settings
-    assert len(set(round_.roster)) == len(round_.roster), f"a member has two ranks: {round_.roster}"
-    assert len(round_.roster) <= settings.max_workers, f"{len(round_.roster)} > max {settings.max_workers}"
-    if round_.number > 0:
-        assert len(round_.roster) >= settings.min_workers, f"{len(round_.roster)} < min {settings.min_workers}"
-        assert round_.store_address, "a round without a store address"
-        assert 0 not in round_.stale, "rank 0 must be a source"

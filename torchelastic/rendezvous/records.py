@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -71,6 +71,7 @@ class Member:
         done: the number of the round in which it finished (or closed) the run, 0 while it has not.
         patience_s: how long the others shall wait for a member that lives but does not get ready.
         departed: its process has ended: a fact, while a key that is merely gone may be that of a host cut off.
+        gave_up: it has ended, and its host does not start it again: it has failed too often, or for good.
         leaving: it was asked to leave the run: it is put on no further roster unless nobody else has its state.
         arrival: the key's create revision; the order of arrival. Not written, but read off the key.
     """
@@ -85,6 +86,7 @@ class Member:
     done: int = 0
     patience_s: float = 15.0
     departed: bool = False
+    gave_up: bool = False
     leaving: bool = False
     arrival: int = 0
 
@@ -92,6 +94,17 @@ class Member:
     def worth(self) -> tuple[Standing, int]:
         """The order in which members are chosen as the source of the state."""
         return (self.standing, self.step)
+
+
+def rank_members(members: Sequence[Member]) -> list[Member]:
+    """Order members by rank: the first of those with the best state leads, the rest keep the given order, by host."""
+    best = max(member.worth for member in members)
+    first = next(member for member in members if member.worth == best)
+    by_host: dict[str, list[Member]] = {first.host: [first]}
+    for member in members:
+        if member is not first:
+            by_host.setdefault(member.host, []).append(member)
+    return [member for group in by_host.values() for member in group]
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,8 @@ class Round:
         lost: of the round before, members whose processes are known to have ended; not all of very many.
         orphaned: while broken: nobody of the roster is there, and none is known to have ended, so that they may still
             train without etcd: a new round begins only after the orphan timeout.
+        hopeless: while broken: those that are left and those that may come back are too few, because others have failed
+            for good: the run ends on the hosts of its members, unless hosts have come by then that are enough.
     """
 
     number: int = 0
@@ -135,6 +150,7 @@ class Round:
     leaving: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     orphaned: bool = False
+    hopeless: bool = False
 
     @cached_property
     def members(self) -> frozenset[str]:
@@ -207,6 +223,7 @@ def encode_member(member: Member) -> bytes:
         "done": member.done,
         "patience_s": member.patience_s,
         "departed": member.departed,
+        **({"gave_up": True} if member.gave_up else {}),
         **({"leaving": True} if member.leaving else {}),
     }
     return json.dumps(document, separators=(",", ":")).encode()
@@ -229,6 +246,7 @@ def decode_member(key: str, value: bytes, arrival: int) -> Member:
         done=fields.whole("done", None, most=MAX_MEMBER_COUNT),
         patience_s=fields.number("patience_s", None, most=MAX_SECONDS),
         departed=fields.flag("departed", None),
+        gave_up=fields.flag("gave_up"),
         leaving=fields.flag("leaving"),
         arrival=arrival,
     )
@@ -253,6 +271,7 @@ def round_to_dict(round_: Round) -> dict[str, Any]:
         **({"leaving": list(round_.leaving)} if round_.leaving else {}),
         **({"lost": list(round_.lost)} if round_.lost else {}),
         **({"orphaned": True} if round_.orphaned else {}),
+        **({"hopeless": True} if round_.hopeless else {}),
     }
 
 
@@ -282,6 +301,7 @@ def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
         leaving=fields.texts("leaving", most=MAX_TEXT, is_optional=True),
         lost=fields.texts("lost", most=MAX_TEXT, is_optional=True),
         orphaned=fields.flag("orphaned"),
+        hopeless=fields.flag("hopeless"),
     )
     if len(set(round_.roster)) < len(round_.roster):
         raise RecordError(f"{source}: a member stands on the roster twice")

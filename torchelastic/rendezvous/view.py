@@ -48,6 +48,7 @@ class View:
         round: what the store holds.
         waiting_since_s: when the leader first saw a member wait that is not on the roster.
         tombstones: members whose record in the store says that they have ended.
+        gave_up: of the tombstones, those whose hosts do not start them again.
         departed: those of the roster that are known to have ended.
         roster: the members of the round, as a set.
         absent: who is on the roster and not in the store.
@@ -65,6 +66,7 @@ class View:
     round: Round = NO_ROUND
     waiting_since_s: Mapping[str, float] = field(default_factory=dict)
     tombstones: frozenset[str] = frozenset()
+    gave_up: frozenset[str] = frozenset()
     departed: frozenset[str] = frozenset()
     roster: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
@@ -154,6 +156,7 @@ def _with_members(view: View, event: MembersChanged, now_s: float) -> View:
     members, waiting_since_s = dict(view.members), dict(view.waiting_since_s)
     absent, ready, leaving, done = set[str](), set[str](), set[str](), set[str]()
     ended = {member.member_id for member in event.present if member.departed}
+    gave_up = {member.member_id for member in event.present if member.departed and member.gave_up}
     members.update({member.member_id: member for member in event.present})
     for name in (*event.gone, *ended):
         members.pop(name, None)
@@ -174,6 +177,7 @@ def _with_members(view: View, event: MembersChanged, now_s: float) -> View:
         members=members,
         waiting_since_s=waiting_since_s,
         tombstones=(view.tombstones | ended) - frozenset(event.gone),
+        gave_up=(view.gave_up | gave_up) - frozenset(event.gone) if gave_up or view.gave_up else view.gave_up,
         departed=view.departed | (view.roster & ended),
         absent=_with(view.absent, changed, absent),
         ready=_with(view.ready, changed, ready),
@@ -212,3 +216,17 @@ def _with_round(view: View, round_: Round, now_s: float, *, is_trusted: bool) ->
         },
         trusted_from_s=view.trusted_from_s if is_trusted else now_s + max(view.settings.ttl_s, COME_BACK_S),
     )
+
+
+def check_invariants(view: View) -> None:
+    """Raise AssertionError if a round breaks a promise.
+
+    Cheap enough for production, and asked after every event in tests.
+    """
+    round_, settings = view.round, view.settings
+    assert len(set(round_.roster)) == len(round_.roster), f"a member has two ranks: {round_.roster}"
+    assert len(round_.roster) <= settings.max_workers, f"{len(round_.roster)} > max {settings.max_workers}"
+    if round_.number > 0:
+        assert len(round_.roster) >= settings.min_workers, f"{len(round_.roster)} < min {settings.min_workers}"
+        assert round_.store_address, "a round without a store address"
+        assert 0 not in round_.stale, "rank 0 must be a source"
