@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from torchelastic.checkpoint.local.names import Save, Shard, check_iteration, check_session_id
@@ -41,15 +42,16 @@ def test_the_newest_save_is_the_one_saved_last_not_the_one_with_the_largest_iter
 
 
 def test_a_session_is_a_folder_name() -> None:
-    for session in ("", "job-17", "a.b_c:d@1"):
+    for session in ("", "job-17", "a.b_c:d@1", "job 7"):
         assert check_session_id(session) == session
-    for session in ("..", ".hidden", "a/b", "a b", "x" * 200):
+    for session in ("..", ".hidden", "a/b", " a", "a ", "a\nb", "x" * 200):
         with pytest.raises(ValueError, match="session_id"):
             check_session_id(session)
 
 
 def test_an_iteration_is_a_whole_number_from_0_on() -> None:
     assert check_iteration(0) == 0
+    assert type(check_iteration(np.int64(3))) is int
     for wrong in (True, 1.0, "1", None):
         with pytest.raises(TypeError, match="whole number"):
             check_iteration(wrong)  # type: ignore[arg-type]

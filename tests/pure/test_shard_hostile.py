@@ -96,6 +96,18 @@ NONSENSE: dict[str, Any] = {
     "a key that cannot be one": {"dict": [[[1], 2]]},
     "a set of lists": {"set": [[1]]},
     "a tuple that is none": {"tuple": None},
+    "an object without a word about it": {"object": 1},
+    "an object of no kind": {"object": 1, "about": {"as": "function"}},
+    "an enum that is no text": {"object": [1], "about": {"as": "enum", "class": "signal:Signals"}},
+    "a member that an enum has not": {"object": "NONE", "about": {"as": "enum", "class": "signal:Signals"}},
+    "a class that is a number": {"object": "A", "about": {"as": "enum", "class": 3}},
+    "a factory that is any function": {"object": {"dict": []}, "about": {"as": "defaultdict", "factory": "eval"}},
+    "a namespace of a list": {"object": [1], "about": {"as": "namespace", "of": "types"}},
+    "a namespace of another module": {"object": {"dict": []}, "about": {"as": "namespace", "of": "os"}},
+    "a path that is a number": {"object": 3, "about": {"as": "path", "of": "path"}},
+    "metadata that are none": {"ordered": [], "metadata": {"nothing": 1}},
+    "a parameter of whole numbers": leaf("strided", {"data": "b"}, stride=None, parameter=True, requires_grad=True),
+    "a parameter without a word on gradients": leaf("strided", {"data": "f"}, stride=None, parameter=True),
     "a pickle that is none": {"pickle": 3},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import weakref
@@ -21,8 +22,11 @@ Tree = dict[str, Any]
 
 def state() -> Tree:
     shared = torch.arange(6.0).view(2, 3)
+    model: Any = OrderedDict(weight=shared, tied=shared, bias=torch.ones(3, dtype=torch.bfloat16))
+    model._metadata = OrderedDict({"": {"version": 1}})
     return {
-        "model": OrderedDict(weight=shared, tied=shared, bias=torch.ones(3, dtype=torch.bfloat16)),
+        "model": model,
+        "args": argparse.Namespace(lr=0.1),
         "optimizer": {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2, 3)}}, "lr": 0.1},
         "progress": [1, (2.5, "epoch", None), [True, torch.float32]],
         "complex": torch.ones(2, dtype=torch.complex64),
@@ -106,6 +110,11 @@ CHANGES: dict[str, Callable[[Tree], None]] = {
     "strides": transpose_in_place,
     "conjugated": lambda tree: tree.update(complex=tree["complex"].conj()),
     "something unknown to it": set_at("new", {1, 2}),
+    "a version of a module": lambda tree: setattr(tree["model"], "_metadata", {"": {"version": 3}}),
+    "no version any more": lambda tree: delattr(tree["model"], "_metadata"),
+    "a tensor becomes a parameter": lambda tree: tree["model"].update(bias=torch.nn.Parameter(tree["model"]["bias"])),
+    "gradients": lambda tree: tree["complex"].requires_grad_(),
+    "an object": set_at("args", argparse.Namespace(lr=0.2)),
     "an empty tensor": set_at("model", "bias", torch.zeros(0)),
     "a view of another": lambda tree: tree["model"].update(tied=tree["model"]["weight"][:1]),
 }

@@ -56,6 +56,8 @@ def children(node: Plain) -> list[tuple[str, Plain]] | None:
     if not isinstance(node, dict):
         return None
     kind, value = _opened(node)
+    if kind == "object":
+        return children(value)
     if kind in _MAPPINGS:
         return [(key_text(key), item) for key, item in value]
     if kind in _SEQUENCES:
@@ -79,6 +81,9 @@ def value_text(node: Plain) -> str:
     kind, value = _opened(node)
     if kind in ("tuple", "set", "frozenset", "dict", "ordered"):
         return f"{kind}({', '.join(value_text(item) for _, item in children(node) or ())})"
+    if kind == "object":
+        about = node["about"]
+        return f"{about.get('class', about['as']).replace(':', '.')}({value_text(value)})"
     if kind in ("bytes", "bytearray"):
         return f"{kind} of {len(base64.b64decode(value))} bytes"
     if kind == "complex":

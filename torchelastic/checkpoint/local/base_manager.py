@@ -209,7 +209,7 @@ class BaseCheckpointManager(ABC):
             CheckpointError: a rank cannot save; nothing is left of it.
             OutOfStepError: see the class.
         """
-        call = f"save(iteration={iteration!r}, is_async={bool(is_async)})"
+        call = f"save(iteration={iteration}, is_async={bool(is_async)})"
         self._begin(call, look=False)
         prepared: list[Any] = []
 
@@ -226,7 +226,7 @@ class BaseCheckpointManager(ABC):
             raise
         self._generation = max(int(generation) for generation, _, _ in answers) + 1
         _, token, saved_s = answers[0]
-        save = Save(self._generation, iteration, self.world_size, str(token))
+        save = Save(self._generation, check_iteration(iteration), self.world_size, str(token))
         self._pending[save] = 0
         request = self._save(prepared[0], save.shard(self.rank), float(saved_s), is_async=is_async)
         request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s), self._formation)])

@@ -152,4 +152,9 @@ def _moved(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> to
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != device.type:
             return tensor
-    return tensor.to(device, non_blocking=non_blocking)
+    if tensor.device == device:
+        return tensor
+    moved = tensor.detach().to(device, non_blocking=non_blocking)  # autograd is to know nothing of it
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(moved, tensor.requires_grad)
+    return moved.requires_grad_(tensor.requires_grad)

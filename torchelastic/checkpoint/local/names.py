@@ -6,9 +6,10 @@ generation, a counter that all ranks agree on and that never falls, and a random
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 SUFFIX = ".shard"
 MAX_NUMBER = 10**12
@@ -17,7 +18,7 @@ _NAME = re.compile(
     r"iter_(?P<iteration>\d{7,12})_(?P<rank>\d{4,12})_of_(?P<world_size>\d{4,12})"
     r"_gen_(?P<generation>\d{8,12})_(?P<token>[0-9a-f]{8})_local\.shard"
 )
-_SESSION = re.compile(r"[A-Za-z0-9_.:=@+,-]{0,128}")
+_SESSION = re.compile(r"(?! )[A-Za-z0-9_.:=@+, -]{0,128}(?<! )")
 
 
 class CkptID(NamedTuple):
@@ -109,21 +110,25 @@ def check_session_id(session_id: str) -> str:
     """
     if not _SESSION.fullmatch(session_id) or session_id.startswith("."):
         raise ValueError(
-            f"session_id is {session_id!r}: it names a folder, so give up to 128 letters, digits and _.:=@+,- that do "
-            "not begin with a dot"
+            f"session_id is {session_id!r}: it names a folder, so give up to 128 letters, digits, blanks and _.:=@+,- "
+            "that do not begin with a dot, and neither begin nor end with a blank"
         )
     return session_id
 
 
-def check_iteration(iteration: int) -> int:
+def check_iteration(iteration: SupportsIndex) -> int:
     """Returns an iteration that a name can hold.
 
     Raises:
         TypeError: it is no whole number.
         ValueError: it is negative or far too large.
     """
-    if isinstance(iteration, bool) or not isinstance(iteration, int):
+    try:
+        number = operator.index(iteration)  # of numpy too
+    except TypeError:
+        number = None
+    if number is None or isinstance(iteration, bool):
         raise TypeError(f"iteration is {iteration!r}: give a whole number")
-    if not 0 <= iteration < MAX_NUMBER:
-        raise ValueError(f"iteration is {iteration}: give a number from 0 to {MAX_NUMBER - 1}")
-    return iteration
+    if not 0 <= number < MAX_NUMBER:
+        raise ValueError(f"iteration is {number}: give a number from 0 to {MAX_NUMBER - 1}")
+    return number

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards.tree import Flat, Plain, flatten, tensor_names
+from torchelastic.checkpoint.shards.tensors import asks_for_gradients
+from torchelastic.checkpoint.shards.tree import Flat, Plain, flatten, metadata_of, tensor_names
 
 _PLAIN = (bool, int, str, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 #: What must be equal for a tensor to have the same recipe as last time: shape, strides, dtype, device.
 _Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+_Known = tuple[int, _Look, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,13 @@ class Outline:
 
     Attributes:
         structure: the plain part, with the tensors' names.
-        leaves: by the identity of a tensor's node in the structure, its place in the list of tensors and its look.
+        leaves: by the identity of a tensor's node in the structure, its place in the list of tensors, its look, and
+            whether it is a parameter and has gradients.
         looks: of all tensors, by place.
     """
 
     structure: Plain
-    leaves: dict[int, tuple[int, _Look]]
+    leaves: dict[int, _Known]
     looks: tuple[_Look, ...]
 
     @property
@@ -53,7 +56,7 @@ def outline_of(flat: Flat) -> Outline | None:
     """What to remember of a state that was taken apart; None if it holds tensors that are encoded anew each time."""
     looks = tuple(_look(named.tensor) for named in flat.tensors)
     places = {named.name: place for place, named in enumerate(flat.tensors)}
-    leaves: dict[int, tuple[int, _Look]] = {}
+    leaves: dict[int, _Known] = {}
     _collect_leaves(flat.structure, {name: (place, looks[place]) for name, place in places.items()}, leaves)
     if len(leaves) < len(looks) or any(named.tensor.is_conj() or named.tensor.is_neg() for named in flat.tensors):
         return None
@@ -83,7 +86,7 @@ def _look(tensor: torch.Tensor) -> _Look:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _collect_leaves(node: Plain, looks: dict[str, tuple[int, _Look]], leaves: dict[int, tuple[int, _Look]]) -> None:
+def _collect_leaves(node: Plain, looks: dict[str, tuple[int, _Look]], leaves: dict[int, _Known]) -> None:
     """The plain strided tensors that lie directly in dicts, lists and tuples; a tensor in two places is one node."""
     if isinstance(node, list):
         for item in node:
@@ -95,7 +98,8 @@ def _collect_leaves(node: Plain, looks: dict[str, tuple[int, _Look]], leaves: di
         elif kind == "tuple":
             _collect_leaves(value, looks, leaves)
         elif kind == "leaf" and value["kind"] == "strided":
-            leaves[id(node)] = looks[value["names"]["data"]]
+            flags = value.get("parameter", False), value.get("requires_grad", False)
+            leaves[id(node)] = (*looks[value["names"]["data"]], *flags)
 
 
 class _Recalling:
@@ -134,7 +138,8 @@ class _Recalling:
         if not _is(name, node) or len(node[name]) != len(value):
             return self._anew(node, value)
         pairs: list[Any] = []
-        changed = False
+        about = self._metadata(node, value) if name == "ordered" else {}
+        changed = about.get("metadata") is not node.get("metadata")
         for pair, (key, item) in zip(node[name], value.items(), strict=True):
             if pair[0] != key or type(pair[0]) is not type(key):
                 return self._anew(node, value)
@@ -145,7 +150,11 @@ class _Recalling:
                 changed = True
                 pairs.append([key, encoded])
         # an earlier save may still be writing the old list: it is left as it is
-        return {name: pairs} if changed else node
+        return {name: pairs, **about} if changed else node
+
+    def _metadata(self, node: Plain, value: Any) -> dict[str, Plain]:
+        metadata = metadata_of(value)
+        return {} if metadata is None else {"metadata": self.encode(node.get("metadata"), metadata)}
 
     def _items(self, nodes: list[Plain], values: Sequence[Any]) -> list[Plain]:
         items = [self.encode(node, value) for node, value in zip(nodes, values, strict=True)]
@@ -155,8 +164,10 @@ class _Recalling:
         known = self._leaves.get(id(node))
         if known is None or value.layout is not torch.strided:
             raise _ChangedError
-        place, look = known
+        place, look, is_parameter, requires_grad = known
         if (value.shape, value.stride(), value.dtype, value.device) != look:
+            raise _ChangedError
+        if asks_for_gradients(value) is not requires_grad or (type(value) is torch.nn.Parameter) is not is_parameter:
             raise _ChangedError
         before, self.tensors[place] = self.tensors[place], value
         if value.is_conj() or value.is_neg() or (before is not None and before.data_ptr() != value.data_ptr()):

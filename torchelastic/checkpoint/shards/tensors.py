@@ -153,7 +153,7 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
     device = str(tensor.device)
     if tensor.layout is torch.strided and not tensor.is_quantized:
         shape = tuple(tensor.shape)
-        recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device}
+        recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device, **_autograd_of(value)}
         return Leaf(_identity(tensor, value, name), recipe, (Part("data", name, tensor, shape, Box.whole(shape)),))
     recipe, parts = _quantized(tensor, name) if tensor.is_quantized else _sparse(tensor, name)
     named = [
@@ -170,10 +170,11 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
         ValueError, KeyError, TypeError, RuntimeError: the recipe is none that `encode_leaf` makes.
     """
     kind = recipe["kind"]
-    if kind == "shard" or (kind == "strided" and recipe["stride"] is None):
+    if kind == "shard":
         return parts["data"]
     if kind == "strided":
-        return _with_strides(parts["data"], recipe["stride"])
+        stride = recipe["stride"]
+        return _for_autograd(parts["data"] if stride is None else _with_strides(parts["data"], stride), recipe)
     if kind == "per_tensor":
         return torch._make_per_tensor_quantized_tensor(parts["data"], recipe["scale"], recipe["zero_point"])
     if kind == "per_channel":
@@ -222,6 +223,24 @@ def _with_data(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.is_nested:
         raise TypeError(f"the tensor {name!r} is nested: save the tensors it is made of, or a padded one")
     return tensor.detach()
+
+
+def asks_for_gradients(value: torch.Tensor) -> bool:
+    """Whether gradients of it are wanted; what was computed from such a tensor is saved as a plain one."""
+    return value.requires_grad and value.is_leaf
+
+
+def _autograd_of(value: torch.Tensor) -> dict[str, bool]:
+    """Whether it is a parameter, and asks for gradients; empty for what most states hold: neither."""
+    flags = {"parameter": isinstance(value, torch.nn.Parameter), "requires_grad": asks_for_gradients(value)}
+    return flags if any(flags.values()) else {}
+
+
+def _for_autograd(tensor: torch.Tensor, recipe: Mapping[str, Any]) -> torch.Tensor:
+    """The inverse; it shares the tensor's memory."""
+    if recipe.get("parameter"):
+        return torch.nn.Parameter(tensor, requires_grad=recipe["requires_grad"])
+    return tensor.detach().requires_grad_() if recipe.get("requires_grad") else tensor
 
 
 def _stride_to_keep(tensor: torch.Tensor) -> list[int] | None:

@@ -1,8 +1,9 @@
 """A state as plain values plus named tensors, and back; nothing that is read here is ever executed.
 
-What `weights_only` of torch.load accepts is accepted: containers, numbers, strings, bytes, dtypes, tensors. Tensors are
-taken out and named by their path as in a JSON pointer (RFC 6901): `model/layer~1norm/weight`. Everything else is
-refused by a `TypeError` that names it, unless the caller asks for pickles on both sides.
+What `weights_only` of torch.load accepts is accepted: containers, numbers, strings, bytes, dtypes, tensors; so are the
+small objects of `objects.py`. Tensors are taken out and named by their path as in a JSON pointer (RFC 6901):
+`model/layer~1norm/weight`. Everything else is refused by a `TypeError` that names it, unless the caller asks for
+pickles on both sides.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.objects import described, rebuilt
 from torchelastic.checkpoint.shards.tensors import LEAF_TYPES, decode_leaf, dtype_name, dtype_named, encode_leaf
 
 #: What JSON can hold.
@@ -62,7 +64,7 @@ def flatten(tree: Any, *, allow_pickles: bool = False) -> Flat:
 
     Args:
         tree: dicts, lists, tuples, sets, plain values, tensors of any dtype and layout, DTensors, `ShardOf`, numpy
-            arrays.
+            arrays; named tuples, enums, namespaces, paths.
         allow_pickles: store what is none of these as a pickle, which is read back only by who allows it too.
 
     Raises:
@@ -102,6 +104,11 @@ def unflatten(
         raise CorruptCheckpointError(f"the structure of the saved state is damaged: {error!r}") from error
 
 
+def metadata_of(ordered: OrderedDict[Any, Any]) -> Any:
+    """What `Module.state_dict()` attaches to its result: the modules' versions, by which old states are mended."""
+    return getattr(ordered, "_metadata", None)
+
+
 def tensor_names(structure: Plain) -> set[str]:
     """The names of all tensors that a structure refers to. Raises CorruptCheckpointError as `unflatten`."""
     names: set[str] = set()
@@ -122,6 +129,7 @@ def _collect_names(node: Plain, names: set[str]) -> None:
             names.update(value["names"].values())
         elif kind not in _SCALARS and kind != "pickle":
             _collect_names(value, names)
+            _collect_names(node.get("metadata"), names)
 
 
 @dataclass
@@ -205,19 +213,35 @@ class _Flattening:
                 [self.encode(key, (*path, "~key")), self.encode(item, (*path, _token(key)))]
                 for key, item in value.items()
             ]
-            return {"ordered" if kind is OrderedDict else "dict": pairs}
+            if kind is dict:
+                return {"dict": pairs}
+            metadata = metadata_of(value)
+            about = {} if metadata is None else {"metadata": self.encode(metadata, (*path, "~metadata"))}
+            return {"ordered": pairs, **about}
         if kind in (list, tuple):
             items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
             return items if kind is list else {"tuple": items}
         if kind in (set, frozenset):
             ordered = sorted(value, key=repr)  # so that equal states give equal bytes
             return {kind.__name__: [self.encode(item, (*path, str(index))) for index, item in enumerate(ordered)]}
+        simpler = self._described(value, path)
+        if simpler is not None:
+            return simpler
         if self.allow_pickles:
             return {"pickle": base64.b64encode(_pickle(value, path)).decode()}
         raise TypeError(
             f"{_place(path)} is a {kind.__module__}.{kind.__qualname__}: save plain values and tensors, such as "
             "a state_dict(), or pass allow_pickles=True when saving and when loading"
         )
+
+    def _described(self, value: Any, path: tuple[str, ...]) -> Plain | None:
+        try:
+            found = described(value)
+        except TypeError as error:
+            if self.allow_pickles:
+                return None
+            raise TypeError(f"{_place(path)} {error}") from None
+        return None if found is None else {"object": self.encode(found.content, path), "about": found.about}
 
 
 @dataclass(frozen=True)
@@ -239,7 +263,7 @@ class _Unflattening:
             return _SCALARS[kind](value)
         if kind in ("dict", "ordered"):
             pairs = [(self.decode(key), self.decode(item)) for key, item in value]
-            return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+            return dict(pairs) if kind == "dict" else self._ordered(pairs, dict(rest))
         if kind in _COLLECTIONS:
             return _COLLECTIONS[kind](self.decode(item) for item in value)
         if kind == "long_bytes":
@@ -248,9 +272,17 @@ class _Unflattening:
         if kind == "numpy":
             array = self.decode(value).numpy()
             return array[()] if rest[0][1] else array
+        if kind == "object":
+            return rebuilt(self.decode(value), rest[0][1])
         if kind == "pickle":
             return self._pickled(value)
         raise ValueError(f"unknown kind {kind!r}")
+
+    def _ordered(self, pairs: list[tuple[Any, Any]], about: Mapping[str, Plain]) -> OrderedDict[Any, Any]:
+        ordered = OrderedDict(pairs)
+        if "metadata" in about:
+            ordered._metadata = self.decode(about["metadata"])  # type: ignore[attr-defined]  # see `metadata_of`
+        return ordered
 
     def _leaf(self, recipe: Mapping[str, Any]) -> torch.Tensor:
         key = tuple(recipe["names"].items())
