@@ -70,8 +70,8 @@ coverage: $(READY)
 	$(BIN)/python -m coverage report --rcfile=tests/pure/pure_core.ini
 
 soak: $(READY)
-	$(BIN)/python -m torchelastic.testing.simulation --events 1000000000 --seconds 600 --hosts 8
-	$(BIN)/python -m torchelastic.testing.simulation --members 10000 --nproc 8
+	$(BIN)/python -m tests.simulation --events 1000000000 --seconds 600 --hosts 8
+	$(BIN)/python -m tests.simulation --members 10000 --nproc 8
 	$(BIN)/python -m benchmarks.storm --faults 200
 	$(BIN)/python -m benchmarks.deadlines --jobs 0 --deadlines 20
 

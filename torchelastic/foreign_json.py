@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from torchelastic.text import escaped
+
 #: A text has at most so many characters, unless its reader says otherwise (a host's name has at most 253).
 MAX_TEXT = 400
 #: A counter is at most so large, unless its reader says otherwise: a float holds every whole number up to here.
@@ -34,15 +36,6 @@ class RecordError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(escaped(text[:_MOST_ERROR]))
-
-
-def escaped(text: str) -> str:
-    r"""A foreign text as one line that no terminal obeys: what cannot be printed is written as escapes.
-
-    >>> escaped("job7\n\x1b[2J")
-    'job7\\n\\x1b[2J'
-    """
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def decode_json(source: str, data: bytes | str, *, most_bytes: int) -> Any:

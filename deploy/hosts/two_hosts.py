@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # the example is in the repository, and in no pac
 from examples.imagenet.digits import TRAIN_IMAGES, write_digits  # noqa: E402 - as above
 from examples.imagenet.events import Event, EventReader  # noqa: E402 - as above
 from examples.imagenet.options import HANDWRITTEN_DIGITS  # noqa: E402 - as above
-from torchelastic.testing.hosts import Lab, why_impossible  # noqa: E402 - as above
+from tests.hosts import Lab, why_impossible  # noqa: E402 - as above
 
 HOSTS = ("host-a", "host-b")
 #: Committed steps before the power goes, and without the host before it is back.

@@ -12,8 +12,8 @@ import pytest
 
 from tests.cluster.harness import Job
 from tests.cluster.shell import Shell, launcher
+from tests.hosts import Lab, why_impossible
 from torchelastic.testing.faults import Fault
-from torchelastic.testing.hosts import Lab, why_impossible
 
 
 class MakeJob(Protocol):

@@ -23,12 +23,12 @@ import psutil
 import torch
 
 from tests.cluster.elastic_job import make_dataset, make_model
+from tests.hosts import Host
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.url import DEFAULT_PREFIX
 from torchelastic.testing.faults import Fault, FaultPlan
-from torchelastic.testing.hosts import Host
 
 JOB = Path(__file__).with_name("elastic_job.py")
 ROOT = Path(__file__).parents[2]

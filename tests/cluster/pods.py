@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.cluster.harness import ROOT, Job
+from tests.hosts import Host, Lab
 from tests.process.manifests import Object, container_of, environment_of, expanded, the
 from torchelastic.rendezvous.server import find_etcd_binary
-from torchelastic.testing.hosts import Host, Lab
 
 #: In a mount namespace of the pod: an empty file system where the mounts are, then the mounts, then the command.
 MOUNTED = """

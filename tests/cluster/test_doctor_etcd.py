@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +15,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.cluster.secured_etcd import PASSWORD, Authority, guard
+from tests.hosts import Lab
 from torchelastic.doctor import Finding, Level
 from torchelastic.doctor.etcd_facts import check, gather_etcd, open_store
 from torchelastic.doctor.etcd_rules import judge_etcd
@@ -28,7 +27,6 @@ from torchelastic.rendezvous.server import EtcdServer, ServerTls
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.testing.etcd import running_etcd
-from torchelastic.testing.hosts import Lab
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 NOBODY = Credentials()
@@ -202,23 +200,16 @@ def hold(*meetings: Meeting, wanted: int = 0, wait_s: float = LONG_S) -> list[Me
     return facts
 
 
-def test_hosts_find_each_other_and_compare_their_clocks(meet: Meet) -> None:
-    ahead_s = 3.0
+def test_hosts_find_each_other_and_compare_their_versions(meet: Meet) -> None:
     facts = hold(
         meet(name="a", boot_id="1", facts={"torch": "2.13.0"}),
-        meet(name="b", boot_id="2", facts={"torch": "2.13.0"}, wall_clock=lambda: time.time() + ahead_s),
+        meet(name="b", boot_id="2", facts={"torch": "2.13.0"}),
         meet(name="c", boot_id="3", facts={"torch": "2.6.0"}),
     )
-    offsets = {
-        (one.own.name, visit.host.name): visit.clock for one in facts for visit in one.visits if visit.clock is not None
-    }
-    assert len(offsets) == 6
-    for (here, there), clock in offsets.items():
-        truth_s = ahead_s * ((there == "b") - (here == "b"))
-        assert abs(clock.offset_s - truth_s) <= clock.bound_s + 0.001, (here, there)
+    assert [[visit.host.name for visit in one.visits] for one in facts] == [["b", "c"], ["a", "c"], ["a", "b"]]
     found = judge_meeting(facts[0])
-    assert bad(found) == [WARNING, WARNING], text_of(found)
-    assert "b's clock is" in text_of(found)
+    assert bad(found) == [WARNING], text_of(found)
+    assert "this host reaches b, c" in text_of(found)
     assert "2.6.0 on c" in text_of(found)
 
 
@@ -238,29 +229,6 @@ def test_a_port_that_was_asked_for_is_visited_too(meet: Meet) -> None:
     assert other.visits[0].host.ports == one.own.ports
     assert other.visits[0].failures == {}
     assert bad(judge_meeting(other)) == []
-
-
-def test_a_stranger_with_another_token_is_told_nothing(meet: Meet, etcd: EtcdServer, run_id: str) -> None:
-    meeting = meet()
-    holding = threading.Thread(target=meeting.hold, args=(2, 10.0), daemon=True)
-    holding.start()
-    store = open_store(url_of(etcd), NOBODY)
-    try:
-        cards: tuple[Any, ...] = ()
-        while not cards:
-            assert holding.is_alive()
-            cards = store.list_prefix(f"/torchelastic/{run_id}/doctor/hosts/").items
-        card = json.loads(cards[0].value)
-        with socket.create_connection((card["address"], card["ports"][0]), LONG_S) as connection:
-            connection.sendall(b"x" * 32)
-            try:
-                assert connection.recv(8) == b""
-            except ConnectionResetError:
-                pass
-        hold(meet(), wanted=2)  # lets it go
-    finally:
-        store.close()
-        holding.join(LONG_S)
 
 
 _IN_A_LAB = """
@@ -306,5 +274,5 @@ def test_two_doctors_meet_by_the_command_line(etcd: EtcdServer, run_id: str) -> 
     for one in doctors:
         out, _ = one.communicate(timeout=LONG_S)
         found = {finding["check"]: finding["level"] for finding in json.loads(out)["findings"]}
-        assert {found[name] for name in ("reach of hosts", "clocks of hosts", "versions of hosts")} == {"ok"}
+        assert {found[name] for name in ("reach of hosts", "versions of hosts")} == {"ok"}
         assert one.returncode == 1  # for etcd's address is one of this host alone

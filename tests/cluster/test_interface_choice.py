@@ -1,6 +1,6 @@
 """Hosts with two networks, of which the one that leads to etcd leads to no other host: `--iface` names the other one.
 
-Each host is a set of network namespaces; see `torchelastic.testing.hosts`. Needs root.
+Each host is a set of network namespaces; see `tests.hosts`. Needs root.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.conftest import MakeJob, MakeLab
 from tests.cluster.harness import ROOT, Job, wait_until
-from torchelastic.testing.hosts import Host, Lab
+from tests.hosts import Host, Lab
 
 NAMES = ("a", "b")
 #: The interface on the second network has another name on each host.

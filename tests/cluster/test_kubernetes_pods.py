@@ -20,10 +20,10 @@ import pytest
 from tests.cluster.conftest import MakeJob, MakeLab
 from tests.cluster.harness import ROOT, Job, wait_until
 from tests.cluster.pods import Pods, end, write_image
+from tests.hosts import Lab
 from tests.process.manifests import PAGE, container_of, secrets_of_the_page, the
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.url import DEFAULT_PREFIX
-from torchelastic.testing.hosts import Lab
 
 MEMBERS = ("etcd-0", "etcd-1", "etcd-2")
 TRAINERS = ("train-0", "train-1")

@@ -1,6 +1,6 @@
 """Hosts with networks of their own, some of which fail: who is left goes on soon, and no work is lost or done twice.
 
-Each host is a set of network namespaces with one agent and one worker; see `torchelastic.testing.hosts`. Needs root.
+Each host is a set of network namespaces with one agent and one worker; see `tests.hosts`. Needs root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from tests.cluster.conftest import MakeJob, MakeLab
 from tests.cluster.harness import ROOT, Job, RunRecords, wait_until
-from torchelastic.testing.hosts import ETCD, Lab
+from tests.hosts import ETCD, Lab
 
 #: The shortest time to live that etcd grants.
 TTL_S = 2.0
@@ -101,7 +101,7 @@ def test_a_lab_whose_owner_is_killed_leaves_nothing_behind(labs: MakeLab, tmp_pa
     labs()  # or skip
     text = """
         import subprocess, time
-        from torchelastic.testing.hosts import ETCD, Lab
+        from tests.hosts import ETCD, Lab
         with Lab(["a"]) as lab:
             subprocess.Popen(lab["a"].command(["sleep", "60"]))
             while not (lab["a"].pids() and lab[ETCD].pids()):

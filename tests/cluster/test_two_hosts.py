@@ -14,7 +14,7 @@ import pytest
 from examples.imagenet.digits import TRAIN_IMAGES
 from examples.imagenet.events import read_events
 from tests.cluster.harness import ROOT
-from torchelastic.testing.hosts import why_impossible
+from tests.hosts import why_impossible
 
 SCRIPT = ROOT / "deploy" / "hosts" / "two_hosts.py"
 STEPS_PER_EPOCH = 15

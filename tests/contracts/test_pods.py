@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.testing.hosts import Lab, why_impossible
+from tests.hosts import Lab, why_impossible
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])

@@ -23,11 +23,11 @@ from tests.process.command_checkpoints import (
 )
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.collection import list_checkpoints
-from torchelastic.checkpoint.command.screen import age_text, size_text
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.shards import save_tree
 from torchelastic.checkpoint.shards.tree import Flat
 from torchelastic.checkpoint.shards.writing import write_shard
+from torchelastic.text import age_text, bytes_text
 
 # --- ls ---------------------------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ def test_it_is_started_by_the_launcher(tmp_path: Path) -> None:
 
 
 def test_sizes_and_ages() -> None:
-    assert [size_text(size) for size in (0, 1023, 1536, 2**40)] == ["0 B", "1023 B", "1.5 KiB", "1.0 TiB"]
+    assert [bytes_text(size) for size in (0, 1023, 1536, 2**40)] == ["0 B", "1023 B", "1.50 KiB", "1.00 TiB"]
     assert [age_text(age) for age in (-5.0, 59.0, 90.0, 7200.0, 172800.0)] == [
         "0 s",
         "59 s",

@@ -35,6 +35,7 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
     if page in UNDER_THE_LAUNCHER:
         command[1:1] = ["-m", "torchelastic.launch", "run", "--standalone", "--nproc-per-node=2"]
     environment = {k: v for k, v in os.environ.items() if k != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
+    environment["PYTHONPATH"] = str(ROOT)  # some pages import `tests`, which is in no installed package, and say so
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 

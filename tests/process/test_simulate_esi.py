@@ -16,9 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from torchelastic.launch.simulation_of_instances.instance import write_whole
-from torchelastic.launch.simulation_of_instances.process_tree import SurvivorsError, end_all
-from torchelastic.launch.simulation_of_instances.progress_file import Progress, Told
+from torchelastic.launch.esi_simulation import Reported
+from torchelastic.lifetime.progress_file import Steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 
@@ -194,39 +193,15 @@ def test_a_signal_ends_the_job_and_the_simulator_at_once(
     )
 
 
-def test_when_the_lives_are_reported_nothing_of_them_is_left(tmp_path: Path) -> None:
-    script = (
-        "import time\n"
-        "from pathlib import Path\n"
-        "from torchelastic.launch.simulation_of_instances import Limits\n"
-        "from torchelastic.launch.simulation_of_instances.keeper import guarded\n"
-        "from torchelastic.launch.simulation_of_instances.process_tree import descendants\n"
-        "from torchelastic.launch.simulation_of_instances.simulation import Order, Simulation\n"
-        "order = Order('kill -TERM $PPID; exec sleep 600', 500.0, 500.0, 0.0, Limits(), (75,), Path('none'))\n"
-        "def work():\n"
-        "    clocks = dict(clock=time.monotonic, wall_clock=time.time, sleep=time.sleep)\n"
-        f"    simulation = Simulation(order, {{}}, Path({str(tmp_path)!r}), **clocks, say=lambda text: None)\n"
-        "    outcome = simulation.run(lambda outcome: None)\n"
-        "    print(outcome.verdict.exit_code, descendants())\n"
-        "    return 0\n"
-        "guarded(work)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.stdout == "143 []\n", done.stderr
-
-
-@pytest.mark.parametrize("who", ["front", "inner"])
-def test_nothing_survives_a_simulator_that_was_killed(
-    running: subprocess.Popen[bytes], tmp_path: Path, who: str
-) -> None:
-    front = psutil.Process(running.pid)
-    (inner,) = front.children()
-    everything = [inner.pid, *(process.pid for process in front.children(recursive=True)), *pids_in(tmp_path)]
-    assert len(set(everything)) >= 5
-    (front if who == "front" else inner).kill()
-    assert running.wait(PATIENCE_S) == (-signal.SIGKILL if who == "front" else 128 + signal.SIGKILL)
-    wait_until(lambda: all(map(is_gone, everything)), "everything ends")
-    assert who == "front" or b"killed by signal 9" in (tmp_path / "stderr").read_bytes()
+def test_the_command_of_a_simulator_that_was_killed_ends_too(tmp_path: Path) -> None:
+    command = [*SIMULATOR, "--cmd", f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pids; exec sleep 600"]
+    running = subprocess.Popen([*command, *FOREVER], stderr=subprocess.DEVNULL)
+    try:
+        wait_until((tmp_path / "pids").exists, "the job starts")
+    finally:
+        running.kill()
+        running.wait()
+    wait_until(lambda: all(map(is_gone, pids_in(tmp_path))), "the command ends")
 
 
 def test_workers_of_torchrun_end_with_the_simulator(tmp_path: Path) -> None:
@@ -253,10 +228,8 @@ def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
     )
     try:
         wait_until((tmp_path / "started").exists, "the job starts")
-        (inner,) = psutil.Process(running.pid).children()
-        for pid in (running.pid, inner.pid):
-            ignored = int(Path(f"/proc/{pid}/status").read_text().split("SigIgn:")[1].split()[0], 16)
-            assert ignored & 1 << (signal.SIGHUP - 1)
+        ignored = int(Path(f"/proc/{running.pid}/status").read_text().split("SigIgn:")[1].split()[0], 16)
+        assert ignored & 1 << (signal.SIGHUP - 1)
     finally:
         running.send_signal(signal.SIGTERM)
     assert running.wait(PATIENCE_S) == 143
@@ -278,53 +251,32 @@ def test_children_that_the_caller_has_already_are_left_alone() -> None:
 # --- its parts ------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_ended_is_named() -> None:
-    """A process that is held by the kernel is one that the clock runs away from, before it can be seen to end."""
-    child = subprocess.Popen(["sleep", "600"])
-    others = {process.pid for process in psutil.Process().children()} - {child.pid}
-    now_s = iter(range(0, 1000, 100))
-    with pytest.raises(SurvivorsError, match=rf"10 s after SIGKILL: {child.pid}\b"):
-        end_all(clock=lambda: float(next(now_s)), sleep=lambda _seconds: None, spare=others)
-    child.wait()
-
-
 def test_of_a_progress_file_the_last_readable_line_counts(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     path.write_text('{"committed_step": 99}')
-    told = Told(path, tmp_path / "manager_state.json")
-    told.begin()
-    told.look()
-    assert told.progress == Progress()  # that was of the life before
+    told = Reported(path, tmp_path / "manager_state.json")
+    told.read()
+    assert told.steps == Steps()  # that was of the life before
     path.write_text('{"committed_step": 4, "saved_step": 0}')
-    told.look()
+    told.read()
     path.write_text('{"committed_step": 5, "sav')
-    told.look()
-    assert told.progress == Progress(committed_step=4, saved_step=0)
+    told.read()
+    assert told.steps == Steps(committed_step=4, saved_step=0)
     assert "Unterminated string" in told.fault
     path.write_text('{"committed_step": 6}')
-    told.look()
-    assert (told.progress, told.fault) == (Progress(committed_step=6), "")
+    told.read()
+    assert (told.steps, told.fault) == (Steps(committed_step=6), "")
 
 
 def test_velastics_file_counts_if_it_was_written_in_this_life(tmp_path: Path) -> None:
     path = tmp_path / "manager_state.json"
     path.write_text('{"iter_count": 8, "total_iters": 50}')
-    told = Told(tmp_path / "progress", path)
-    told.begin()
-    told.look()
-    assert told.progress == Progress()
+    told = Reported(tmp_path / "progress", path)
+    told.read()
+    assert told.steps == Steps()
     path.write_text('{"iter_count": 19, "total_iters": 50}')
-    told.look()
-    assert told.progress == Progress(committed_step=18)
+    told.read()
+    assert told.steps == Steps(committed_step=18)
     (tmp_path / "progress").write_text('{"saved_step": 10}')
-    told.look()
-    assert told.progress == Progress(committed_step=18, saved_step=10)
-
-
-def test_who_reads_a_file_while_it_is_written_has_the_old_one_whole(tmp_path: Path) -> None:
-    path = tmp_path / "termination-time"
-    path.write_text("old")
-    with path.open() as reader:
-        write_whole(path, "new")
-        assert reader.read() == "old"
-    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("termination-time", "new")]
+    told.read()
+    assert told.steps == Steps(committed_step=18, saved_step=10)

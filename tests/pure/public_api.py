@@ -18,7 +18,6 @@ from torchelastic.launch.main import command_parser
 from torchelastic.ledger.book import Book
 from torchelastic.metrics.exposition import MetricsRegistry
 from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
-from torchelastic.testing.simulation.__main__ import command_parser as simulation_parser
 
 PACKAGE = ROOT / "torchelastic"
 
@@ -48,9 +47,7 @@ def text() -> str:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Every command of the package by its words, `torchelastic checkpoint ls` and so on, with its parser."""
-    found = dict(_below("torchelastic", command_parser()))
-    found |= dict(_below("torchelastic checkpoint", checkpoint_parser()))
-    return found | {"python -m torchelastic.testing.simulation": simulation_parser()}
+    return dict(_below("torchelastic", command_parser())) | dict(_below("torchelastic checkpoint", checkpoint_parser()))
 
 
 def _below(words: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -87,14 +84,10 @@ def _option(action: argparse.Action) -> str:
     if isinstance(action.type, type):
         said.append(action.type.__name__)
     if action.default not in (None, argparse.SUPPRESS, False):
-        said.append(f"default {_settled(action)}")
+        said.append(f"default {action.default}")
     if action.required and action.option_strings:
         said.append("required")
     return "  ".join(said)
-
-
-def _settled(action: argparse.Action) -> str:
-    return "of the host" if action.dest == "processes" else str(action.default)
 
 
 def _strings() -> Iterator[tuple[Path, str]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from torchelastic.doctor.accelerators import AcceleratorFacts, is_compiled_for, judge_accelerators
-from torchelastic.doctor.findings import Finding, Level, bytes_text, exit_code, worst
+from torchelastic.doctor.findings import Finding, Level, exit_code, worst
 from torchelastic.doctor.folder import FolderFacts, judge_folder
 from torchelastic.doctor.left_overs import LeftOverFacts, judge_left_overs
 from torchelastic.doctor.lifetime import LifetimeFacts, Source, judge_lifetime
@@ -27,6 +27,7 @@ from torchelastic.doctor.screen import document, lines_of, summary
 from torchelastic.doctor.versions import VersionFacts, judge_versions, parse_requirement, satisfies
 from torchelastic.launch.doctor import parse_size
 from torchelastic.launch.options import UsageError
+from torchelastic.text import bytes_text
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 MIB, GIB = 2**20, 2**30
@@ -378,3 +379,4 @@ def test_deadlines_are_told_with_the_time_that_is_left(facts: LifetimeFacts, fou
 
 def test_a_clock_that_nobody_keeps_right_is_noted() -> None:
     assert [judge_clock(state).level for state in (True, False, None)] == [OK, NOTE, NOTE]
+    assert [judge_clock(state, hosts=2).level for state in (True, False, None)] == [OK, WARNING, NOTE]

@@ -12,141 +12,136 @@ from pathlib import Path
 import pytest
 
 from torchelastic.launch import simulate_esi
-from torchelastic.launch.main import main
-from torchelastic.launch.simulation_of_instances import (
+from torchelastic.launch.esi_lives import (
     Ending,
     How,
     Life,
-    Limits,
-    Progress,
     Verdict,
+    exit_text,
     judge,
+    parse_manager_state,
+    parse_progress,
+    report_document,
+    table,
     what_next,
 )
-from torchelastic.launch.simulation_of_instances.keeper import Interrupted
-from torchelastic.launch.simulation_of_instances.lives import REQUEUE_CODE, describe_exit, steps_lost, totals
-from torchelastic.launch.simulation_of_instances.progress_file import parse_manager_state, parse_progress
-from torchelastic.launch.simulation_of_instances.report import document, rows
-from torchelastic.launch.simulation_of_instances.simulation import Order, Outcome, in_words, live_on
+from torchelastic.launch.esi_simulation import Order
+from torchelastic.launch.main import main
+from torchelastic.lifetime.progress_file import Steps
+from torchelastic.lifetime.requeue import STOPPED_EARLY as REQUEUE_CODE
 
-HALF, ALL = Progress(committed_step=5, total_steps=10), Progress(committed_step=10, total_steps=10)
-LIMITS = Limits(max_restarts=2, failures_in_a_row=None)
+HALF, ALL = Steps(committed_step=5, total_steps=10), Steps(committed_step=10, total_steps=10)
 
 
 def ended(exit_code: int, *, timed_out: bool = False, killed: int = 0) -> Ending:
     return Ending(exit_code, used_s=1.0, given_up_s=0.0 if timed_out else 4.0, timed_out=timed_out, killed=killed)
 
 
-def life(how: How, told: Progress | None = None, exit_code: int = 1) -> Life:
-    return Life(how, ended(exit_code), told or Progress())
+def life(how: How, told: Steps | None = None, exit_code: int = 1) -> Life:
+    return Life(how, ended(exit_code), told or Steps())
 
 
 @pytest.mark.parametrize(
     ("ending", "told", "how"),
     [
-        (ended(0), Progress(), How.FINISHED),
+        (ended(0), Steps(), How.FINISHED),
         (ended(0), ALL, How.FINISHED),
         (ended(0), HALF, How.STOPPED),
-        (ended(0), Progress(committed_step=5), How.FINISHED),
-        (ended(0, killed=2), Progress(), How.FINISHED),
+        (ended(0), Steps(committed_step=5), How.FINISHED),
+        (ended(0, killed=2), Steps(), How.FINISHED),
         (ended(REQUEUE_CODE), ALL, How.STOPPED),
-        (ended(1), Progress(), How.FAILED),
+        (ended(1), Steps(), How.FAILED),
         (ended(1), ALL, How.FAILED),
         (ended(1), HALF, How.FAILED),
         (ended(1), replace(HALF, saved_step=HALF.committed_step), How.STOPPED),
         (ended(-signal.SIGKILL), replace(HALF, saved_step=HALF.committed_step), How.FAILED),
-        (ended(-signal.SIGKILL), Progress(), How.FAILED),
-        (ended(-signal.SIGTERM), Progress(), How.FAILED),
-        (ended(127), Progress(), How.UNRUNNABLE),
-        (ended(126), Progress(), How.UNRUNNABLE),
-        (ended(0, timed_out=True), Progress(), How.ENDED),
+        (ended(-signal.SIGKILL), Steps(), How.FAILED),
+        (ended(-signal.SIGTERM), Steps(), How.FAILED),
+        (ended(127), Steps(), How.UNRUNNABLE),
+        (ended(126), Steps(), How.UNRUNNABLE),
+        (ended(0, timed_out=True), Steps(), How.ENDED),
         (ended(0, timed_out=True), HALF, How.ENDED),
         (ended(0, timed_out=True), ALL, How.FINISHED),
         (ended(1, timed_out=True), ALL, How.ENDED),
-        (ended(REQUEUE_CODE, timed_out=True), Progress(), How.ENDED),
-        (ended(127, timed_out=True), Progress(), How.ENDED),
-        (ended(-signal.SIGTERM, timed_out=True), Progress(), How.ENDED),
-        (ended(-signal.SIGTERM, timed_out=True, killed=1), Progress(), How.KILLED),
+        (ended(REQUEUE_CODE, timed_out=True), Steps(), How.ENDED),
+        (ended(127, timed_out=True), Steps(), How.ENDED),
+        (ended(-signal.SIGTERM, timed_out=True), Steps(), How.ENDED),
+        (ended(-signal.SIGTERM, timed_out=True, killed=1), Steps(), How.KILLED),
         (ended(0, timed_out=True, killed=1), HALF, How.KILLED),
     ],
 )
-def test_how_a_life_has_ended(ending: Ending, told: Progress, how: How) -> None:
+def test_how_a_life_has_ended(ending: Ending, told: Steps, how: How) -> None:
     assert judge(ending, told) is how
 
 
 def test_the_exit_code_that_asks_for_another_life_is_a_choice() -> None:
-    assert judge(ended(3), Progress(), requeue_codes=(3, 4)) is How.STOPPED
-    assert judge(ended(REQUEUE_CODE), Progress(), requeue_codes=(3, 4)) is How.FAILED
+    assert judge(ended(3), Steps(), requeue_codes=(3, 4)) is How.STOPPED
+    assert judge(ended(REQUEUE_CODE), Steps(), requeue_codes=(3, 4)) is How.FAILED
 
 
 @pytest.mark.parametrize("how", [How.STOPPED, How.ENDED, How.KILLED, How.FAILED])
 def test_a_job_is_started_again_until_its_restarts_are_used_up(how: How) -> None:
-    assert what_next([life(how)], LIMITS) == Verdict(True, 0, "restart 1 of at most 2")
-    assert what_next([life(how)] * 2, LIMITS).goes_on
-    assert what_next([life(how)] * 3, LIMITS) == Verdict(
-        False, 1, "not finished after 2 restarts: that is --max-restarts"
-    )
+    assert what_next([life(how)], 2) == Verdict(True, 0, "restart 1 of at most 2")
+    assert what_next([life(how)] * 2, 2).goes_on
+    assert what_next([life(how)] * 3, 2) == Verdict(False, 1, "not finished after 2 restarts: that is --max-restarts")
 
 
 def test_without_restarts_there_is_one_life() -> None:
-    verdict = what_next([life(How.KILLED)], Limits(max_restarts=0))
+    verdict = what_next([life(How.KILLED)], 0)
     assert (verdict.goes_on, verdict.exit_code) == (False, 1)
 
 
 def test_a_job_that_has_finished_is_not_started_again_even_in_its_last_life() -> None:
     lives = [life(How.KILLED)] * 2 + [life(How.FINISHED)]
-    assert what_next(lives, LIMITS) == Verdict(False, 0, "finished in life 3")
+    assert what_next(lives, 2) == Verdict(False, 0, "finished in life 3")
 
 
 def test_a_command_that_cannot_be_run_is_not_tried_again() -> None:
-    assert what_next([life(How.UNRUNNABLE, exit_code=127)], LIMITS) == Verdict(
+    assert what_next([life(How.UNRUNNABLE, exit_code=127)], 2) == Verdict(
         False, 1, "the command cannot be run (exit code 127)"
     )
 
 
 def test_failures_in_a_row_end_it_and_a_life_that_has_not_failed_breaks_the_row() -> None:
-    limits = Limits(max_restarts=100, failures_in_a_row=3)
     failed, killed = life(How.FAILED, exit_code=-11), life(How.KILLED)
-    assert what_next([failed, failed], limits).goes_on
-    assert what_next([failed, failed, killed, failed, failed], limits).goes_on
-    assert what_next([killed, failed, failed, failed], limits) == Verdict(False, 1, "failed 3 times in a row (SIGSEGV)")
-    assert what_next([failed] * 50, Limits(max_restarts=100, failures_in_a_row=None)).goes_on
-
-
-def test_before_the_first_life_nothing_is_decided() -> None:
-    with pytest.raises(ValueError, match="no life yet"):
-        what_next([], LIMITS)
+    assert what_next([failed, failed]).goes_on
+    assert what_next([failed, failed, killed, failed, failed]).goes_on
+    assert what_next([killed, failed, failed, failed]) == Verdict(False, 1, "failed 3 times in a row (SIGSEGV)")
+    assert what_next([failed] * 50, 100).goes_on
 
 
 def test_steps_are_lost_from_where_the_next_life_went_on() -> None:
     lives = [
-        life(How.KILLED, Progress(0, committed_step=12, saved_step=10)),
-        life(How.KILLED, Progress(8, committed_step=20, saved_step=20)),  # what was saved last was torn
-        life(How.FINISHED, Progress(20, committed_step=30, saved_step=20)),
+        life(How.KILLED, Steps(0, committed_step=12, saved_step=10)),
+        life(How.KILLED, Steps(8, committed_step=20, saved_step=20)),  # what was saved last was torn
+        life(How.FINISHED, Steps(20, committed_step=30, saved_step=20)),
     ]
-    assert steps_lost(lives) == [4, 0, 0]
-    assert totals(lives) == (3.0, 8.0, 4)
+    report = report_document(lives, DONE)
+    assert [one["steps_lost"] for one in report["lives"]] == [4, 0, 0]
+    assert (report["used_s"], report["given_up_s"], report["steps_lost"]) == (3.0, 8.0, 4)
 
 
 def test_where_the_next_life_says_nothing_the_last_save_counts() -> None:
     lives = [
-        life(How.KILLED, Progress(committed_step=12, saved_step=10)),
+        life(How.KILLED, Steps(committed_step=12, saved_step=10)),
         life(How.KILLED),
-        life(How.KILLED, Progress(committed_step=12)),
-        life(How.KILLED, Progress(saved_step=12)),
-        life(How.KILLED, Progress(committed_step=9, saved_step=11)),
+        life(How.KILLED, Steps(committed_step=12)),
+        life(How.KILLED, Steps(saved_step=12)),
+        life(How.KILLED, Steps(committed_step=9, saved_step=11)),
     ]
-    assert steps_lost(lives) == [2, None, None, None, 0]
-    assert totals(lives)[2] == 2
-    assert totals(lives[1:2])[2] is None
+    report = report_document(lives, DONE)
+    assert [one["steps_lost"] for one in report["lives"]] == [2, None, None, None, 0]
+    assert report["steps_lost"] == 2
+    assert report_document(lives[1:2], DONE)["steps_lost"] is None
 
 
 def test_a_job_that_has_finished_has_given_up_nothing() -> None:
-    assert totals([life(How.STOPPED), life(How.FINISHED)]) == (2.0, 4.0, 0)
+    report = report_document([life(How.STOPPED), life(How.FINISHED)], DONE)
+    assert (report["used_s"], report["given_up_s"], report["steps_lost"]) == (2.0, 4.0, 0)
 
 
 def test_exits_are_described_for_people() -> None:
-    assert [describe_exit(code) for code in (0, 75, -15, -40)] == [
+    assert [exit_text(code) for code in (0, 75, -15, -40)] == [
         "exit code 0",
         "exit code 75",
         "SIGTERM",
@@ -159,8 +154,8 @@ def test_exits_are_described_for_people() -> None:
 
 def test_progress_is_read_and_other_names_are_left_alone() -> None:
     text = '{"resumed_step": 3, "committed_step": 7, "saved_step": 5, "total_steps": 9, "loss": 0.5}'
-    assert parse_progress(json.loads(text)) == Progress(3, 7, 5, 9)
-    assert parse_progress({"saved_step": None}) == Progress()
+    assert parse_progress(json.loads(text)) == Steps(3, 7, 5, 9)
+    assert parse_progress({"saved_step": None}) == Steps()
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "7", True, [7]])
@@ -170,78 +165,41 @@ def test_a_step_that_is_no_whole_number_is_named(value: object) -> None:
 
 
 @pytest.mark.parametrize("parse", [parse_progress, parse_manager_state])
-def test_what_is_no_object_is_no_progress(parse: Callable[[object], Progress]) -> None:
+def test_what_is_no_object_is_no_progress(parse: Callable[[object], object]) -> None:
     with pytest.raises(ValueError, match="no JSON object"):
         parse([1])
 
 
 def test_velastics_file_counts_the_iteration_that_has_begun_and_ours_those_that_are_done() -> None:
     velastic = {"avg_iter_time": 0.1, "total_iters": 50, "iter_count": 8, "remaining_time": 4.2, "save_ckpt_time": 0}
-    assert parse_manager_state(velastic) == Progress(committed_step=7, total_steps=50)
-    assert parse_manager_state(velastic | {"schema": 1, "completed_iters": 6}).committed_step == 6
-    assert parse_manager_state({"iter_count": 0, "total_iters": -1}) == Progress(committed_step=0)
-
-
-def test_the_jobs_own_word_goes_first() -> None:
-    assert Progress(saved_step=4).or_else(Progress(1, 2, 3, 5)) == Progress(1, 2, 4, 5)
-    assert Progress(committed_step=0).or_else(Progress(committed_step=9)).committed_step == 0
-
-
-# --- life after life ------------------------------------------------------------------------------
-
-
-def test_lives_follow_each_other_with_a_pause_between_until_the_job_has_finished() -> None:
-    hows, pauses, notes = [How.KILLED, How.STOPPED, How.FINISHED], list[float](), list[int]()
-    outcome = live_on(
-        lambda number: life(hows[number - 1]),
-        Limits(),
-        pause_s=7.0,
-        sleep=pauses.append,
-        note=lambda so_far: notes.append(len(so_far.lives)),
-    )
-    assert [one.how for one in outcome.lives] == hows
-    assert (outcome.verdict.exit_code, pauses, notes) == (0, [7.0, 7.0], [1, 2, 3])
-
-
-@pytest.mark.parametrize("in_pause", [False, True])
-def test_a_signal_ends_it_and_the_whole_lives_are_reported(in_pause: bool) -> None:
-    def live(number: int) -> Life:
-        if number == 2:
-            raise Interrupted(signal.SIGINT)
-        return life(How.KILLED)
-
-    def sleep(_seconds: float) -> None:
-        if in_pause:
-            raise Interrupted(signal.SIGINT)
-
-    outcome = live_on(live, Limits(), pause_s=1.0, sleep=sleep, note=lambda _so_far: None)
-    assert len(outcome.lives) == 1
-    assert outcome.verdict == Verdict(False, 130, "interrupted by SIGINT after 1 whole life")
+    assert parse_manager_state(velastic) == 7
+    assert parse_manager_state(velastic | {"schema": 1, "completed_iters": 6}) == 6
+    assert parse_manager_state({"iter_count": 0, "total_iters": -1}) == 0
+    assert parse_manager_state({}) is None
 
 
 # --- the report -----------------------------------------------------------------------------------
 
-ORDER = Order("train", 120.0, 30.0, 0.0, Limits(), (75,), Path(".velastic"))
-OUTCOME = Outcome(
-    (
-        Life(How.KILLED, Ending(-9, 150.04, 0.0, True, 3), Progress(0, 12, 10, 20)),
-        Life(How.FINISHED, Ending(0, 60.0, 60.0), Progress(10, 20, 10, 20)),
-    ),
-    Verdict(False, 0, "finished in life 2"),
+LIVES = (
+    Life(How.KILLED, Ending(-9, 150.04, 0.0, True, 3), Steps(0, 12, 10, 20)),
+    Life(How.FINISHED, Ending(0, 60.0, 60.0), Steps(10, 20, 10, 20)),
 )
+DONE = Verdict(False, 0, "finished in life 2")
 
 
 def test_the_table_has_a_line_per_life_and_the_sums() -> None:
-    assert rows(OUTCOME.lives) == [
-        ("1", "killed", "SIGKILL", "150.0", "0.0", "0", "12", "10", "2"),
-        ("2", "finished", "0", "60.0", "0.0", "10", "20", "10", "0"),
-        ("all", "", "", "210.0", "0.0", "", "", "", "2"),
+    assert table(report_document(LIVES, DONE)).splitlines() == [
+        "life  ended     exit     used s  given up s  from step  to step  saved  steps lost",
+        "1     killed    SIGKILL   150.0         0.0          0       12     10           2",
+        "2     finished  0          60.0         0.0         10       20     10           0",
+        "all                       210.0         0.0                                      2",
     ]
-    assert rows([life(How.FAILED)])[0][5:] == ("?", "?", "?", "?")
+    failed = table(report_document([life(How.FAILED)], DONE)).splitlines()[1]
+    assert failed.split()[-4:] == ["?", "?", "?", "?"]
 
 
 def test_the_document_says_all_of_it_and_is_json() -> None:
-    told = json.loads(json.dumps(document(ORDER, OUTCOME), allow_nan=False))
+    told = json.loads(json.dumps(report_document(LIVES, DONE), allow_nan=False))
     assert (told["finished"], told["steps_lost"], told["used_s"], told["reason"]) == (
         True,
         2,
@@ -264,20 +222,21 @@ def test_the_document_says_all_of_it_and_is_json() -> None:
 
 
 def test_a_report_without_a_whole_life_is_one_too() -> None:
-    outcome = Outcome((), Verdict(False, 130, "interrupted"))
-    assert document(ORDER, outcome)["finished"] is False
-    assert rows(()) == [("all", "", "", "0.0", "0.0", "", "", "", "?")]
+    report = report_document((), Verdict(False, 130, "interrupted"))
+    assert report["finished"] is False
+    assert table(report).splitlines()[-1].split() == ["all", "0.0", "0.0", "?"]
 
 
 def test_a_life_in_words() -> None:
-    assert in_words(OUTCOME.lives[0]) == (
+    assert str(LIVES[0]) == (
         "killed (SIGKILL) after 150.0 s, SIGKILL to 3 processes that did not end in the grace, "
         "resumed step 0, committed step 12, saved step 10, total steps 20"
     )
-    assert in_words(Life(How.STOPPED, Ending(75, 3.0, 2.0, killed=1))) == (
+    assert str(Life(How.STOPPED, Ending(75, 3.0, 2.0, killed=1))) == (
         "stopped early (exit code 75) after 3.0 s, 2.0 s given up, "
         "SIGKILL to 1 process that did not end with the command"
     )
+    assert str(Life(How.FINISHED, Ending(0, 3.0, 2.0))) == "finished (exit code 0) after 3.0 s"
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -291,12 +250,12 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_the_words_of_the_seed_are_enough() -> None:
     order = simulate_esi.read_order(parsed("--timeout", "120"))
-    assert order == ORDER
+    assert order == Order("train", 120.0, 30.0, 0.0, None, (75,), Path(".velastic"))
 
 
 def test_who_says_how_many_restarts_gets_them_also_after_failures() -> None:
     order = simulate_esi.read_order(parsed("--timeout", "1", "--max_restarts", "7", "--requeue-code", "85"))
-    assert order.limits == Limits(max_restarts=7, failures_in_a_row=None)
+    assert order.max_restarts == 7
     assert order.requeue_codes == (85,)
 
 

@@ -14,16 +14,16 @@ import pytest
 from tests.pure.test_corners_of_the_rendezvous import KEYS, Stage
 from tests.pure.test_membership_protocol import Leader, at_step, ended, member, running
 from tests.pure.test_simulation import trained, transition
+from tests.simulation import world as simulated
+from tests.simulation.training import Pace
+from tests.simulation.transitions import prepare, run_while
+from tests.simulation.world import World
 from torchelastic.rendezvous.burial import Predecessor
 from torchelastic.rendezvous.protocol import advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, decode_member, encode_member, encode_round
 from torchelastic.rendezvous.requests import EndWatches, Receive, Sleep
 from torchelastic.rendezvous.store import EventKind, KeyValue, LeaseLostError, StoreEvent, StoreUnavailableError
 from torchelastic.rendezvous.view import RoundPublished, Settings, View, absorb
-from torchelastic.testing.simulation import world as simulated
-from torchelastic.testing.simulation.training import Pace
-from torchelastic.testing.simulation.transitions import prepare, run_while
-from torchelastic.testing.simulation.world import World
 
 
 @pytest.fixture(autouse=True)

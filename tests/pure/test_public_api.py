@@ -131,7 +131,6 @@ def test_every_package_with_public_names_is_in_the_list_or_known_to_be_for_ourse
     for_ourselves = {
         "torchelastic.page",  # `torchelastic run --page`; the page is promised, not its code
         "torchelastic.processes",  # what every room uses
-        "torchelastic.launch.simulation_of_instances",  # `torchelastic simulate-esi`
     }
     packages = set()
     for path in (ROOT / "torchelastic").rglob("__init__.py"):

@@ -14,7 +14,7 @@ from torchelastic.report import LossFileError, compared, html_page, report_of, t
 from torchelastic.report.axis import Scale, time_ticks, value_ticks
 from torchelastic.report.losses import MOST_POINTS, curve_of
 from torchelastic.report.model import Incident, Report
-from torchelastic.report.words import duration
+from torchelastic.text import duration
 
 _VOID = {"meta", "br", "link", "img", "input", "hr"}
 

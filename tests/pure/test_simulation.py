@@ -12,26 +12,24 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, encode_member, encode_round
-from torchelastic.rendezvous.store import EventKind, KeyValue, StoreEvent
-from torchelastic.rendezvous.view import Settings
-from torchelastic.testing.simulation.engine import Engine
-from torchelastic.testing.simulation.invariants import InvariantError, Invariants
-from torchelastic.testing.simulation.scale import first_round_and_re_form
-from torchelastic.testing.simulation.scenario import (
+from tests.simulation.engine import Engine
+from tests.simulation.invariants import InvariantError, Invariants
+from tests.simulation.scale import first_round_and_re_form
+from tests.simulation.scenario import (
     VERBS,
     random_world,
     require_liveness,
     run_random,
     strike_with_everything,
 )
-from torchelastic.testing.simulation.training import Pace
-from torchelastic.testing.simulation.transitions import (
+from tests.simulation.training import Pace
+from tests.simulation.transitions import (
     DELAY_S,
     INTERRUPTIONS,
     TRANSITIONS,
@@ -41,7 +39,12 @@ from torchelastic.testing.simulation.transitions import (
     run_while,
     undisturbed,
 )
-from torchelastic.testing.simulation.world import KEYS, World
+from tests.simulation.world import KEYS, World
+from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, encode_member, encode_round
+from torchelastic.rendezvous.store import EventKind, KeyValue, StoreEvent
+from torchelastic.rendezvous.view import Settings
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +55,8 @@ def without_warnings_about_our_own_faults() -> Iterator[None]:
 
 
 def test_a_million_events_with_all_faults_break_no_promise() -> None:
-    command = [sys.executable, "-m", "torchelastic.testing.simulation", "--seed=1", "--events=1000000"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.simulation", "--seed=1", "--events=1000000"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     print(done.stdout)  # the seed, and what happened
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

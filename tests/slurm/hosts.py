@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from tests import hosts
+from tests.hosts import Lab
 from tests.slurm.cluster import PATIENCE_S, Place, Slurm, until, why_impossible
-from torchelastic.testing import hosts
-from torchelastic.testing.hosts import Lab
 
 CONTROLLER = "ctl"
 #: SLURM's own; in a network of one's own nobody else has them.

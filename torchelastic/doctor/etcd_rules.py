@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchelastic.doctor.findings import Finding, Level, bytes_text
+from torchelastic.doctor.findings import Finding, Level
 from torchelastic.rendezvous import etcd_versions
+from torchelastic.text import bytes_text
 
 NAME = "etcd"
 #: A commit waits for the disks of a majority; etcd's tuning guide wants the 99th percentile of one below 10 to 25 ms.

@@ -82,7 +82,7 @@ def checks(question: Question) -> list[Check]:
         Check(limits.MEMORY, partial(limits.check_memory, question.state_bytes)),
         Check(limits.FILES, partial(limits.check_limits, workers, workers * question.hosts)),
         Check(left_overs.NAME, left_overs.check, late=Level.WARNING, why_late="there are very many files"),
-        Check(own_clock.NAME, own_clock.check),
+        Check(own_clock.NAME, partial(own_clock.check, question.hosts)),
         Check(lifetime.NAME, lifetime.check, LIMIT_S, Level.WARNING, "squeue or a metadata service does not answer"),
         Check(
             network.NAME,

@@ -53,19 +53,6 @@ def exit_code(findings: Iterable[Finding], *, strict: bool = False) -> int:
     return int(worst(findings) >= (Level.WARNING if strict else Level.ERROR))
 
 
-def bytes_text(size_bytes: float) -> str:
-    """A size for people, with binary units and three digits.
-
-    >>> bytes_text(64 * 2**20), bytes_text(1.5 * 2**30), bytes_text(12)
-    ('64.0 MiB', '1.50 GiB', '12 B')
-    """
-    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        size = size_bytes / 2**exponent
-        if size >= 1.0:
-            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}" if size >= 10 else f"{size:.2f} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
 def list_text(names: Iterable[str]) -> str:
     """Names with commas; `none` where there are none."""
     return ", ".join(names) or "none"

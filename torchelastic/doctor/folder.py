@@ -13,7 +13,8 @@ import psutil
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.doctor.findings import Finding, Level, bytes_text
+from torchelastic.doctor.findings import Finding, Level
+from torchelastic.text import bytes_text
 
 NAME = "checkpoint folder"
 #: How the hidden folder begins in which things are tried; a doctor that was killed leaves it behind.

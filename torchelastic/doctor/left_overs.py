@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torchelastic.checkpoint.memory.dead import find_dead
 from torchelastic.checkpoint.memory.job import DEFAULT_ROOT, ROOT_VARIABLE
-from torchelastic.doctor.findings import Finding, Level, bytes_text
+from torchelastic.doctor.findings import Finding, Level
+from torchelastic.text import bytes_text
 
 NAME = "left-overs"
 #: As a part of the file system: from here on they are in the way of the next job.

@@ -13,7 +13,8 @@ import psutil
 from torchelastic.checkpoint.memory.cgroup import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
 from torchelastic.checkpoint.memory.job import DEFAULT_ROOT, ROOT_VARIABLE
 from torchelastic.checkpoint.shards.disk import is_in_memory
-from torchelastic.doctor.findings import Finding, Level, bytes_text
+from torchelastic.doctor.findings import Finding, Level
+from torchelastic.text import bytes_text
 
 SHARED_MEMORY, MEMORY, FILES, PROCESSES, LOCKED = (
     "shared memory",

@@ -1,21 +1,20 @@
-"""Hosts that run the doctor at once find each other in etcd, connect to each other, and ask for the time.
+"""Hosts that run the doctor at once find each other in etcd, and connect to each other.
 
 Each writes a card on a lease below `<run>/doctor/hosts/`, waits for the cards of the others, connects to every port on
-them, and goes when all are done. What a host answers with is its clock, to those who show the token of its card.
+them, and goes when all are done.
 """
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socket
 import socketserver
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from torchelastic.doctor.etcd_facts import CredentialsOrReason, doctor_root, open_store
 from torchelastic.doctor.findings import Finding
@@ -26,7 +25,6 @@ from torchelastic.doctor.meeting_rules import (
     decode_card,
     encode_card,
     judge_meeting,
-    offset_of,
 )
 from torchelastic.doctor.network import announced_address
 from torchelastic.doctor.running import side_by_side
@@ -38,41 +36,22 @@ from torchelastic.rendezvous.url import RendezvousUrl
 
 #: Between two looks for the others.
 LOOK_S = 0.1
-#: For one connection, and for all that is asked over it.
+#: For one connection.
 CONNECT_S = 2.0
-#: How often the time is asked for: the shortest way there and back counts.
-QUESTIONS = 5
 #: After its own visits a host stays so long at most for those who have not looked at it yet.
 STAY_S = CONNECT_S + 0.5
 #: Beyond the time that it waits for others, a meeting takes no longer than this.
 BESIDE_WAITING_S = STAY_S + CONNECT_S + 1.0
-_TOKEN_CHARS = 32
-_TIME = struct.Struct("!d")
 
 
-class _Teller(socketserver.ThreadingTCPServer):
-    """Tells the time to whoever shows the token: one answer for each token that is sent."""
+class _Listener(socketserver.TCPServer):
+    """Takes connections, and closes them."""
 
-    daemon_threads, block_on_close, allow_reuse_address = True, False, True
+    allow_reuse_address = True
 
-    def __init__(self, address: str, port: int, token: str, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, address: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.token, self.wall_clock = token.encode(), wall_clock
-        super().__init__((address, port), _Answer)
-
-    def handle_error(self, *_request: object) -> None:
-        """Whoever connects may go at any time: nothing to say."""
-
-
-class _Answer(socketserver.BaseRequestHandler):
-    server: _Teller
-
-    def handle(self) -> None:
-        self.request.settimeout(CONNECT_S)
-        for _ in range(QUESTIONS):
-            if not hmac.compare_digest(_read(self.request, _TOKEN_CHARS), self.server.token):
-                return
-            self.request.sendall(_TIME.pack(self.server.wall_clock()))
+        super().__init__((address, port), socketserver.BaseRequestHandler)
 
 
 class Meeting:
@@ -86,7 +65,6 @@ class Meeting:
         facts: what should be the same on all hosts.
         name: of this host.
         boot_id: of it.
-        wall_clock: Unix seconds.
         clock: monotonic seconds.
         sleep: waits.
     """
@@ -101,7 +79,6 @@ class Meeting:
         facts: Mapping[str, str] | None = None,
         name: str = "",
         boot_id: str = "",
-        wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -109,7 +86,7 @@ class Meeting:
         self._key = f"{self._prefix}{secrets.token_hex(8)}"
         self._address, self._ports = address, tuple(ports)
         self._facts, self._name, self._boot_id = dict(facts or {}), name or socket.gethostname(), boot_id or host_id()
-        self._wall_clock, self._clock, self._sleep = wall_clock, clock, sleep
+        self._clock, self._sleep = clock, sleep
 
     def hold(self, wanted: int, wait_s: float) -> MeetingFacts:
         """Meet the others.
@@ -141,20 +118,19 @@ class Meeting:
         return MeetingFacts(own, wanted, waited_s, visits)
 
     def _listen(self, stack: ExitStack) -> HostCard:
-        token = secrets.token_hex(_TOKEN_CHARS // 2)
         listening = []
         for port in (0, *self._ports):
             try:
-                server = _Teller(self._address, port, token, self._wall_clock)
+                server = _Listener(self._address, port)
             except OSError:
                 if port == 0:
                     raise
                 continue  # whether it is free is another check's matter
-            threading.Thread(target=server.serve_forever, args=(0.05,), name="doctor-teller", daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.05,), name="doctor-listener", daemon=True).start()
             stack.callback(server.server_close)
             stack.callback(server.shutdown)
             listening.append(int(server.server_address[1]))
-        return HostCard(self._name, self._address, tuple(listening), token, self._boot_id, facts=self._facts)
+        return HostCard(self._name, self._address, tuple(listening), self._boot_id, facts=self._facts)
 
     def _show(self, card: HostCard, lease_id: int) -> None:
         self._store.txn((), (Put(self._key, encode_card(card), lease_id),))
@@ -170,57 +146,25 @@ class Meeting:
         return {key: card for key, card in cards.items() if card is not None and key != self._key}
 
     def _visit_all(self, others: Mapping[str, HostCard]) -> tuple[Visit, ...]:
-        visits = {key: self._visiting(card) for key, card in others.items()}
-        ended = side_by_side(visits, dict.fromkeys(visits, CONNECT_S + 0.5))
-        found = []
+        tries = {
+            f"{key}:{port}": partial(_connect, card.address, port)
+            for key, card in others.items()
+            for port in card.ports
+        }
+        ended = side_by_side(tries, dict.fromkeys(tries, CONNECT_S + 0.5))
+        visits = []
         for key, card in others.items():
-            answer = ended.get(key)
-            if answer is None or answer.value is None:
-                found.append(Visit(card, dict.fromkeys(card.ports, "no answer")))
-            else:
-                found.append(answer.value)
-        return tuple(sorted(found, key=lambda visit: (visit.host.name, visit.host.address)))
-
-    def _visiting(self, card: HostCard) -> Callable[[], Visit]:
-        return lambda: self._visit(card)
-
-    def _visit(self, card: HostCard) -> Visit:
-        asks = {str(port): self._asking(card, port) for port in card.ports}
-        ended = side_by_side(asks, dict.fromkeys(asks, CONNECT_S))
-        failures, samples = {}, []
-        for port in card.ports:
-            answer = ended.get(str(port))
-            if answer is None or answer.value is None:
-                error = None if answer is None else answer.error
-                failures[port] = "no answer" if error is None else str(error) or type(error).__name__
-            else:
-                samples += answer.value
-        return Visit(card, failures, offset_of(samples))
-
-    def _asking(self, card: HostCard, port: int) -> Callable[[], list[tuple[float, float, float]]]:
-        return lambda: self._ask(card, port)
-
-    def _ask(self, card: HostCard, port: int) -> list[tuple[float, float, float]]:
-        samples = []
-        with socket.create_connection((card.address, port), CONNECT_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for _ in range(QUESTIONS):
-                began_s, sent_s = self._clock(), self._wall_clock()
-                connection.sendall(card.token.encode())
-                (answer_s,) = _TIME.unpack(_read(connection, _TIME.size))
-                # by the monotonic clock: the other one may be set in this very moment
-                samples.append((sent_s, answer_s, sent_s + self._clock() - began_s))
-        return samples
+            failures = {}
+            for port in card.ports:
+                answer = ended.get(f"{key}:{port}")
+                if answer is None or answer.error is not None:
+                    failures[port] = "no answer" if answer is None else str(answer.error) or type(answer.error).__name__
+            visits.append(Visit(card, failures))
+        return tuple(sorted(visits, key=lambda visit: (visit.host.name, visit.host.address)))
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("it closed the connection")
-        data += part
-    return data
+def _connect(address: str, port: int) -> None:
+    socket.create_connection((address, port), CONNECT_S).close()
 
 
 def check(
@@ -247,4 +191,4 @@ def check(
 
 
 def _no_meeting(wanted: int, why: str) -> MeetingFacts:
-    return MeetingFacts(HostCard(socket.gethostname(), "", (0,), "", ""), wanted, failure=why)
+    return MeetingFacts(HostCard(socket.gethostname(), "", (0,), ""), wanted, failure=why)

@@ -1,19 +1,14 @@
-"""Several hosts look at each other: who came, who reaches whom, how far the clocks are apart. Pure."""
+"""Several hosts look at each other: who came, who reaches whom, what differs. Pure."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchelastic.doctor.findings import Finding, Level, list_text
 
-HOSTS, CLOCKS, REACH, ALIKE = "hosts", "clocks of hosts", "reach of hosts", "versions of hosts"
-#: Deadlines that are told as dates, and the order of lines in logs, suffer from here on.
-SKEW_S = 1.0
-#: A third of the 30 s that most schedulers leave for a last checkpoint.
-MUCH_SKEW_S = 10.0
+HOSTS, REACH, ALIKE = "hosts", "reach of hosts", "versions of hosts"
 
 
 @dataclass(frozen=True)
@@ -23,8 +18,7 @@ class HostCard:
     Attributes:
         name: its host name.
         address: where it listens.
-        ports: at which it listens; the first also tells the time.
-        token: who connects shows it.
+        ports: at which it listens.
         boot_id: the same for two processes on one host.
         is_done: whether it has looked at the others, so that they need not stay for it.
         facts: what should be the same everywhere, such as the version of torch.
@@ -33,7 +27,6 @@ class HostCard:
     name: str
     address: str
     ports: tuple[int, ...]
-    token: str
     boot_id: str
     is_done: bool = False
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -44,36 +37,16 @@ class HostCard:
 
 
 @dataclass(frozen=True)
-class Offset:
-    """How far another clock is ahead of ours, and how wrong that may be: half of the way there and back.
-
-    Attributes:
-        offset_s: seconds; negative: it is behind.
-        bound_s: the truth is no farther from `offset_s` than this (Cristian's algorithm).
-    """
-
-    offset_s: float
-    bound_s: float
-
-    @property
-    def least_s(self) -> float:
-        """By so much the clocks differ at least."""
-        return max(0.0, abs(self.offset_s) - self.bound_s)
-
-
-@dataclass(frozen=True)
 class Visit:
     """What came of looking at another host.
 
     Attributes:
         host: its card.
         failures: why a port of it was not reached, by port.
-        clock: of it; None: it could not be asked.
     """
 
     host: HostCard
     failures: Mapping[int, str]
-    clock: Offset | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +76,6 @@ def encode_card(card: HostCard) -> bytes:
         "name": card.name,
         "address": card.address,
         "ports": list(card.ports),
-        "token": card.token,
         "boot_id": card.boot_id,
         "is_done": card.is_done,
         "facts": dict(card.facts),
@@ -115,7 +87,7 @@ def decode_card(data: bytes) -> HostCard | None:
     """A card; None if it is none: then somebody else wrote it."""
     try:
         document = json.loads(data)
-        texts = [document[name] for name in ("name", "address", "token", "boot_id")]
+        texts = [document[name] for name in ("name", "address", "boot_id")]
         ports, facts = document["ports"], document["facts"]
         is_right = (
             all(isinstance(text, str) and len(text) <= 300 for text in texts)
@@ -126,26 +98,9 @@ def decode_card(data: bytes) -> HostCard | None:
         if not is_right:
             return None
         kept = {str(name)[:100]: str(value)[:300] for name, value in list(facts.items())[:50]}
-        return HostCard(texts[0], texts[1], tuple(ports), texts[2], texts[3], document["is_done"] is True, kept)
+        return HostCard(texts[0], texts[1], tuple(ports), texts[2], document["is_done"] is True, kept)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def offset_of(samples: Sequence[tuple[float, float, float]]) -> Offset | None:
-    """How far another clock is ahead, from the sample with the shortest way; None without any.
-
-    Args:
-        samples: for each question: our clock when it was sent, the other clock's answer, our clock when that came.
-
-    >>> offset_of([(100.0, 103.0, 102.0), (200.0, 202.05, 200.1)])
-    Offset(offset_s=2.0, bound_s=0.05)
-    """
-    usable = [sample for sample in samples if sample[2] >= sample[0] and all(map(math.isfinite, sample))]
-    if not usable:
-        return None
-    sent_s, answer_s, came_s = min(usable, key=lambda sample: sample[2] - sample[0])
-    half_s = (came_s - sent_s) / 2
-    return Offset(round(answer_s - sent_s - half_s, 6), round(half_s, 6))
 
 
 def judge_meeting(facts: MeetingFacts) -> list[Finding]:
@@ -171,7 +126,7 @@ def judge_meeting(facts: MeetingFacts) -> list[Finding]:
         found.append(Finding(HOSTS, Level.OK, f"{came} hosts came: {names}"))
     found += _judge_names(facts)
     if facts.visits:
-        found += [*_judge_reach(facts.visits), *_judge_clocks(facts.visits), *_judge_alike(facts)]
+        found += [*_judge_reach(facts.visits), *_judge_alike(facts)]
     return found
 
 
@@ -203,29 +158,6 @@ def _judge_reach(visits: Sequence[Visit]) -> list[Finding]:
             )
             found.append(Finding(REACH, Level.ERROR, what, why, remedy))
     return found or [Finding(REACH, Level.OK, f"this host reaches {list_text(visit.host.name for visit in visits)}")]
-
-
-def _judge_clocks(visits: Sequence[Visit]) -> list[Finding]:
-    found, known = [], []
-    for visit in visits:
-        clock = visit.clock
-        if clock is None:
-            continue
-        text = (
-            f"{visit.host.name}'s clock is {abs(clock.offset_s):.3f} s {'ahead of' if clock.offset_s > 0 else 'behind'}"
-        )
-        text += f" this one (give or take {clock.bound_s:.3f} s)"
-        known.append(clock)
-        if clock.least_s > SKEW_S:
-            level = Level.ERROR if clock.least_s > MUCH_SKEW_S else Level.WARNING
-            because = "deadlines that are told as dates come at different moments, and logs are out of order"
-            remedy = "start chrony or systemd-timesyncd on both; `chronyc makestep` sets a clock at once"
-            found.append(Finding(CLOCKS, level, text, because, remedy))
-    if found or not known:
-        return found
-    most = max(known, key=lambda clock: abs(clock.offset_s))
-    what = f"they differ by {abs(most.offset_s) * 1000:.1f} ms at most (give or take {most.bound_s * 1000:.1f} ms)"
-    return [Finding(CLOCKS, Level.OK, what)]
 
 
 def _judge_alike(facts: MeetingFacts) -> list[Finding]:

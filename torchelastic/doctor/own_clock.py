@@ -1,4 +1,4 @@
-"""Whether the kernel believes that this host's clock is kept right."""
+"""Whether this host's clock is synchronized: the kernel's state, which `timedatectl` and chrony show too."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from collections.abc import Sequence
 from torchelastic.doctor.findings import Finding, Level
 
 NAME = "clock"
-#: What adjtimex(2) returns for a clock that nobody keeps right (TIME_ERROR of <sys/timex.h>).
+#: What adjtimex(2) returns for a clock that is not synchronized (TIME_ERROR of <sys/timex.h>).
 _TIME_ERROR = 5
 #: `struct timex` has 208 bytes on 64-bit Linux; `modes` is its first field, and 0 there only asks.
 _TIMEX_BYTES = 512
 
 
-def judge_clock(is_synchronised: bool | None) -> Finding:
+def judge_clock(is_synchronized: bool | None, hosts: int = 1) -> Finding:
     """What follows from what the kernel says. Pure.
 
     Args:
-        is_synchronised: whether somebody (chrony, ntpd, systemd-timesyncd) keeps it right; None: not known.
+        is_synchronized: whether chrony, ntpd or systemd-timesyncd synchronizes it; None: not known.
+        hosts: of the run.
     """
-    if is_synchronised is None:
-        return Finding(NAME, Level.NOTE, "the kernel does not say whether somebody keeps the clock right")
-    if is_synchronised:
-        return Finding(NAME, Level.OK, "the kernel says that it is kept right (NTP)")
-    because = "deadlines that are told as dates, certificates and the order of lines in logs go by it"
-    remedy = "start chrony or systemd-timesyncd; to compare hosts: --nnodes N on all of them at once"
-    return Finding(NAME, Level.NOTE, "the kernel knows of nobody who keeps the clock right", because, remedy)
+    if is_synchronized is None:
+        return Finding(NAME, Level.NOTE, "the kernel does not say whether the clock is synchronized")
+    if is_synchronized:
+        return Finding(NAME, Level.OK, "synchronized (NTP), says the kernel")
+    because = "deadlines given as dates, certificates and the order of lines in logs depend on it"
+    remedy = "start chrony or systemd-timesyncd; `chronyc tracking` or `timedatectl` shows its state"
+    level = Level.NOTE if hosts == 1 else Level.WARNING
+    return Finding(NAME, level, "not synchronized (NTP), says the kernel", because, remedy)
 
 
 def gather_clock() -> bool | None:
@@ -38,6 +40,6 @@ def gather_clock() -> bool | None:
     return None if state < 0 else state != _TIME_ERROR
 
 
-def check() -> Sequence[Finding]:
+def check(hosts: int) -> Sequence[Finding]:
     """Look at this host's clock."""
-    return [judge_clock(gather_clock())]
+    return [judge_clock(gather_clock(), hosts)]

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torchelastic.checkpoint.command.screen import printable, say, say_json
+from torchelastic.checkpoint.command.screen import say, say_json
 from torchelastic.doctor.findings import Finding, Level, exit_code
+from torchelastic.text import printable
 from torchelastic.version import __version__
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "bold yellow", Level.ERROR: "bold red"}

@@ -6,17 +6,16 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchelastic.launch.options import UsageError, add
 
 if TYPE_CHECKING:
-    from torchelastic.launch.simulation_of_instances.simulation import Order, Outcome
+    from torchelastic.launch.esi_lives import Life, Verdict
+    from torchelastic.launch.esi_simulation import Order
 
 NAME = "simulate-esi"
 EXAMPLES = """examples:
@@ -62,28 +61,42 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(options: argparse.Namespace) -> int:
     """Run the lives. Exit code 0 if the job has finished, 1 if not, 128 + N if signal N has ended it."""
-    from torchelastic.launch.simulation_of_instances.keeper import guarded
-    from torchelastic.launch.simulation_of_instances.process_tree import SurvivorsError, is_supported
+    from torchelastic.launch.esi_lives import report_document, table
+    from torchelastic.launch.esi_simulation import Interrupted, Simulation, SurvivorsError, signals_raise
 
-    order = read_order(options)
-    if not is_supported():
+    order, path = read_order(options), options.report
+    if sys.platform != "linux":
         raise UsageError("it needs Linux, whose kernel hands it the processes that a job leaves behind")
-    if options.report is not None and not os.access(options.report.absolute().parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--report {options.report}: give a file in a folder that exists and may be written to")
-    folder = Path(tempfile.mkdtemp(prefix="torchelastic-esi-"))
+    if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--report {path}: give a file in a folder that exists and may be written to")
+    document: dict[str, Any] = {}
+
+    def note(lives: list[Life], verdict: Verdict) -> None:
+        said = {"command": order.command, "timeout_s": order.timeout_s, "grace_s": order.grace_s}
+        document.update(said | report_document(lives, verdict))
+        if path is not None:
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+            partial.replace(path)  # a reader finds the old one or the new one
+
     try:
-        return guarded(lambda: _simulate(order, folder, as_json=options.json, report=options.report))
-    except SurvivorsError as error:
-        _say(str(error))
+        with tempfile.TemporaryDirectory(prefix="torchelastic-esi-") as folder, signals_raise():
+            verdict = Simulation(order, Path(folder)).run(note)
+    except Interrupted as interrupted:  # after the last life
+        return 128 + interrupted.number
+    except (OSError, SurvivorsError) as error:
+        print(f"{NAME}: {error}", file=sys.stderr)  # noqa: T201 - for a person
         return 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    print(table(document), f"{NAME}: {verdict.reason}", sep="\n", file=sys.stderr, flush=True)  # noqa: T201 - for a person
+    if options.json:
+        print(json.dumps(document, allow_nan=False), flush=True)  # noqa: T201 - asked for
+    return verdict.exit_code
 
 
 def read_order(options: argparse.Namespace) -> Order:
     """What the words order. Raises UsageError."""
-    from torchelastic.launch.simulation_of_instances.lives import REQUEUE_CODE, Limits
-    from torchelastic.launch.simulation_of_instances.simulation import Order
+    from torchelastic.launch.esi_simulation import Order
+    from torchelastic.lifetime.requeue import STOPPED_EARLY
 
     if not options.cmd.strip():
         raise UsageError("--cmd is empty: give the command that starts the job")
@@ -91,41 +104,12 @@ def read_order(options: argparse.Namespace) -> Order:
         seconds = getattr(options, name)
         if not math.isfinite(seconds) or seconds < 0.0 or (seconds == 0.0 and name == "timeout"):
             raise UsageError(f"--{name} {seconds:g}: give seconds, {least}")
-    codes = tuple(options.requeue_code or (REQUEUE_CODE,))
+    codes = tuple(options.requeue_code or (STOPPED_EARLY,))
     if not all(1 <= code <= 255 for code in codes):
         raise UsageError("--requeue-code: give an exit code from 1 to 255")
-    if options.max_restarts is not None and options.max_restarts < 0:
-        raise UsageError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
-    limits = Limits() if options.max_restarts is None else Limits(options.max_restarts, failures_in_a_row=None)
-    return Order(options.cmd, options.timeout, options.grace, options.pause, limits, codes, options.velastic_dir)
-
-
-def _simulate(order: Order, folder: Path, *, as_json: bool, report: Path | None) -> int:
-    """What the inner process does."""
-    from torchelastic.launch.simulation_of_instances.process_tree import SurvivorsError
-    from torchelastic.launch.simulation_of_instances.report import document, print_table, write_report
-    from torchelastic.launch.simulation_of_instances.simulation import Simulation
-
-    def note(outcome: Outcome) -> None:
-        if report is not None:
-            write_report(report, order, outcome)
-
-    try:
-        simulation = Simulation(
-            order, os.environ, folder, clock=time.monotonic, wall_clock=time.time, sleep=time.sleep, say=_say
-        )
-        outcome = simulation.run(note)
-        note(outcome)
-        print_table(outcome, sys.stderr)
-        if as_json:
-            print(json.dumps(document(order, outcome), allow_nan=False), flush=True)  # noqa: T201 - asked for
-        return outcome.verdict.exit_code
-    except (OSError, SurvivorsError) as error:
-        _say(str(error))
-        return 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # the front may be gone
-
-
-def _say(text: str) -> None:
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for a person, beside the job's own output
+    restarts = options.max_restarts
+    if restarts is not None and restarts < 0:
+        raise UsageError(f"--max-restarts {restarts}: give a number from 0 on")
+    return Order(
+        options.cmd, options.timeout, options.grace, options.pause, restarts, codes, velastic_dir=options.velastic_dir
+    )

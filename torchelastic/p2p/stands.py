@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.p2p.stacks import MAX_WHERE
+from torchelastic.text import escaped
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Stand:
 
     def encode(self) -> str:
         """As one line of text."""
-        return f"{self.rank} {self.step} {_printable(self.where)}"
+        return f"{self.rank} {self.step} {escaped(self.where)[:MAX_WHERE]}"
 
 
 def decode(text: str) -> Stand | None:
@@ -51,7 +52,7 @@ def decode(text: str) -> Stand | None:
     True
     """
     match = re.fullmatch(r"(\d{1,7}) (\d{1,15}) (.*)", text)
-    return None if match is None else Stand(int(match[1]), int(match[2]), _printable(match[3]))
+    return None if match is None else Stand(int(match[1]), int(match[2]), escaped(match[3])[:MAX_WHERE])
 
 
 def odd_ones(stands: Sequence[Stand]) -> tuple[Stand, ...]:
@@ -122,10 +123,6 @@ def log_odd_ones(stands: Sequence[Stand]) -> None:
 
 def _key(rank: int) -> str:
     return f"hang/stand/{rank}"
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)[:MAX_WHERE]
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchelastic.report.words import duration
+from torchelastic.text import duration
 
 _S = 1_000_000_000
 _STEPS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
@@ -50,7 +50,8 @@ def time_ticks(until_ns: int, most: int = 9) -> list[tuple[int, str]]:
     else:
         days_s = 86400 * math.ceil(until_ns / _S / 86400 / most)
         step_ns = next((step for step in _STEPS_S if until_ns <= step * _S * most), days_s) * _S
-    return [(at_ns, re.sub(r"\.0+ ", " ", duration(at_ns))) for at_ns in range(0, until_ns + 1, step_ns)]
+    later = [(at_ns, re.sub(r"\.0+ ", " ", duration(at_ns))) for at_ns in range(step_ns, until_ns + 1, step_ns)]
+    return [(0, "0"), *later]
 
 
 def value_ticks(scale: Scale, most: int = 5) -> list[float]:

@@ -1,4 +1,4 @@
-"""Makes a report of journals: all hosts on one clock, and every nanosecond in its place. Pure."""
+"""Makes a report of journals: all hosts on one clock. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torchelastic.report.losses import LossCurve
 from torchelastic.report.marks import marks_of
 from torchelastic.report.model import EarlierRow, HostPart, Incident, LifeRow, Report, SaveRow
 from torchelastic.report.part import Part, name_parts, parts_of
-from torchelastic.report.stories import stories_of
-from torchelastic.report.stretches import Story, Stretch, cells, stretches
+from torchelastic.report.segments import Segment, cells, segments_of
 from torchelastic.report.told import Told
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine
@@ -126,15 +125,17 @@ def _host(part: Part) -> HostPart:
 
 
 def _rows(part: Part, edges: Sequence[int]) -> Iterator[LifeRow]:
-    stories = stories_of(part.journal, part.book)
+    segments = segments_of(part.journal, part.book, part.now_ns)
     ends = {event.worker: event for event in part.journal.events if isinstance(event, End)}
     for life in part.book.lives.values():
-        course = stretches(life, stories.get(life.worker, Story()), part.now_ns)
-        shifted = [Stretch(part.since_began(one.from_ns), part.since_began(one.to_ns), one.amounts) for one in course]
+        shifted = [
+            Segment(part.since_began(one.from_ns), part.since_began(one.to_ns), one.amounts)
+            for one in segments[life.worker]
+        ]
         yield _row(part, life, ends.get(life.worker), cells(shifted, edges))
 
 
-def _row(part: Part, life: Life, end: End | None, course: tuple[Stretch, ...]) -> LifeRow:
+def _row(part: Part, life: Life, end: End | None, course: tuple[Segment, ...]) -> LifeRow:
     is_ended = life.ended_ns is not None
     how = life.cause or ("" if life.exit_code is None else f"exit code {life.exit_code}")
     return LifeRow(

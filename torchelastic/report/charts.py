@@ -10,7 +10,8 @@ from torchelastic.report.axis import Scale, value_ticks
 from torchelastic.report.losses import LossCurve
 from torchelastic.report.markup import node, number
 from torchelastic.report.model import PHASES, Incident
-from torchelastic.report.words import duration, percent
+from torchelastic.report.words import percent
+from torchelastic.text import duration
 
 #: So many failures are numbered in a drawing; more are lines only.
 MOST_FLAGS = 40

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import Element, tostring
 
+from torchelastic.text import escaped
+
 #: What may be inside of an element.
 Child = Element | str | None
 
@@ -23,7 +25,7 @@ def node(tag: str, *children: Child, **attributes: str | float | int) -> Element
     made = Element(tag, named)
     for child in children:
         if isinstance(child, str):
-            _add_text(made, visible(child))
+            _add_text(made, escaped(child))
         elif child is not None:
             made.append(child)
     return made
@@ -34,24 +36,13 @@ def write(root: Element) -> str:
     return tostring(root, encoding="unicode", method="html")
 
 
-def visible(text: str) -> str:
-    r"""A text without characters that cannot be seen or that turn others around; each is a question mark.
-
-    >>> visible("a\x00b")
-    'a?b'
-    """
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
 def number(value: float) -> str:
     """A coordinate, as short as it is useful."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def _text(value: str | float) -> str:
-    return visible(value) if isinstance(value, str) else number(value)
+    return escaped(value) if isinstance(value, str) else number(value)
 
 
 def _add_text(made: Element, text: str) -> None:

@@ -19,7 +19,8 @@ from torchelastic.report.markup import Child, node, write
 from torchelastic.report.model import Report
 from torchelastic.report.style import SCRIPT, style
 from torchelastic.report.timeline import about_rows, legend_of_accounts, legend_of_marks, timeline
-from torchelastic.report.words import counted, duration, percent
+from torchelastic.report.words import counted, percent
+from torchelastic.text import duration
 from torchelastic.version import __version__
 
 #: From so many failures on they are also listed by cause.

@@ -10,8 +10,9 @@ from torchelastic.report.charts import phase_bar
 from torchelastic.report.comparing import Compared, Comparison
 from torchelastic.report.markup import Child, node
 from torchelastic.report.model import PHASES, Incident, Report, SaveRow
-from torchelastic.report.words import counted, duration, exact, percent
+from torchelastic.report.words import counted, exact, percent
 from torchelastic.status.run_status import EventLine
+from torchelastic.text import duration
 
 #: So many failures are listed; of more, those that cost most.
 MOST_FAILURES = 60

@@ -11,8 +11,9 @@ from torchelastic.report.axis import Scale, rounded, time_ticks
 from torchelastic.report.charts import MOST_FLAGS, failure_line
 from torchelastic.report.markup import node, number
 from torchelastic.report.model import LifeRow, Mark, Report, SaveRow
-from torchelastic.report.stretches import Stretch
-from torchelastic.report.words import counted, duration, percent
+from torchelastic.report.segments import Segment
+from torchelastic.report.words import counted, percent
+from torchelastic.text import duration
 
 _WIDTH, _LEFT, _RIGHT = 1120.0, 128.0, 1108.0
 _IN_GROUP_TOP, _IN_GROUP_HEIGHT = 30.0, 34.0
@@ -73,7 +74,7 @@ def _row(place: str, lives: Sequence[LifeRow], top: float, pitch: float, scale: 
         ))  # fmt: skip
 
 
-def _paths(cells: Sequence[Stretch], top: float, height: float, scale: Scale) -> dict[Account, list[str]]:
+def _paths(cells: Sequence[Segment], top: float, height: float, scale: Scale) -> dict[Account, list[str]]:
     """One path per account: in each cell its part of the height, as great as its part of the time."""
     drawn: dict[Account, list[str]] = defaultdict(list)
     for from_ns, to_ns, heights in _alike(cells, height):
@@ -87,7 +88,7 @@ def _paths(cells: Sequence[Stretch], top: float, height: float, scale: Scale) ->
     return drawn
 
 
-def _alike(cells: Sequence[Stretch], height: float) -> Iterator[tuple[int, int, list[float]]]:
+def _alike(cells: Sequence[Segment], height: float) -> Iterator[tuple[int, int, list[float]]]:
     """Neighbours that would look the same are drawn as one."""
     known: tuple[int, int, list[float]] | None = None
     for cell in cells:

@@ -4,27 +4,6 @@ from __future__ import annotations
 
 import math
 
-_LONG = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
-
-
-def duration(ns: float) -> str:
-    """How long something took.
-
-    >>> duration(0), duration(362_400_000), duration(28_097_802_006), duration(725_000_000_000)
-    ('0', '362 ms', '28.1 s', '12 min 5 s')
-    """
-    seconds = ns / 1e9
-    if not ns:
-        return "0"
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else "1 s"
-    for size, name, smaller, smaller_name in _LONG:
-        whole = round(seconds / smaller)
-        if whole * smaller >= size:
-            rest = whole - whole * smaller // size * (size // smaller)
-            return f"{whole * smaller // size} {name}" + (f" {rest} {smaller_name}" if rest else "")
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
-
 
 def percent(share: float) -> str:
     """A share; what is not all of it never looks as if it were.

@@ -24,6 +24,7 @@ from torchelastic.ledger.events import (
     Straggler,
 )
 from torchelastic.status.run_status import EventLine
+from torchelastic.text import duration, escaped
 
 T = TypeVar("T")
 
@@ -60,8 +61,8 @@ class Told:
             at_s=self.at_s,
             host=host,
             kind=event.kind,
-            text=_printable(f"{text}{because}" if is_one else f"{count} workers: {text}{because}"),
-            worker=_printable(event.worker) if is_one else "",
+            text=escaped(f"{text}{because}" if is_one else f"{count} workers: {text}{because}")[:MAX_TEXT],
+            worker=escaped(event.worker)[:MAX_TEXT] if is_one else "",
             rank=event.rank if is_one else -1,
             round=event.round,
             step=event.step,
@@ -169,17 +170,17 @@ def _loss(event: Loss) -> str:
 def _failure(event: Failure) -> str:
     which = f"the step after {event.step}" if event.step >= 0 else "a step"
     what = "was undone" if event.is_undone else "failed and was not undone, as the state has no snapshot"
-    return f"{which} {what}, {_seconds(event.replayed_ns)} of work"
+    return f"{which} {what}, {duration(event.replayed_ns)} of work"
 
 
 def _restore(event: Restore) -> str:
     source = f" from a {event.source}" if event.source else ""
-    return f"level at step {event.step}{source}, {_seconds(event.took_ns)}"
+    return f"level at step {event.step}{source}, {duration(event.took_ns)}"
 
 
 def _re_form(event: ReForm) -> str:
-    phases = ", ".join(f"{name} {_seconds(ns)}" for name, ns in event.phases_ns.items())
-    return f"trains again after {_seconds(sum(event.phases_ns.values()))}" + (f" ({phases})" if phases else "")
+    phases = ", ".join(f"{name} {duration(ns)}" for name, ns in event.phases_ns.items())
+    return f"trains again after {duration(sum(event.phases_ns.values()))}" + (f" ({phases})" if phases else "")
 
 
 def _first_step(_event: FirstStep) -> str:
@@ -188,7 +189,7 @@ def _first_step(_event: FirstStep) -> str:
 
 def _save(event: Save) -> str:
     tier = f" to {event.tier}" if event.tier else ""
-    return f"saved step {event.step}{tier}, stood still for {_seconds(event.stall_ns)}"
+    return f"saved step {event.step}{tier}, stood still for {duration(event.stall_ns)}"
 
 
 def _drain(event: Drain) -> str:
@@ -200,7 +201,7 @@ def _straggler(event: Straggler) -> str:
 
 
 def _outage(event: StoreOutage) -> str:
-    return f"etcd is back after {_seconds(event.away_ns)}" if event.is_over else "etcd is away, training goes on"
+    return f"etcd is back after {duration(event.away_ns)}" if event.is_over else "etcd is away, training goes on"
 
 
 _TEXTS: dict[type[Event], Callable[[Any], str]] = {
@@ -217,11 +218,3 @@ _TEXTS: dict[type[Event], Callable[[Any], str]] = {
     Straggler: _straggler,
     StoreOutage: _outage,
 }
-
-
-def _seconds(ns: int) -> str:
-    return f"{ns / 1e6:.0f} ms" if ns < 1e9 else f"{ns / 1e9:.1f} s"
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)[:MAX_TEXT]

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torchelastic.foreign_json import escaped
 from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.office import read_members
 from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
@@ -16,6 +15,7 @@ from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.publishing import LOOK_EVERY_S
 from torchelastic.status.run_status import HostStatus, RunStatus, combined
 from torchelastic.status.status_format import decode_host
+from torchelastic.text import escaped
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from torchelastic.checkpoint.command.screen import age_text, printable
 from torchelastic.ledger.accounts import Account, Amounts
 from torchelastic.ledger.figures import Figures
 from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.status.progress import rate_text
 from torchelastic.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
+from torchelastic.text import age_text, printable
 
 _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow", RoundState.CLOSED: "bold"}
 _EVENTS = {"loss": "red", "failure": "red", "end": "yellow", "store_outage": "red", "straggler": "yellow"}

@@ -10,11 +10,12 @@ from typing import Any
 from torchelastic.checkpoint.command.errors import CommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.listing import FOREIGN, newest_complete
-from torchelastic.checkpoint.command.screen import say, size_text
+from torchelastic.checkpoint.command.screen import say
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.tree import Flat, flatten
 from torchelastic.checkpoint.shards.writing import hidden_path, write_shard
+from torchelastic.text import bytes_text
 
 
 def convert(
@@ -48,7 +49,7 @@ def convert(
         raise CommandError(f"{place}: {error}; or use --allow-pickles") from error
     write_any(target, tree, flat, to, meta=meta, allow_pickles=allow_pickles, disk=disk)
     held = sum(named.tensor.nbytes for named in flat.tensors)
-    say(f"{place} -> {target} ({to}, {len(flat.tensors)} tensors, {size_text(held)})")
+    say(f"{place} -> {target} ({to}, {len(flat.tensors)} tensors, {bytes_text(held)})")
     return 0
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchelastic.checkpoint.command.errors import CommandError
-from torchelastic.checkpoint.command.screen import age_text, complain, say, say_json, size_text, table
+from torchelastic.checkpoint.command.screen import complain, say, say_json, table
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.dead import DeadJob, find_dead, remove_dead
 from torchelastic.checkpoint.memory.job import memory_root
+from torchelastic.text import age_text, bytes_text
 
 
 def prune_dead(
@@ -60,7 +61,7 @@ def _list(place: Path, found: Sequence[DeadJob], now_s: float) -> None:
         say(f"no job that is dead has left anything in {place}")
         return
     rows = [
-        (str(dead.base), dead.run_id or "-", size_text(dead.size_bytes), age_text(now_s - dead.changed_s))
+        (str(dead.base), dead.run_id or "-", bytes_text(dead.size_bytes), age_text(now_s - dead.changed_s))
         for dead in found
     ]
     table(("CONTAINER", "JOB", "SIZE", "UNCHANGED FOR"), rows)
@@ -72,7 +73,7 @@ def _agreed(chosen: Sequence[DeadJob], as_json: bool, ask: Callable[[str], bool]
             "nothing is removed, for there is nobody to ask: use --yes, or --dry-run; a job that is to start again "
             "(a requeued one, say) wants its memory back, so consider --older-than SECONDS"
         )
-    size = size_text(sum(dead.size_bytes for dead in chosen))
+    size = bytes_text(sum(dead.size_bytes for dead in chosen))
     return ask(f"remove {len(chosen)} of them ({size})? A job that starts again would find nothing in memory. [y/N] ")
 
 
@@ -106,5 +107,5 @@ def _remove(found: Sequence[DeadJob], chosen: Sequence[DeadJob], *, dry_run: boo
         else:
             say(f"{dead.base}: {state}")
     if found and not as_json:
-        say(f"{size_text(freed_bytes)} {'would be freed' if dry_run else 'freed'}")
+        say(f"{bytes_text(freed_bytes)} {'would be freed' if dry_run else 'freed'}")
     return code

@@ -10,10 +10,11 @@ from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch
 from torchelastic.checkpoint.command.format import Format, Found
 from torchelastic.checkpoint.command.local_shards import LocalShards
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
-from torchelastic.checkpoint.command.screen import age_text, complain, say_json, size_text, table
+from torchelastic.checkpoint.command.screen import complain, say_json, table
 from torchelastic.checkpoint.command.shard_file import ShardFile
 from torchelastic.checkpoint.command.shard_folder import ShardFolder
 from torchelastic.checkpoint.command.streams import Streams
+from torchelastic.text import age_text, bytes_text
 
 #: In the order in which they are looked for and listed.
 FORMATS: tuple[Format, ...] = (ShardFile(), ShardFolder(), LocalShards(), MemorySteps(), Streams())
@@ -118,7 +119,7 @@ def _row(found: Found, now_s: float) -> tuple[str, ...]:
         found.name,
         "-" if found.step is None else str(found.step),
         "-" if found.world_size is None else str(found.world_size),
-        size_text(found.size_bytes),
+        bytes_text(found.size_bytes),
         age_text(now_s - found.saved_s),
         found.format.kind,
         f"damaged: {found.damage}" if found.damage is not None else found.partial or "complete",

@@ -8,8 +8,9 @@ from pathlib import Path
 from torchelastic.checkpoint.command.errors import CommandError
 from torchelastic.checkpoint.command.format import Found
 from torchelastic.checkpoint.command.listing import damaged_all, find
-from torchelastic.checkpoint.command.screen import say, say_json, size_text
+from torchelastic.checkpoint.command.screen import say, say_json
 from torchelastic.checkpoint.policy import KeepDecision, KeepPolicy, KeptCheckpoint
+from torchelastic.text import bytes_text
 
 
 def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run: bool, as_json: bool) -> int:
@@ -55,7 +56,7 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
         else:
             say(f"{one.name}: {state} ({decision.because})")
     if not as_json:
-        say(f"{size_text(freed_bytes)} {'would be freed' if dry_run else 'freed'}")
+        say(f"{bytes_text(freed_bytes)} {'would be freed' if dry_run else 'freed'}")
     return 0
 
 

@@ -9,10 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torchelastic.checkpoint.command.format import Advance
-from torchelastic.foreign_json import escaped
-
-_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_AGE_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+from torchelastic.text import printable
 
 
 def say(text: str) -> None:
@@ -55,35 +52,6 @@ def progress(total_bytes: int, what: str) -> Iterator[Advance]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(printable(what), total=total_bytes)
         yield lambda size_bytes: bar.advance(task, size_bytes)
-
-
-def size_text(size_bytes: int) -> str:
-    """A size for people.
-
-    >>> size_text(1536)
-    '1.5 KiB'
-    """
-    size, unit = float(size_bytes), 0
-    while size >= 1024 and unit < len(_SIZE_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {_SIZE_UNITS[unit]}" if unit else f"{size_bytes} B"
-
-
-def age_text(age_s: float) -> str:
-    """How long ago something was, for people.
-
-    >>> age_text(7200.0)
-    '2.0 h'
-    """
-    for seconds, unit in _AGE_UNITS:
-        if age_s >= seconds:
-            return f"{age_s / seconds:.1f} {unit}"
-    return f"{max(age_s, 0.0):.0f} s"
-
-
-def printable(text: str) -> str:
-    """What is stored may hold anything, also what a terminal would obey: all but line ends is written as escapes."""
-    return "\n".join(map(escaped, text.split("\n")))
 
 
 def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from torchelastic.checkpoint.command.format import Contents, Found
 from torchelastic.checkpoint.command.listing import newest_complete, record_of
-from torchelastic.checkpoint.command.screen import age_text, say, say_json, size_text, table
+from torchelastic.checkpoint.command.screen import say, say_json, table
 from torchelastic.checkpoint.command.structures import children, value_text
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.text import age_text, bytes_text
 
 #: Longer lists of plain values (the state of a random generator, say) are counted, not shown.
 MAX_ITEMS = 20
@@ -44,7 +45,8 @@ def show(path: Path, *, tensors: bool, values: bool, as_json: bool, now_s: float
     if tensors:
         say("")
         rows = [
-            (t.name, t.dtype, str(list(t.shape)), size_text(t.size_bytes), " ".join(t.shards)) for t in contents.tensors
+            (t.name, t.dtype, str(list(t.shape)), bytes_text(t.size_bytes), " ".join(t.shards))
+            for t in contents.tensors
         ]
         table(("TENSOR", "DTYPE", "SHAPE", "SIZE", "SHARDS"), rows)
     if values:
@@ -89,7 +91,7 @@ def _say_summary(found: Found, contents: Contents, now_s: float) -> None:
         found.format.step_title: "-" if found.step is None else str(found.step),
         "world size": "-" if found.world_size is None else str(found.world_size),
         "age": age_text(now_s - found.saved_s),
-        "size": size_text(found.size_bytes),
+        "size": bytes_text(found.size_bytes),
         **{name: str(value) for name, value in {**found.facts, **found.metrics}.items()},
         "tensors": _counted(contents),
     }
@@ -98,14 +100,14 @@ def _say_summary(found: Found, contents: Contents, now_s: float) -> None:
         say(f"{name.ljust(width)}  {text}")
     if len(found.shards) > 1:
         say("")
-        table(("SHARD", "SIZE"), [(path.name, size_text(path.stat().st_size)) for path in found.shards])
+        table(("SHARD", "SIZE"), [(path.name, bytes_text(path.stat().st_size)) for path in found.shards])
 
 
 def _counted(contents: Contents) -> str:
     dtypes = Counter(row.dtype for row in contents.tensors)
     parts = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items()))
     total = sum(row.size_bytes for row in contents.tensors)
-    return f"{len(contents.tensors)}, {size_text(total)}" + (f" ({parts})" if parts else "")
+    return f"{len(contents.tensors)}, {bytes_text(total)}" + (f" ({parts})" if parts else "")
 
 
 def _document(found: Found, contents: Contents, *, tensors: bool, values: bool) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchelastic.checkpoint.command.listing import find
-from torchelastic.checkpoint.command.screen import progress, say, say_json, size_text
+from torchelastic.checkpoint.command.screen import progress, say, say_json
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.text import bytes_text
 
 
 def verify(path: Path, *, as_json: bool) -> int:
@@ -35,7 +36,7 @@ def verify(path: Path, *, as_json: bool) -> int:
             about = {"path": str(one.path), "name": one.name, "kind": one.format.kind, "partial": one.partial}
             say_json({**about, "state": state, "damage": lines})
         else:
-            say(f"{one.name}: {state} ({size_text(one.size_bytes)}{'; ' if one.partial else ''}{one.partial or ''})")
+            say(f"{one.name}: {state} ({bytes_text(one.size_bytes)}{'; ' if one.partial else ''}{one.partial or ''})")
             for line in lines:
                 say(f"  {line}")
     return code

@@ -16,6 +16,7 @@ import psutil
 
 from torchelastic.checkpoint.errors import explained
 from torchelastic.checkpoint.memory.cgroup import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
+from torchelastic.text import bytes_text
 
 #: What is left to everybody else on this host: a step allocates too, and so do data loaders.
 DEFAULT_MARGIN_BYTES = 256 * 2**20
@@ -151,12 +152,3 @@ def held_bytes(folder: Path) -> int:
                 continue
             seen[(status.st_dev, status.st_ino)] = status.st_blocks * 512  # a slot has two names for a moment
     return sum(seen.values())
-
-
-def bytes_text(size_bytes: int) -> str:
-    """A size for people, in the unit in which models are measured; the exact one is in the decision.
-
-    >>> bytes_text(1536 * 2**20)
-    '1.50 GiB'
-    """
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.2f} MiB"

@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
+from tests.simulation.engine import Engine
+from tests.simulation.network import Link, Weather
+from tests.simulation.store import SimulatedStore
 from torchelastic.rendezvous.host import Host
 from torchelastic.rendezvous.records import Keys, Round
 from torchelastic.rendezvous.requests import Ask, EndWatches, Failed, Message, OpenWatch, Receive, Sleep
 from torchelastic.rendezvous.store import StoreError
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import Contact
-from torchelastic.testing.simulation.engine import Engine
-from torchelastic.testing.simulation.network import Link, Weather
-from torchelastic.testing.simulation.store import SimulatedStore
 
 
 def describe(lease_id: int, members: Collection[str]) -> bytes:

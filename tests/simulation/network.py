@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.simulation.engine import Engine
+from tests.simulation.store import SimulatedStore
 from torchelastic.rendezvous.requests import Ask, OpenWatch
 from torchelastic.rendezvous.store import StoreError, StoreEvent, StoreUnavailableError, Watch
-from torchelastic.testing.simulation.engine import Engine
-from torchelastic.testing.simulation.store import SimulatedStore
 
 Reply = Callable[[Any, StoreError | None], None]
 

@@ -1,4 +1,4 @@
-"""`python -m torchelastic.testing.simulation`: search for a history that breaks a promise, or show one again."""
+"""`python -m tests.simulation`: search for a history that breaks a promise, or show one again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 
-from torchelastic.testing.simulation.invariants import InvariantError
-from torchelastic.testing.simulation.scale import first_round_and_re_form
-from torchelastic.testing.simulation.scenario import Report, explain, run_one_of_many, strike_with_everything
+from tests.simulation.invariants import InvariantError
+from tests.simulation.scale import first_round_and_re_form
+from tests.simulation.scenario import Report, explain, run_one_of_many, strike_with_everything
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     """What understands the words of this command."""
-    parser = argparse.ArgumentParser(prog="torchelastic.testing.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="of the first run, others count up (default: a random one, printed)")
     parser.add_argument("--events", type=int, default=1_000_000, help="simulate so many in all (default 1000000)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so much real time")
@@ -55,7 +55,7 @@ def _search(options: argparse.Namespace) -> int:
         if isinstance(outcome, InvariantError):
             print(outcome)
             print(
-                f"see its last events: python -m torchelastic.testing.simulation --show {seed} --hosts {options.hosts} "
+                f"see its last events: python -m tests.simulation --show {seed} --hosts {options.hosts} "
                 f"--nproc {options.nproc} --run-events {options.run_events}"
             )
             return 1

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
+from tests.simulation.invariants import InvariantError
+from tests.simulation.network import Weather
+from tests.simulation.training import Pace
+from tests.simulation.world import Place, World
 from torchelastic.rendezvous.view import Settings
-from torchelastic.testing.simulation.invariants import InvariantError
-from torchelastic.testing.simulation.network import Weather
-from torchelastic.testing.simulation.training import Pace
-from torchelastic.testing.simulation.world import Place, World
 
 Verb = Callable[[World], object]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tests.simulation.engine import Engine
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState, Standing
 from torchelastic.rendezvous.view import is_done
 from torchelastic.rendezvous.worker_rules import (
@@ -18,7 +19,6 @@ from torchelastic.rendezvous.worker_rules import (
     is_replaced,
     may_go,
 )
-from torchelastic.testing.simulation.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.simulation.agent import SimulatedAgent
+from tests.simulation.network import Weather
+from tests.simulation.scenario import require_liveness
+from tests.simulation.training import Pace
+from tests.simulation.world import KEYS, Place, World
 from torchelastic.rendezvous.view import Settings
-from torchelastic.testing.simulation.agent import SimulatedAgent
-from torchelastic.testing.simulation.network import Weather
-from torchelastic.testing.simulation.scenario import require_liveness
-from torchelastic.testing.simulation.training import Pace
-from torchelastic.testing.simulation.world import KEYS, Place, World
 
 #: One way; both ways are a round trip.
 DELAY_S = 0.001

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.simulation.network import Weather
+from tests.simulation.training import Pace
+from tests.simulation.world import KEYS, World
 from torchelastic.rendezvous.view import Settings
-from torchelastic.testing.simulation.network import Weather
-from torchelastic.testing.simulation.training import Pace
-from torchelastic.testing.simulation.world import KEYS, World
 
 
 @dataclass(frozen=True)

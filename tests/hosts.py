@@ -4,7 +4,7 @@ Nothing has a name that others could see, and nothing is left behind, however a 
 the processes in it, all of which are tied to this one. The machine's own interfaces are not touched.
 
 Needs root and the commands `ip`, `nsenter` and `unshare`; no packet filter and no traffic shaper of the kernel. Delay
-and loss are made by a wire in user space (`torchelastic.testing.wire`), which needs /dev/net/tun.
+and loss are made by a wire in user space (`tests.wire`), which needs /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from tests.wire import Wire, end, enter
 from torchelastic.processes import dies_with_parent
 from torchelastic.rendezvous.server import EtcdServer
-from torchelastic.testing.wire import Wire, end, enter
 
 #: The name of the host that runs etcd; every lab has it.
 ETCD = "etcd"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from tests.simulation.engine import Engine
+from tests.simulation.training import Group, Worker
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import (
     NO_ROUND,
@@ -19,8 +21,6 @@ from torchelastic.rendezvous.records import (
 from torchelastic.rendezvous.store import EventKind, StoreEvent
 from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
-from torchelastic.testing.simulation.engine import Engine
-from torchelastic.testing.simulation.training import Group, Worker
 
 #: Which state may follow which, as the protocol's own table says; a running round is always a new one.
 MAY_FOLLOW: dict[RoundState, frozenset[RoundState]] = {

@@ -8,17 +8,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from tests.simulation.agent import SimulatedAgent
+from tests.simulation.engine import Engine
+from tests.simulation.invariants import Invariants
+from tests.simulation.network import Weather
+from tests.simulation.store import SimulatedStore
+from tests.simulation.training import Group, Pace, Worker, fresh_member
 from torchelastic.rendezvous.burial import Predecessor
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import Contact
-from torchelastic.testing.simulation.agent import SimulatedAgent
-from torchelastic.testing.simulation.engine import Engine
-from torchelastic.testing.simulation.invariants import Invariants
-from torchelastic.testing.simulation.network import Weather
-from torchelastic.testing.simulation.store import SimulatedStore
-from torchelastic.testing.simulation.training import Group, Pace, Worker, fresh_member
 
 KEYS = Keys("/torchelastic/simulated")
 #: How long a request to leave stands in the store if no agent carries it out.

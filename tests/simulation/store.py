@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+from tests.simulation.engine import Engine
 from torchelastic.rendezvous.delivery import check_start_revision, check_ttl
 from torchelastic.rendezvous.store import (
     CompactedError,
@@ -26,7 +27,6 @@ from torchelastic.rendezvous.store import (
     Watch,
 )
 from torchelastic.rendezvous.tree import MIN_TTL_S, Tree, check_key, check_txn
-from torchelastic.testing.simulation.engine import Engine
 
 #: Leases are looked at this often.
 LEASE_TICK_S = 0.5

@@ -1,0 +1,251 @@
+"""How a life of a job on a short-lived instance has ended, what it has cost, and what now: pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import zip_longest
+from typing import Any
+
+from torchelastic.agent.causes import describe_exit
+from torchelastic.foreign_json import MAX_COUNT
+from torchelastic.lifetime.progress_file import Steps
+from torchelastic.lifetime.requeue import STOPPED_EARLY
+
+#: What a shell returns for a command that it cannot run or find; a restart does not help.
+UNRUNNABLE_CODES = (126, 127)
+#: Unless the user says how often: how many restarts, and how many failures in a row end it before.
+MAX_RESTARTS, MAX_FAILURES = 100, 3
+#: The layout of the report.
+SCHEMA = 1
+_TITLES = ("life", "ended", "exit", "used s", "given up s", "from step", "to step", "saved", "steps lost")
+
+
+class How(Enum):
+    """How a life has ended: docs/simulate-esi.md has the table."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped early"
+    ENDED = "ended in time"
+    KILLED = "killed"
+    FAILED = "failed"
+    UNRUNNABLE = "cannot be run"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What was seen of the end of one life.
+
+    Attributes:
+        exit_code: of the command; negative: the signal that ended it.
+        used_s: seconds from its start until nothing of it was left.
+        given_up_s: seconds that it still had when the command ended; 0 if its time was over.
+        timed_out: its time was over, and it was sent SIGTERM.
+        killed: how many of its processes got SIGKILL: after the grace, or because the command ended without them.
+    """
+
+    exit_code: int
+    used_s: float
+    given_up_s: float = 0.0
+    timed_out: bool = False
+    killed: int = 0
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of the job, with what the job has reported about it."""
+
+    how: How
+    ending: Ending
+    told: Steps = field(default_factory=Steps)
+
+    @property
+    def given_up_s(self) -> float:
+        """Seconds that it had left when it ended without having finished."""
+        return 0.0 if self.how is How.FINISHED else self.ending.given_up_s
+
+    def __str__(self) -> str:
+        """One line for people."""
+        parts = [f"{self.how.value} ({exit_text(self.ending.exit_code)}) after {self.ending.used_s:.1f} s"]
+        if self.given_up_s:
+            parts.append(f"{self.given_up_s:.1f} s given up")
+        if self.ending.killed:
+            what = "in the grace" if self.ending.timed_out else "with the command"
+            plural = "es" if self.ending.killed > 1 else ""
+            parts.append(f"SIGKILL to {self.ending.killed} process{plural} that did not end {what}")
+        told = asdict(self.told).items()
+        return ", ".join(parts + [f"{name.replace('_', ' ')} {step}" for name, step in told if step is not None])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the job is started again; if not, the simulator's exit code. Why, in one phrase for people."""
+
+    goes_on: bool
+    exit_code: int
+    reason: str
+
+
+def parse_progress(document: Any) -> Steps:
+    """What a job reports in `TORCHELASTIC_PROGRESS_FILE`; names that are not ours are left alone.
+
+    Raises:
+        ValueError: it is no JSON object, or a step is no whole number from 0 on; names it.
+    """
+    if not isinstance(document, dict):
+        raise ValueError('it is no JSON object such as {"committed_step": 120, "saved_step": 100}')
+    return Steps(**{name: _step(document, name) for name in Steps.__dataclass_fields__})
+
+
+def parse_manager_state(document: Any) -> int | None:
+    """The last step that `manager_state.json` says is done.
+
+    velastic writes it at the start of each iteration, before `iter_count` is done. Ours has a schema, and says how many
+    are done; it is written at a save that may not be durable yet, so it says nothing about what was saved.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    if "schema" in document:
+        return _step(document, "completed_iters")
+    begun = _step(document, "iter_count")
+    return None if begun is None else max(0, begun - 1)
+
+
+def judge(ending: Ending, told: Steps, requeue_codes: Collection[int] = (STOPPED_EARLY,)) -> How:
+    """How a life has ended.
+
+    An exit with 0 after SIGTERM does not mean that the work is done: a job that saves in its handler and exits with 0
+    looks the same, and schedulers call both a time-out. So it is started again; if it had finished, it has nothing to
+    do in its next life. A job that reports its progress (`total_steps`) is believed.
+
+    Args:
+        ending: what was seen.
+        told: what the job has reported.
+        requeue_codes: exit codes that mean "stopped before the deadline, start me again".
+    """
+    done, total = told.committed_step, told.total_steps
+    is_incomplete = done is not None and total is not None and done < total
+    is_complete = done is not None and total is not None and done >= total
+    if ending.timed_out:
+        if ending.exit_code == 0 and is_complete:
+            return How.FINISHED
+        return How.KILLED if ending.killed else How.ENDED
+    if ending.exit_code in requeue_codes:
+        return How.STOPPED
+    if ending.exit_code == 0:
+        return How.STOPPED if is_incomplete else How.FINISHED
+    if ending.exit_code > 0 and is_incomplete and told.saved_step == done:
+        return How.STOPPED
+    return How.UNRUNNABLE if ending.exit_code in UNRUNNABLE_CODES else How.FAILED
+
+
+def what_next(lives: Sequence[Life], max_restarts: int | None = None) -> Verdict:
+    """Whether the job is started again after these lives, and why.
+
+    Args:
+        lives: at least one.
+        max_restarts: how often it is started again, whatever the reason; None: 100 times, but not after 3 failures in
+            a row.
+    """
+    last, restarts = lives[-1], len(lives) - 1
+    most = MAX_RESTARTS if max_restarts is None else max_restarts
+    if last.how is How.FINISHED:
+        return Verdict(False, 0, f"finished in life {len(lives)}")
+    if last.how is How.UNRUNNABLE:
+        return Verdict(False, 1, f"the command cannot be run ({exit_text(last.ending.exit_code)})")
+    if max_restarts is None and [life.how for life in lives[-MAX_FAILURES:]] == [How.FAILED] * MAX_FAILURES:
+        return Verdict(False, 1, f"failed {MAX_FAILURES} times in a row ({exit_text(last.ending.exit_code)})")
+    if restarts >= most:
+        plural = "" if restarts == 1 else "s"
+        return Verdict(False, 1, f"not finished after {restarts} restart{plural}: that is --max-restarts")
+    return Verdict(True, 0, f"restart {restarts + 1} of at most {most}")
+
+
+def steps_lost(life: Life, next_life: Life | None) -> int | None:
+    """How many committed steps of a life had to be done again; None: it cannot be known.
+
+    What the next life says it has gone on from counts; where it says nothing, the last step that was said to be saved.
+    """
+    if life.how is How.FINISHED:
+        return 0
+    kept = next_life.told.resumed_step if next_life else None
+    kept = life.told.saved_step if kept is None else kept
+    return None if kept is None or life.told.committed_step is None else max(0, life.told.committed_step - kept)
+
+
+def report_document(lives: Sequence[Life], verdict: Verdict) -> dict[str, Any]:
+    """What is known of all lives, for `json.dumps`; see docs/simulate-esi.md."""
+    lost = [steps_lost(*pair) for pair in zip_longest(lives, lives[1:])]
+    known = [steps for steps in lost if steps is not None]
+    return {
+        "schema": SCHEMA,
+        "finished": bool(lives) and lives[-1].how is How.FINISHED,
+        "goes_on": verdict.goes_on,
+        "reason": verdict.reason,
+        "used_s": round(math.fsum(life.ending.used_s for life in lives), 3),
+        "given_up_s": round(math.fsum(life.given_up_s for life in lives), 3),
+        "steps_lost": sum(known) if known else None,
+        "lives": [
+            {
+                "life": number,
+                "how": life.how.name.lower(),
+                "exit_code": life.ending.exit_code,
+                "used_s": round(life.ending.used_s, 3),
+                "given_up_s": round(life.given_up_s, 3),
+                "killed_processes": life.ending.killed,
+                **asdict(life.told),
+                "steps_lost": steps,
+            }
+            for number, (life, steps) in enumerate(zip(lives, lost, strict=True), 1)
+        ],
+    }
+
+
+def table(document: dict[str, Any]) -> str:
+    """The table for people, with the sums last, from `report_document`'s result."""
+
+    def texts(steps: dict[str, Any], *names: str) -> tuple[str, ...]:
+        return tuple("?" if steps[name] is None else str(steps[name]) for name in names)
+
+    shown = [
+        (
+            str(life["life"]),
+            How[life["how"].upper()].value,
+            exit_text(life["exit_code"]).removeprefix("exit code "),
+            f"{life['used_s']:.1f}",
+            f"{life['given_up_s']:.1f}",
+            *texts(life, "resumed_step", "committed_step", "saved_step", "steps_lost"),
+        )
+        for life in document["lives"]
+    ]
+    sums = (f"{document['used_s']:.1f}", f"{document['given_up_s']:.1f}")
+    rows = [_TITLES, *shown, ("all", "", "", *sums, "", "", "", *texts(document, "steps_lost"))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if title in ("life", "ended", "exit") else cell.rjust(width)
+            for title, cell, width in zip(_TITLES, row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
+def exit_text(exit_code: int) -> str:
+    """A phrase for people.
+
+    >>> exit_text(3), exit_text(-9)
+    ('exit code 3', 'SIGKILL')
+    """
+    return describe_exit(exit_code).removeprefix("killed by ")
+
+
+def _step(document: dict[str, Any], name: str) -> int | None:
+    value = document.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= MAX_COUNT):
+        raise ValueError(f"{name} is {value!r}: give a whole number from 0 on")
+    return value
