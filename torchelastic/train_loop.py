@@ -36,8 +36,8 @@ from torchelastic.state import State, call_sync, check_can_roll_back, check_hook
 from torchelastic.step import Step, publish_duration
 
 if TYPE_CHECKING:
+    from torchelastic.lifetime.early_stop import Lifetime
     from torchelastic.lifetime.in_loop import LoopLifetime
-    from torchelastic.lifetime.stopping import Lifetime
 
 log = logging.getLogger(__name__)
 
@@ -375,7 +375,7 @@ class TrainLoop:
 def _loop_lifetime(
     coordinator: Coordinator, checkpoints: LoopCheckpoints, given: Literal["auto"] | Lifetime
 ) -> LoopLifetime:
+    from torchelastic.lifetime.early_stop import lifetime_of
     from torchelastic.lifetime.in_loop import LoopLifetime
-    from torchelastic.lifetime.stopping import lifetime_of
 
     return LoopLifetime(coordinator, checkpoints, lifetime_of(given))

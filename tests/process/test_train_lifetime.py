@@ -153,8 +153,8 @@ class TwoPeers:
 
     def gather(self, words: bytes) -> list[bytes]:
         own = json.loads(words)
-        if isinstance(own[0], list) and len(own) == 4:
-            other = [[float("-inf"), *own[0][1:]], "", own[2], self.other_host or own[3]]
+        if isinstance(own[0], list) and len(own) == 3:
+            other = [[float("-inf"), *own[0][1:]], "", self.other_host or own[2]]
             return [words, json.dumps(other).encode()]
         return [words, words]
 

@@ -73,7 +73,7 @@ def test_the_bound_is_the_conformal_rank_of_the_saves(confidence: float, saves: 
         costs = costs.observed("durable", stall_s=0.0, durable_s=float(durable_s))
     bound = costs.durable_bound("durable", confidence=confidence)
     assert bound is not None
-    assert (bound.seconds, bound.is_assured, bound.saves) == (rank, True, saves)
+    assert (bound.seconds, bound.is_assured, bound.samples) == (rank, True, saves)
 
 
 @pytest.mark.parametrize(("confidence", "needed"), [(0.99, 99), (0.95, 19), (0.9, 9), (0.5, 1)])
@@ -85,7 +85,7 @@ def test_with_too_few_saves_the_bound_is_the_longest_with_a_margin_and_says_so(c
             assert bound is not None
             assert (bound.seconds, bound.is_assured) == (2.0 * save, False)
             assert f"only {save} saves" in bound.because
-            assert f"takes {needed} " in bound.because
+            assert f"takes {needed}: " in bound.because
         else:
             assert bound is None
         costs = costs.observed("durable", stall_s=0.0, durable_s=save + 1.0)

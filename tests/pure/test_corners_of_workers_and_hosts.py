@@ -21,8 +21,8 @@ from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Start
 from torchelastic.lifetime.bounds import guess, step_bound
 from torchelastic.lifetime.decision import Tier
-from torchelastic.lifetime.outlook import Outlook
 from torchelastic.lifetime.progress import LifetimeSummary, progress_line
+from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position
 from torchelastic.p2p import stands, stragglers
 from torchelastic.p2p.hangs import WARM_UP_STEPS
@@ -151,13 +151,13 @@ def test_a_host_that_met_nobody_is_not_compared_with_anybody() -> None:
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 
-def outlook(*tiers: str) -> Outlook:
+def sample(*tiers: str) -> Sample:
     found = tuple(Tier(name, guess(4.0, "no save was measured")) for name in tiers)
-    return Outlook(60.0, 0.5, guess(1.0, "measured here"), 1.0, 1, found, count=10, lived=10)
+    return Sample(60.0, 0.5, guess(1.0, "measured here"), 1.0, 1, found, count=10, lived=10)
 
 
 def test_ranks_agree_on_the_worst_of_each_number_and_say_whose_it_was() -> None:
-    mine, other = outlook("disk"), replace(outlook("disk"), remaining_s=50.0, step=guess(3.0, "measured there"))
+    mine, other = sample("disk"), replace(sample("disk"), remaining_s=50.0, step=guess(3.0, "measured there"))
     agreed = mine.agreed([max(pair) for pair in zip(mine.numbers(), other.numbers(), strict=True)])
     assert agreed.remaining_s == 50.0
     assert agreed.step is not None
@@ -167,7 +167,7 @@ def test_ranks_agree_on_the_worst_of_each_number_and_say_whose_it_was() -> None:
 
 def test_ranks_with_different_tiers_do_not_agree() -> None:
     with pytest.raises(ValueError, match="the ranks were given different tiers"):
-        outlook("disk").agreed(outlook("disk", "memory").numbers())
+        sample("disk").agreed(sample("disk", "memory").numbers())
 
 
 def test_a_bound_for_any_share_is_one_that_a_sample_gives() -> None:

@@ -11,9 +11,8 @@ from torchelastic.lifetime import Deadline
 from torchelastic.lifetime.sources.aws import parse_instance_action, parse_rebalance
 from torchelastic.lifetime.sources.azure import parse_scheduled_events
 from torchelastic.lifetime.sources.detection import clouds_of, parse_clouds, read_machine, term_grace_s
+from torchelastic.lifetime.sources.files import parse_termination, pre_stop_notice
 from torchelastic.lifetime.sources.gcp import parse_maintenance, parse_preempted
-from torchelastic.lifetime.sources.instance import parse_termination
-from torchelastic.lifetime.sources.kubernetes import pre_stop_notice
 from torchelastic.lifetime.sources.metadata import Answer, http_seconds, iso_seconds, pause_s, request
 from torchelastic.lifetime.sources.notice import Event, NonsenseError, Notice, Notices
 from torchelastic.lifetime.sources.signals import parse_signals, signal_notice
@@ -387,7 +386,7 @@ def test_a_termination_that_is_over_counts_only_for_a_while() -> None:
 
 @pytest.mark.parametrize("text", ["tomorrow", "nan", "inf", "-7", "1795262400000", "2026-11-21T12:00:00Z"])
 def test_garbage_in_a_termination_file_is_an_error_that_names_the_file_and_the_remedy(text: str) -> None:
-    with pytest.raises(NonsenseError, match=r"/run/end holds .*write Unix seconds"):
+    with pytest.raises(ValueError, match=r"/run/end holds .*write Unix seconds"):
         parse_termination(text, path="/run/end", wall_s=NOON_S, stale_s=0.0)
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.policy import SaveCosts
 from torchelastic.lifetime import Bound, guess, needed_samples, step_bound, upper_bound
 
 seconds = st.floats(0.0, 1e4)
@@ -36,17 +35,6 @@ def test_a_confidence_takes_so_many_samples(confidence: float, needed: int) -> N
         assert (too_few.seconds, too_few.is_assured) == ((needed - 1) * 1.5, False)
         assert f"only {needed - 1} samples are known" in too_few.because
         assert f"takes {needed}: 1.5 times the longest" in too_few.because
-
-
-@given(durations, confidences)
-def test_it_is_the_bound_that_the_save_costs_give(times: list[float], confidence: float) -> None:
-    costs = SaveCosts()
-    for took in times:
-        costs = costs.observed("durable", stall_s=0.0, durable_s=took)
-    theirs = costs.durable_bound("durable", confidence=confidence)
-    ours = known(upper_bound(times, confidence))
-    assert theirs is not None
-    assert (ours.seconds, ours.is_assured, ours.samples) == (theirs.seconds, theirs.is_assured, theirs.saves)
 
 
 @given(durations, confidences)

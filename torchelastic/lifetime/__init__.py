@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         time_limit_s,
     )
     from torchelastic.lifetime.decision import StopDecision, Tier, decide, part_of_risk
+    from torchelastic.lifetime.early_stop import Lifetime, StoppedEarly
     from torchelastic.lifetime.iter_manager import IterManager
     from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
     from torchelastic.lifetime.progress import LifetimeSummary
     from torchelastic.lifetime.requeue import STOPPED_EARLY, Requeue, requeue_job
     from torchelastic.lifetime.sources.detection import close_all, detect
-    from torchelastic.lifetime.stopping import Lifetime, StoppedEarly
 
 __all__ = [
     "STOPPED_EARLY",
@@ -81,7 +81,7 @@ _NAMES_OF_HOME = {
     "progress": ("LifetimeSummary",),
     "requeue": ("STOPPED_EARLY", "Requeue", "requeue_job"),
     "sources.detection": ("close_all", "detect"),
-    "stopping": ("Lifetime", "StoppedEarly"),
+    "early_stop": ("Lifetime", "StoppedEarly"),
 }
 _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
 

@@ -1,7 +1,7 @@
 """When this process will have to end, as far as anybody knows.
 
-A source of deadlines is a small class with three things, see `Deadline`. To add one: write the class with a function
-that finds it in the environment, and put the function into `SOURCES`.
+A source of deadlines is a small class with three things, see `Deadline`; those that are not in a variable alone are in
+`sources`.
 
 A deadline that is told as a date is turned into monotonic time in the moment in which it is read, so that later jumps
 of the host's clock change nothing.
@@ -27,6 +27,8 @@ MLP_VARIABLE = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 SAGEMAKER_VARIABLE = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 #: SageMaker begins to terminate instances so long before the capacity ends (AWS documentation on training plans).
 SAGEMAKER_LEAD_S = 30 * 60.0
+#: The variables with the end of a block of capacity, and how long before it the platform begins to terminate.
+_LEADS_S = {MLP_VARIABLE: 0.0, SAGEMAKER_VARIABLE: SAGEMAKER_LEAD_S}
 #: Unix seconds beyond this are milliseconds: it is the year 5138.
 _MILLISECONDS_FROM = 1e11
 
@@ -98,7 +100,8 @@ class CapacityBlock(DeadlineAt):
         """
         if not value.strip():
             return None
-        left_s = _unix_seconds(variable, value) - wall_s
+        remedy = "set it to Unix seconds (`date +%s` prints those of now), or unset it"
+        left_s = unix_seconds(f"{variable} is", value, remedy) - wall_s
         if left_s <= 0.0:
             log.warning(
                 "%s=%s is %.0f s in the past: ignored. Unset it, or set it to the end of the present block",
@@ -200,24 +203,6 @@ def nearest(deadlines: Iterable[Deadline | None]) -> Nearest:
     return Nearest(given)
 
 
-#: Finds a deadline in the environment variables; the arguments after them: monotonic and Unix seconds, of one moment.
-Source = Callable[[Mapping[str, str], float, float], "Deadline | None"]
-
-
-def _mlp(environment: Mapping[str, str], now_s: float, wall_s: float) -> Deadline | None:
-    value = environment.get(MLP_VARIABLE, "")
-    return CapacityBlock.from_variable(MLP_VARIABLE, value, now_s=now_s, wall_s=wall_s)
-
-
-def _sagemaker(environment: Mapping[str, str], now_s: float, wall_s: float) -> Deadline | None:
-    value = environment.get(SAGEMAKER_VARIABLE, "")
-    return CapacityBlock.from_variable(SAGEMAKER_VARIABLE, value, now_s=now_s, wall_s=wall_s, lead_s=SAGEMAKER_LEAD_S)
-
-
-#: Everything that is looked for without being asked to.
-SOURCES: tuple[Source, ...] = (_mlp, _sagemaker)
-
-
 def automatic_deadlines(
     environment: Mapping[str, str] | None = None,
     *,
@@ -236,18 +221,31 @@ def automatic_deadlines(
     """
     variables = os.environ if environment is None else environment
     now_s, wall_s = clock(), wall_clock()
-    found = (source(variables, now_s, wall_s) for source in SOURCES)
+    found = [
+        CapacityBlock.from_variable(name, variables.get(name, ""), now_s=now_s, wall_s=wall_s, lead_s=lead_s)
+        for name, lead_s in _LEADS_S.items()
+    ]
     return [deadline for deadline in found if deadline is not None]
 
 
-def _unix_seconds(variable: str, value: str) -> float:
-    remedy = "set it to Unix seconds (`date +%s` prints those of now), or unset it"
+def unix_seconds(what: str, text: str, remedy: str) -> float:
+    """The date that somebody has written as Unix seconds.
+
+    Args:
+        what: begins the error: "X is", or "/run/end holds".
+        text: a number.
+        remedy: what to write instead; ends the error.
+
+    Raises:
+        ValueError: it is none, or no date.
+    """
+    shown = f"{what} {text[:60]!r}, which"
     try:
-        seconds = float(value)
+        seconds = float(text)
     except ValueError:
-        raise ValueError(f"{variable} is {value!r}, which is no number: {remedy}") from None
+        raise ValueError(f"{shown} is no number: {remedy}") from None
     if not math.isfinite(seconds) or seconds < 0.0:
-        raise ValueError(f"{variable} is {value!r}, which is no date: {remedy}")
+        raise ValueError(f"{shown} is no date: {remedy}")
     if seconds >= _MILLISECONDS_FROM:
-        raise ValueError(f"{variable} is {value!r}, which looks like milliseconds: {remedy}")
+        raise ValueError(f"{shown} looks like milliseconds: {remedy}")
     return seconds

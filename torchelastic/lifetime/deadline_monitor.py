@@ -1,4 +1,7 @@
-"""What one rank knows of its own deadline and of its next iterations, checked by the clock.
+"""Watches the deadline of one rank: samples what the rank knows, and decides from what all ranks know.
+
+Everything that stops in time goes by this: the train loop (`in_loop`) and `IterManager` (`group_monitor`). They differ
+in how the ranks tell each other what they know, and in what is done about a decision.
 
 Iterations may become a hundred times as long at any moment, so nothing here is due after a number of them alone.
 """
@@ -7,13 +10,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torchelastic.lifetime.bounds import Bound, guess
-from torchelastic.lifetime.deadline import Deadline, unsure_since_s
-from torchelastic.lifetime.decision import SHORTEST_GRACE_S, Tier, part_of_risk
+from torchelastic.lifetime.deadline import Nearest, unsure_since_s
+from torchelastic.lifetime.decision import SHORTEST_GRACE_S, TRIAL_BELOW_S, Tier, part_of_risk
+from torchelastic.lifetime.drain_policy import StopPlan, near_below_s, plan_stop
+from torchelastic.lifetime.early_stop import Lifetime
 from torchelastic.lifetime.iteration_times import IterationTimes
-from torchelastic.lifetime.outlook import NEAR_ITERATIONS, Outlook, interval_steps
+from torchelastic.lifetime.sample import NEAR_ITERATIONS, Sample, interval_steps
 
 #: A deadline is asked for what is left so often, while it is far.
 CHECK_S = 0.1
@@ -25,6 +30,8 @@ _WORK_OUT_SHARE, _WORK_OUT_S, _MAX_WORK_OUT_S = 0.02, 1.0, 30.0
 #: Schedulers signal every process of a job, and the ranks do not all get it at once: a save answers the notices that
 #: come so much later, too.
 _SAME_NOTICE_S = 5.0
+#: What stands for the tiers where there are none.
+_NO_TIER = "nothing: there is no checkpoint manager"
 
 
 class DeadlineMonitor:
@@ -33,71 +40,83 @@ class DeadlineMonitor:
     Args:
         deadline: when to be done.
         times: of the iterations.
-        confidence: that the save before the deadline is done in time.
+        save_times_s: by tier, the most durable first, how long its newest saves took; asked each time.
+        settings: reserve and confidence count, and how long an unknown save takes.
+        least_save_s: what the bound of a save is never below. Above 0: no save is made only to measure it.
+        trial_below_s: see `decision.decide`.
         clock: monotonic seconds; that of the deadline.
-
-    Raises:
-        ValueError: the confidence is not above 0 and below 1.
 
     Attributes:
         deadline: when to be done.
         earlier_bound_s: how long an iteration took at most in an earlier life; counts until one is known.
-        part: the confidence of each bound, so that all of them together hold with the confidence.
     """
 
     def __init__(
         self,
-        deadline: Deadline,
+        deadline: Nearest,
         times: IterationTimes,
+        save_times_s: Callable[[], Mapping[str, Sequence[float]]],
+        settings: Lifetime,
         *,
-        confidence: float,
+        least_save_s: float = 0.0,
+        trial_below_s: float = TRIAL_BELOW_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.deadline, self.earlier_bound_s, self.part = deadline, 0.0, part_of_risk(confidence)
-        self._times, self._clock = times, clock
+        self.deadline, self.earlier_bound_s = deadline, 0.0
+        self._times, self._save_times_s, self._clock = times, save_times_s, clock
+        # the confidence of each bound, so that all of them together hold with the one that was asked for
+        self._reserve_s, self._part = settings.reserve_s, part_of_risk(settings.confidence)
+        self._unknown_save_s, self._least_save_s = settings.unknown_save_s, least_save_s
+        self._trial_below_s = trial_below_s
+        self._world_size = 1
         self._answered_s = -math.inf
         self._tried: set[str] = set()
         self._known: tuple[float, Bound | None, float] = (0.0, None, 0.0)
         self._stale_at_s, self._stale_at_count, self._is_for_near = -math.inf, 0, False
 
-    def forget(self) -> None:
-        """The group has changed: its new members know of no save that was made."""
+    def enter_group(self, world_size: int) -> None:
+        """The group has changed: new members know of no save that was made. With more or fewer, times begin anew."""
+        if world_size != self._world_size:
+            self._times.reset()
+        self._world_size = world_size
         self._tried.clear()
         self._answered_s, self._stale_at_s = -math.inf, -math.inf
+
+    # --- what this rank knows -----------------------------------------------------------------------------------------
 
     def remaining_s(self) -> float:
         """Seconds until the deadline; infinite: none is known."""
         left_s = self.deadline.remaining_s(self._clock())
         return math.inf if left_s is None else left_s
 
-    def at_once_s(self) -> float:
-        """See `Outlook.at_once_s`; ask `remaining_s` before."""
-        since_s = unsure_since_s(self.deadline)
-        if since_s is None or since_s <= self._answered_s:
-            return math.inf
-        return max(0.0, SHORTEST_GRACE_S - (self._clock() - since_s))
+    def deadline_text(self, if_none: str = "none") -> str:
+        """The nearest deadline, for people."""
+        which = self.deadline.which(self._clock())
+        return if_none if which is None else f"{which.name} ({which.reason})"
 
-    def saves(self, tier: str | None) -> None:
-        """A save is made now, to this tier: notices so far are answered by it, and it measures the tier."""
-        self._answered_s = self._clock() + _SAME_NOTICE_S
-        self._tried.update(() if tier is None else (tier,))
+    def tiers(self) -> tuple[Tier, ...]:
+        """The places to save to, the most durable first, with how long that takes; at least one."""
+        tiers = tuple(
+            Tier.of(
+                name,
+                times_s,
+                confidence=self._part,
+                if_unknown_s=self._unknown_save_s,
+                at_least_s=self._least_save_s,
+            )
+            for name, times_s in self._save_times_s().items()
+        )
+        return tiers or (Tier(_NO_TIER, Bound(0.0, self._part, True, 1, "nothing is saved")),)
 
-    @property
-    def has_tried(self) -> bool:
-        """Whether any save was begun in this life because a deadline is known."""
-        return bool(self._tried)
+    def step_bound(self) -> Bound | None:
+        """How much time to leave for the next iteration; None: none is known."""
+        view = self._times.view()
+        return None if view is None else view.bound(1, self._part)
 
-    def may_try(self, tiers: Sequence[Tier]) -> Collection[str]:
-        """The tiers to which no save was begun in this life."""
-        return {tier.name for tier in tiers} - self._tried
-
-    def outlook(
-        self, tiers: Sequence[Tier], *, count: int, lived: int, is_near: bool = False, cost_s: float = math.inf
-    ) -> Outlook:
+    def sample(self, *, count: int, lived: int, is_near: bool = False, cost_s: float = math.inf) -> Sample:
         """What this rank knows now.
 
         Args:
-            tiers: what saves take, the most durable first.
             count: iterations of the run that are done.
             lived: iterations that have begun in this process.
             is_near: whether the deadline is so near that the next iteration counts.
@@ -105,23 +124,78 @@ class DeadlineMonitor:
         """
         remaining_s = self.remaining_s()
         usual_s, step, far_s = self._next_iterations(remaining_s, is_near)
-        return Outlook(
+        return Sample(
             remaining_s=remaining_s,
             usual_s=usual_s,
             step=step,
             far_s=far_s,
             # after a long iteration at once: they may be as long from now on
             interval=interval_steps(max(usual_s, self._times.newest_s), cost_s) if usual_s else 1,
-            tiers=tuple(tiers),
+            tiers=self.tiers(),
             count=count,
             lived=lived,
-            at_once_s=self.at_once_s(),
+            at_once_s=self._at_once_s(),
         )
 
-    def step_bound(self) -> Bound | None:
-        """How much time to leave for the next iteration."""
-        view = self._times.view()
-        return None if view is None else view.bound(1, self.part)
+    def is_near(self, sample: Sample, *, may_leave: bool = False) -> bool:
+        """Whether there may be something to decide before the sample after this one.
+
+        Args:
+            sample: of this rank, or of all.
+            may_leave: whether the others may go on without a rank that has to go.
+        """
+        near_s = near_below_s(sample, self._reserve_s, may_leave=may_leave) + CHECK_S
+        if self._may_try() and not self._tried and not any(tier.is_measured for tier in sample.tiers):
+            near_s = max(near_s, self._trial_below_s)
+        return sample.at_once_s < math.inf or sample.remaining_s <= near_s
+
+    # --- what is done about it ----------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        common: Sample,
+        *,
+        remaining_s: Sequence[float] | None = None,
+        at_once_s: Sequence[float] | None = None,
+        min_workers: int = 1,
+    ) -> StopPlan:
+        """What to do now; the same on all ranks that give the same. A save that it asks for is taken to be made.
+
+        Args:
+            common: what all ranks know together.
+            remaining_s: by rank, see `plan_stop`; None: there is no run without all of them.
+            at_once_s: the same.
+            min_workers: see `plan_stop`.
+
+        Raises:
+            ValueError: see `plan_stop`.
+        """
+        plan = plan_stop(
+            [common.remaining_s] if remaining_s is None else remaining_s,
+            common,
+            min_workers=min_workers,
+            reserve_s=self._reserve_s,
+            at_once_s=[common.at_once_s] if at_once_s is None else at_once_s,
+            may_try={tier.name for tier in common.tiers} - self._tried if self._may_try() else (),
+            trial_below_s=self._trial_below_s,
+        )
+        if plan.decision.saves:  # notices so far are answered by it, and it measures the tier
+            self._answered_s = self._clock() + _SAME_NOTICE_S
+            self._tried.update(() if plan.decision.tier is None else (plan.decision.tier,))
+        return plan
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _may_try(self) -> bool:
+        """Whether a save may be made only to measure it: not where the user has said how long it takes."""
+        return not self._least_save_s
+
+    def _at_once_s(self) -> float:
+        """See `Sample.at_once_s`; `remaining_s` is asked before."""
+        since_s = unsure_since_s(self.deadline)
+        if since_s is None or since_s <= self._answered_s:
+            return math.inf
+        return max(0.0, SHORTEST_GRACE_S - (self._clock() - since_s))
 
     def _next_iterations(self, remaining_s: float, is_near: bool) -> tuple[float, Bound | None, float]:
         """The usual iteration, the slowest of the next one, and of those until all ranks have heard of a deadline."""
@@ -137,12 +211,12 @@ class DeadlineMonitor:
         self._stale_at_s, self._stale_at_count = now_s + valid_s, self._times.count + 1
         view = self._times.view()
         if view is None:
-            earlier = guess(self.earlier_bound_s, "none was measured: as in an earlier life", self.part)
+            earlier = guess(self.earlier_bound_s, "none was measured: as in an earlier life", self._part)
             return 0.0, earlier if self.earlier_bound_s else None, self.earlier_bound_s
         # iterations that may begin before this is worked out anew: a pause may be due among them
         ahead = max(1, int(valid_s / max(view.usual_s, 1e-6)))
         self._stale_at_count = self._times.count + ahead
-        step = view.bound(ahead, self.part)
+        step = view.bound(ahead, self._part)
         until_heard = ahead + 2 * interval_steps(view.usual_s, math.inf) + NEAR_ITERATIONS
-        far = step if view.rhythm is None else view.bound(until_heard, self.part)
+        far = step if view.rhythm is None else view.bound(until_heard, self._part)
         return view.usual_s, step, 0.0 if far is None else far.seconds

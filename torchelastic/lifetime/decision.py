@@ -163,6 +163,7 @@ def decide(
     reserve_s: float = 0.0,
     at_once_s: float | None = None,
     may_try: Collection[str] = (),
+    trial_below_s: float = TRIAL_BELOW_S,
 ) -> StopDecision:
     """Whether to train one more step, or to save into which tier, and to stop then or to go on.
 
@@ -176,7 +177,9 @@ def decide(
         reserve_s: to keep besides, for what nobody measures.
         at_once_s: a notice has come that does not say when the end is, and nothing was saved since: seconds until the
             end at the earliest. `remaining_s` is a guess then. None: there is no such notice.
-        may_try: the tiers that may be saved to only to learn how long that takes, where it was not measured.
+        may_try: the tiers that may be saved to only to learn how long that takes, where it was not measured: when it
+            would be time to stop,
+        trial_below_s: and before, if no tier was measured and less time than this is left.
 
     Raises:
         ValueError: there are no tiers, two have the same name, or a time is NaN (or the reserve negative or infinite).
@@ -189,7 +192,7 @@ def decide(
     if tier is None or tier.is_measured or tier.name not in may_try:
         return decision
     is_unknown = not any(other.is_measured for other in tiers)
-    if decision.stops or (is_unknown and decision.numbers["remaining_s"] <= TRIAL_BELOW_S):
+    if decision.stops or (is_unknown and decision.numbers["remaining_s"] <= trial_below_s):
         because = f"a save to {tier.name!r} was never measured, and takes {tier.bound}: it is made now to measure it"
         return replace(decision, action="save and go on", given_up_s=0.0, because=because)
     return decision
@@ -199,8 +202,7 @@ def _at_once(
     at_once_s: float, decision: StopDecision, step: Bound | None, tiers: Sequence[Tier], reserve_s: float
 ) -> StopDecision:
     """Save now, into what may be done before the end comes at the earliest; and stop if there is no time for more."""
-    fitting = [tier for tier in tiers if tier.bound.seconds <= at_once_s]
-    tier = fitting[0] if fitting else min(tiers, key=lambda tier: tier.bound.seconds)
+    tier = _best_tier(tiers, at_once_s)
     remaining_s = decision.numbers.get("remaining_s", math.inf)
     again_s = tier.bound.seconds + (0.0 if step is None else step.seconds) + tier.bound.seconds + reserve_s
     goes_on = again_s <= remaining_s
@@ -211,7 +213,7 @@ def _at_once(
     return StopDecision(
         "save and go on" if goes_on else "save and stop",
         tier.name,
-        bool(fitting),
+        tier.bound.seconds <= at_once_s,
         tier is not tiers[0],
         0.0 if goes_on else _given_up(remaining_s, tier),
         because,
@@ -226,53 +228,45 @@ def _before_deadline(
     if remaining_s is None or remaining_s == math.inf:
         return StopDecision("go on", None, True, False, 0.0, "no deadline is known")
     step_s = 0.0 if step is None else step.seconds
-    numbers = {"remaining_s": remaining_s, "step_s": step_s, "reserve_s": reserve_s}
-    numbers |= {f"save_{tier.name}_s": tier.bound.seconds for tier in tiers}
-    fitting = [tier for tier in tiers if tier.bound.seconds + reserve_s <= remaining_s]
-    if not fitting:
-        return _into_the_reserve(remaining_s, tiers, reserve_s, numbers)
-    tier = fitting[0]
-    too_late = tiers[: tiers.index(tier)]
-    downgrade = "".join(f"; too late for {late.name!r}, which takes {late.bound}" for late in too_late)
-    for_step = "the next step is not known yet" if step is None else f"one more step takes {step}"
-    besides = f", {reserve_s:.3g} s are in reserve" if reserve_s else ""
-    rest = f"{for_step}, a save to {tier.name!r} {tier.bound}{besides}{downgrade}"
-    goes_on = step_s + tier.bound.seconds + reserve_s <= remaining_s
+    tier = _best_tier(tiers, remaining_s, reserve_s)
+    save_s = tier.bound.seconds
+    goes_on = step_s + save_s + reserve_s <= remaining_s
     given_up_s = 0.0 if goes_on else _given_up(remaining_s, tier)
+    left = f"{remaining_s:.3g} s are left" if remaining_s > 0.0 else f"the deadline is over since {-remaining_s:.3g} s"
+    if save_s + reserve_s <= remaining_s:
+        for_step = "the next step is not known yet" if step is None else f"one more step takes {step}"
+        besides = f", {reserve_s:.3g} s are in reserve" if reserve_s else ""
+        both = "both fit" if goes_on else "both would not fit"
+        because = f"{left}, and {both}: {for_step}, a save to {tier.name!r} {tier.bound}{besides}"
+    elif save_s <= remaining_s:
+        because = f"{left}, the reserve of {reserve_s:.3g} s is needed: a save to {tier.name!r} {tier.bound}"
+    else:
+        because = f"{left}, no save is sure to fit: trying the quickest, {tier.name!r}, {tier.bound}"
+    because += "".join(f"; too late for {late.name!r}, which takes {late.bound}" for late in tiers[: tiers.index(tier)])
     return StopDecision(
         "go on" if goes_on else "save and stop",
         tier.name,
-        True,
-        bool(too_late),
-        given_up_s,
-        f"{remaining_s:.3g} s are left, and {'both fit' if goes_on else 'both would not fit'}: {rest}",
-        {**numbers, "given_up_s": given_up_s},
-    )
-
-
-def _into_the_reserve(
-    remaining_s: float, tiers: Sequence[Tier], reserve_s: float, numbers: Mapping[str, float]
-) -> StopDecision:
-    """No tier fits with the reserve: the most durable that fits without it; else the quickest, in the hope that."""
-    fitting = [tier for tier in tiers if tier.bound.seconds <= remaining_s]
-    tier = fitting[0] if fitting else min(tiers, key=lambda tier: tier.bound.seconds)
-    left = f"{remaining_s:.3g} s are left" if remaining_s > 0.0 else f"the deadline is over since {-remaining_s:.3g} s"
-    late = [other for other in tiers[: tiers.index(tier)] if other.bound.seconds > remaining_s]
-    downgrade = "".join(f"; too late for {other.name!r}, which takes {other.bound}" for other in late)
-    if fitting:
-        because = f"{left}, the reserve of {reserve_s:.3g} s is needed: a save to {tier.name!r} {tier.bound}{downgrade}"
-    else:
-        because = f"{left}, no save is sure to fit: trying the quickest, {tier.name!r}, {tier.bound}{downgrade}"
-    given_up_s = _given_up(remaining_s, tier)
-    return StopDecision(
-        "save and stop",
-        tier.name,
-        bool(fitting),
+        save_s <= remaining_s,
         tier is not tiers[0],
         given_up_s,
         because,
-        {**numbers, "given_up_s": given_up_s},
+        {
+            "remaining_s": remaining_s,
+            "step_s": step_s,
+            "reserve_s": reserve_s,
+            **{f"save_{other.name}_s": other.bound.seconds for other in tiers},
+            "given_up_s": given_up_s,
+        },
     )
+
+
+def _best_tier(tiers: Sequence[Tier], left_s: float, reserve_s: float = 0.0) -> Tier:
+    """The most durable that fits with the reserve; else without it; else the quickest, in the hope that."""
+    for kept_s in (reserve_s, 0.0):
+        for tier in tiers:
+            if tier.bound.seconds + kept_s <= left_s:
+                return tier
+    return min(tiers, key=lambda tier: tier.bound.seconds)
 
 
 def _given_up(remaining_s: float, tier: Tier) -> float:

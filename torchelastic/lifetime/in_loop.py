@@ -1,8 +1,8 @@
-"""What the train loop does about deadlines: looks at them, tells the other ranks, leaves in time, or saves and stops.
+"""What the train loop does about deadlines: watches them, tells the other ranks, leaves in time, or saves and stops.
 
 While every deadline is far, a step costs one look at the clock. A rank that finds its own near says so in the agreement
 that the ranks have anyway. From then on all say what they know, now and then at first, in the last steps after each,
-and come to the same answer (`leaving.who_goes`).
+and come to the same plan (`DeadlineMonitor.plan`).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.coordinator import Coordinator, NonRetryableException
-from torchelastic.lifetime.bounds import Bound
 from torchelastic.lifetime.deadline import nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
-from torchelastic.lifetime.decision import TRIAL_BELOW_S, Tier
+from torchelastic.lifetime.decision import TRIAL_BELOW_S
+from torchelastic.lifetime.drain_policy import StopPlan, on_hosts, who_requeues
+from torchelastic.lifetime.early_stop import Lifetime, StoppedEarly
 from torchelastic.lifetime.iteration_times import IterationTimes
-from torchelastic.lifetime.leaving import Going, near_below_s, on_hosts, who_goes, who_requeues
-from torchelastic.lifetime.outlook import AT_ONCE, REMAINING, Outlook
 from torchelastic.lifetime.progress_file import ProgressFile, Steps
 from torchelastic.lifetime.requeue import requeue_job, requeue_patience_s
+from torchelastic.lifetime.sample import AT_ONCE, REMAINING, Sample
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE
-from torchelastic.lifetime.stopping import Lifetime, StoppedEarly
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE, SOCKET_VARIABLE
 
 if TYPE_CHECKING:
+    from torchelastic.checkpoint.in_loop import LoopCheckpoints
     from torchelastic.state import State
 
 log = logging.getLogger(__name__)
@@ -43,25 +43,6 @@ log = logging.getLogger(__name__)
 _MAX_SKIP = 4
 #: So often a save before a deadline is tried, if it fails and there is time.
 MAX_TRIES = 3
-#: What stands for the tiers where there is no checkpoint manager.
-_NO_TIER = "nothing: there is no checkpoint manager"
-
-
-class Saves(Protocol):
-    """What this needs of the loop's checkpoints (`torchelastic.checkpoint.in_loop.LoopCheckpoints`)."""
-
-    @property
-    def step(self) -> int: ...  # noqa: D102 - see there
-
-    @property
-    def saved_step(self) -> int | None: ...  # noqa: D102
-
-    @property
-    def save_times_s(self) -> Mapping[str, tuple[float, ...]]: ...  # noqa: D102
-
-    def save_last(self, state: State, patience_s: float) -> tuple[str, ...]: ...  # noqa: D102
-
-    def gives_up(self) -> None: ...  # noqa: D102
 
 
 class LoopLifetime:
@@ -83,7 +64,7 @@ class LoopLifetime:
     def __init__(
         self,
         coordinator: Coordinator,
-        saves: Saves,
+        saves: LoopCheckpoints,
         settings: Lifetime,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -96,18 +77,24 @@ class LoopLifetime:
         self._host = f"{socket.gethostname()} {launcher}" if host is None else host
         self._sources = detect(variables, clock=clock) if settings.deadline is None else []
         self._times = IterationTimes()
-        self._deadline = nearest([*self._sources, settings.deadline])
-        self._monitor = DeadlineMonitor(self._deadline, self._times, confidence=settings.confidence, clock=clock)
+        self._monitor = DeadlineMonitor(
+            nearest([*self._sources, settings.deadline]),
+            self._times,
+            lambda: saves.save_times_s,
+            settings,
+            trial_below_s=0.0,  # a save on trial is made by the checkpoints, in the background: see `wants_trial`
+            clock=clock,
+        )
         self._job = variables.get(JOB_VARIABLE, "").strip()
         self._file = ProgressFile.from_environment(variables)
         self._resumed_step: int | None = None
-        self._rank, self._world_size = 0, 1
-        self._began_s = self._next_look_s = clock()
+        self._rank = 0
+        self._began_s = self._next_sample_s = clock()
         self._remaining_s = math.inf
         self._is_near = False
         self._skip = 0
         self._due_s = -math.inf  # when to decide again, though no step after the last decision was reached
-        self._has_tried = self._has_measured = False
+        self._has_tried = False
         self._leaves: str | None = None
         self._requeues = False
 
@@ -122,12 +109,10 @@ class LoopLifetime:
                     "lifetime= without a checkpoint manager: when a deadline comes, the run stops in time, and nothing "
                     "is saved. Give train() a checkpoint="
                 )
-        if world_size != self._world_size:
-            self._times.reset()
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
         self._is_near, self._skip = False, 0
-        self._next_look_s = self._due_s = -math.inf
-        self._monitor.forget()
+        self._next_sample_s = self._due_s = -math.inf
+        self._monitor.enter_group(world_size)
         self.resumes()
 
     def after_step(self, state: State) -> None:
@@ -140,8 +125,8 @@ class LoopLifetime:
         """
         now_s = self._clock()
         self._times.observe(max(0.0, now_s - self._began_s))
-        if now_s >= self._next_look_s:
-            self._look(now_s)
+        if now_s >= self._next_sample_s:
+            self._watch(now_s)
         if not self._coordinator.deadline_is_near(self._is_near):
             self._skip = 0
         elif self._skip > 0:
@@ -178,102 +163,78 @@ class LoopLifetime:
 
     # --- what this rank knows -----------------------------------------------------------------------------------------
 
-    def _look(self, now_s: float) -> None:
-        self._next_look_s = now_s + CHECK_S
+    def _watch(self, now_s: float) -> None:
+        self._next_sample_s = now_s + CHECK_S
         if self._file.is_due(now_s):
             self._tell_progress(now_s)
         self._remaining_s = self._monitor.remaining_s()
         if self._remaining_s == math.inf:
             self._is_near = False
             return
-        own = self._outlook()
-        is_near = own.remaining_s <= near_below_s(own, self._settings.reserve_s) + CHECK_S
+        own = self._sample()
         # between two decisions that have found time enough it is the clock that asks for the next one: the steps that
         # were to be trained until then may have become longer
-        self._is_near = own.at_once_s < math.inf or (is_near and now_s >= self._due_s)
+        self._is_near = self._monitor.is_near(own, may_leave=True) and (
+            own.at_once_s < math.inf or now_s >= self._due_s
+        )
 
-    def _outlook(self) -> Outlook:
+    def _sample(self) -> Sample:
         """What this rank knows now, for the next step alone."""
-        part, if_unknown_s = self._monitor.part, self._settings.unknown_save_s
-        tiers = [
-            Tier.of(name, times_s, confidence=part, if_unknown_s=if_unknown_s)
-            for name, times_s in self._saves.save_times_s.items()
-        ]
-        nothing = Tier(_NO_TIER, Bound(0.0, part, True, 1, "nothing is saved"))
-        return self._monitor.outlook(tiers or [nothing], count=self._saves.step, lived=self._times.count, is_near=True)
+        return self._monitor.sample(count=self._saves.step, lived=self._times.count, is_near=True)
 
     # --- what all know ------------------------------------------------------------------------------------------------
 
     def _decide(self, state: State) -> None:
         """On every rank after the same step."""
         now_s = self._clock()
-        own = self._outlook()
+        own = self._sample()
         self._remaining_s = own.remaining_s
         peers = self._coordinator.peers() or Alone()
-        is_measured = self._has_measured or all(self._saves.save_times_s.values())
-        said = [json.loads(one) for one in peers.gather(self._words(own, is_measured))]
-        numbers = [rank_numbers for rank_numbers, *_ in said]
+        words = json.dumps([own.numbers(), self._job, self._host]).encode()
+        numbers, jobs, hosts = zip(*(json.loads(one) for one in peers.gather(words)), strict=True)
         try:
             common = own.agreed([max(column) for column in zip(*numbers, strict=True)])
         except ValueError:
             raise NonRetryableException(
                 "the ranks save to different tiers: give train() the same checkpoint="
             ) from None
-        hosts = [host for *_, host in said]
-        going = who_goes(
-            on_hosts([-rank_numbers[REMAINING] for rank_numbers in numbers], hosts),
+        plan = self._monitor.plan(
             common,
-            min_workers=self._coordinator.min_workers,
-            reserve_s=self._settings.reserve_s,
+            remaining_s=on_hosts([-rank_numbers[REMAINING] for rank_numbers in numbers], hosts),
             at_once_s=on_hosts([-rank_numbers[AT_ONCE] for rank_numbers in numbers], hosts),
+            min_workers=self._coordinator.min_workers,
         )
-        jobs = [job for _, job, *_ in said]
         # alone it goes by the clock; several ranks have to decide after the same step, so they skip a few at most
-        self._skip = 0 if peers.world_size == 1 else min(going.look_again_in, _MAX_SKIP)
-        self._due_s = now_s + going.look_again_s
-        self._is_near = self._is_near and going.look_again_s == 0.0
-        if going.stops and not said[0][2]:
-            self._measure(state, going, now_s + going.end_s)
-        elif going.stops:
-            self._stop(
-                state, going, now_s + going.end_s, peers, is_mine=peers.rank in who_requeues(jobs, range(len(jobs)))
-            )
-        elif peers.rank in going.leaving and self._leaves is None:
-            self._leave(is_mine=peers.rank in who_requeues(jobs, going.leaving))
-        if going.decision.saves and not going.stops:
-            self._save_and_go_on(state, going, now_s + going.end_s)
-
-    def _words(self, own: Outlook, is_measured: bool) -> bytes:
-        return json.dumps([own.numbers(), self._job, is_measured, self._host]).encode()
-
-    def _measure(self, state: State, going: Going, end_s: float) -> None:
-        """It would be time to stop, but how long a save takes is only a guess: save, and decide again knowing it."""
-        self._has_measured = True
-        log.info("step %d is saved, to know how long that takes, before this: %s", self._saves.step, going.decision)
-        self._saves.save_last(state, self._patience_s(end_s))
-        self._decide(state)
-
-    def _save_and_go_on(self, state: State, going: Going, end_s: float) -> None:
-        """At a notice that does not say how much time is left; those who stay take part, and those who leave."""
-        log.warning("step %d: %s (deadline: %s)", self._saves.step, going.decision, self._which())
-        self._monitor.saves(going.decision.tier)
-        self._saves.save_last(state, self._patience_s(end_s))
+        self._skip = 0 if peers.world_size == 1 else min(plan.decide_again_in, _MAX_SKIP)
+        self._due_s = now_s + plan.decide_again_s
+        self._is_near = self._is_near and plan.decide_again_s == 0.0
+        end_s = now_s + plan.end_s
+        if plan.stops:
+            self._stop(state, plan, end_s, peers, is_mine=peers.rank in who_requeues(jobs, range(len(jobs))))
+        if peers.rank in plan.leaving and self._leaves is None:
+            self._leave(is_mine=peers.rank in who_requeues(jobs, plan.leaving))
+        if plan.decision.saves:
+            # those who stay take part, and those who leave
+            log.warning("step %d: %s (deadline: %s)", self._saves.step, plan.decision, self._deadline_text())
+            self._saves.save_last(state, self._patience_s(end_s))
+        if plan.decision.action == "save and go on":
+            self._decide(state)  # knowing how long that took: there may be no time to go on
 
     def _leave(self, *, is_mine: bool) -> None:
         self._leaves = (
-            f"the deadline of this worker is near ({self._remaining_s:.1f} s are left; {self._which()}): it leaves at "
-            "the end of a step, and the others go on"
+            f"the deadline of this worker is near ({self._remaining_s:.1f} s are left; {self._deadline_text()}): it "
+            "leaves at the end of a step, and the others go on"
         )
         self._requeues = is_mine
         log.warning("step %d: %s", self._saves.step, self._leaves)
         self._coordinator.leave()
 
-    def _stop(self, state: State, going: Going, end_s: float, peers: Peers, *, is_mine: bool) -> NoReturn:
+    def _stop(self, state: State, plan: StopPlan, end_s: float, peers: Peers, *, is_mine: bool) -> NoReturn:
         step = self._saves.step
-        log.warning("step %d: %s (deadline: %s)", step, going.decision, self._which())
-        publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * going.decision.given_up_s)
+        log.warning("step %d: %s (deadline: %s)", step, plan.decision, self._deadline_text())
+        publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * plan.decision.given_up_s)
         has_manager = bool(self._saves.save_times_s)
-        tiers = self._save(state, going, end_s, peers) if has_manager else ()
+        tiers = self._save(state, plan, end_s, peers) if has_manager else ()
         left_s = end_s - self._clock()
         self._saves.gives_up()
         self._coordinator.stop_early()
@@ -292,9 +253,9 @@ class LoopLifetime:
             self._requeue()
         raise StoppedEarly(because, step=step, saved_in=tiers)
 
-    def _save(self, state: State, going: Going, end_s: float, peers: Peers) -> tuple[str, ...]:
+    def _save(self, state: State, plan: StopPlan, end_s: float, peers: Peers) -> tuple[str, ...]:
         """The tiers in which the step is durable, as rank 0 says; tried again while there is time. RuntimeError."""
-        needed_s = min(seconds for name, seconds in going.decision.numbers.items() if name.startswith("save_"))
+        needed_s = min(seconds for name, seconds in plan.decision.numbers.items() if name.startswith("save_"))
         for _ in range(MAX_TRIES):
             began_s = self._clock()
             tiers = self._saves.save_last(state, self._patience_s(end_s))
@@ -321,9 +282,8 @@ class LoopLifetime:
         asked = requeue_job(max_restarts=self._settings.max_restarts, patience_s=patience_s)
         log.warning("requeue: %s", asked.because)
 
-    def _which(self) -> str:
-        which = self._deadline.which(self._clock())
-        return "of another worker" if which is None else f"{which.name}: {which.reason}"
+    def _deadline_text(self) -> str:
+        return self._monitor.deadline_text("of another worker")
 
     def _tell_progress(self, now_s: float) -> None:
         if self._rank == 0 and self._resumed_step is not None:

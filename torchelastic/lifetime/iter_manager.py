@@ -14,14 +14,15 @@ from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.lifetime.agreement import Agreement
 from torchelastic.lifetime.deadline import Deadline, nearest
 from torchelastic.lifetime.decision import StopDecision
+from torchelastic.lifetime.early_stop import Lifetime
+from torchelastic.lifetime.group_monitor import GroupMonitor
 from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, IterationTimes
 from torchelastic.lifetime.manager_state import read_state, remove_state, write_state
 from torchelastic.lifetime.progress import Screen, progress_line
 from torchelastic.lifetime.progress_file import ProgressFile, Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
-from torchelastic.lifetime.run_figures import RunFigures
+from torchelastic.lifetime.run_figures import RunFigures, SaveTimes
 from torchelastic.lifetime.sources.detection import close_all, detect
-from torchelastic.lifetime.watch import SaveTimes, Watch
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -103,13 +104,15 @@ class IterManager(RunFigures):
         self.predict_freq = whole_number("predict_freq", predict_freq, at_least=1, remedy="give iterations, 1 or more")
         self.velastic_dir = Path(velastic_dir)
         self._times = IterationTimes(warm_up=COMPILING if use_torch_compile else WARM_UP)
-        self._saves = SaveTimes(tiers, real_number("save_ckpt_time", save_ckpt_time, remedy="give seconds, 0 or more"))
-        self._watch = Watch(
+        self._saves, self._confidence = SaveTimes(tiers), confidence
+        reserve_s = real_number("redundant_time", max(redundant_time, 0.0), remedy="give seconds")
+        save_s = real_number("save_ckpt_time", save_ckpt_time, remedy="give seconds, 0 or more")
+        self._monitor = GroupMonitor(
             nearest([deadline]),
             self._times,
-            self._saves,
-            reserve_s=real_number("redundant_time", max(redundant_time, 0.0), remedy="give seconds"),
-            confidence=confidence,
+            lambda: self._saves.times_s,
+            Lifetime(reserve_s=reserve_s, confidence=confidence, unknown_save_s=save_s or None),
+            least_save_s=save_s,
             timeout_s=real_number("timeout_s", timeout_s, above=0.0, remedy="give seconds, above 0"),
             clock=clock,
             agree=agree,
@@ -119,7 +122,7 @@ class IterManager(RunFigures):
         self._progress = ProgressFile.from_environment()
         self._sources = detect(clock=clock) if deadline is None else []  # last: what it starts is to be closed
         if deadline is None:
-            self._watch.monitor.deadline = nearest(self._sources)
+            self._monitor.deadline = nearest(self._sources)
         self.start_time = clock()
 
     # --- in the loop --------------------------------------------------------------------------------------------------
@@ -133,17 +136,15 @@ class IterManager(RunFigures):
         now_s = self._clock()
         self._calls += 1
         self._begin_life()
-        is_new_group = self._watch.is_new_group()
-        if is_new_group:
-            self._watch.enter_group()
-        elif self._last_s is not None:
+        is_new_group = self._monitor.follow_group()
+        if not is_new_group and self._last_s is not None:
             if self._save_began_s is not None:
                 self._save_has_ended(now_s)
             self._times.observe(max(0.0, now_s - self._last_s - self._apart_s))
         self._apart_s = 0.0
         self._last_s = now_s
         self._iter_count += 1
-        if is_new_group or self._watch.is_due(now_s, self._calls):
+        if is_new_group or self._monitor.is_due(now_s, self._calls):
             self._check(now_s, is_new_group)
         if self._calls >= self._complain_at:
             self._complain()
@@ -156,12 +157,12 @@ class IterManager(RunFigures):
         save takes. The checkpoint then holds what was trained before the present iteration. The first rank notes the
         count of iterations for the next life.
         """
-        save = self._watch.save
+        save = self._monitor.save
         if save is None or save is self._answered:
             return False
         self._answered, self._asked_tier = save, save.tier
         self._save_began_s = self._clock()
-        log.warning("iteration %d: %s (deadline: %s)", self._iter_count, save, self._watch.deadline_text())
+        log.warning("iteration %d: %s (deadline: %s)", self._iter_count, save, self._monitor.deadline_text())
         if save.stops:
             self._complain_at = self._calls + 2
             self.given_up_s = None
@@ -172,7 +173,7 @@ class IterManager(RunFigures):
     @property
     def should_stop(self) -> bool:
         """Whether the loop has to end, because the deadline is near: save, if `should_save_ckpt()`, and leave it."""
-        return self._watch.stop is not None
+        return self._monitor.stop is not None
 
     @property
     def exit_code(self) -> int:
@@ -182,7 +183,7 @@ class IterManager(RunFigures):
     @property
     def decision(self) -> StopDecision | None:
         """The last decision near a deadline, with reason and numbers; None: none was near yet."""
-        return self._watch.decision
+        return self._monitor.decision
 
     @contextmanager
     def saving(self, tier: str | None = None) -> Iterator[None]:
@@ -216,11 +217,11 @@ class IterManager(RunFigures):
         was_asked, self._asked_tier = self._asked_tier is not None, None
         if self._answered is not None:
             self._saved_step = self._done()
-        if was_asked and not self.should_stop and self._watch.stops_after_save(self._done(), self._calls):
-            self._answered = self._watch.save  # what would be saved now is saved
-            log.warning("iteration %d: %s", self._iter_count, self._watch.stop)
+        if was_asked and not self.should_stop and self._monitor.stops_after_save(self._done(), self._calls):
+            self._answered = self._monitor.save  # what would be saved now is saved
+            log.warning("iteration %d: %s", self._iter_count, self._monitor.stop)
         if self._answered is not None and self._answered.stops and self.given_up_s is None:
-            left_s = self._watch.remaining_s()
+            left_s = self._left_s()
             if left_s is not None:
                 self.given_up_s = max(0.0, left_s)
                 in_time = f"{left_s:.1f} s before the deadline" if left_s >= 0.0 else f"{-left_s:.1f} s too late"
@@ -258,7 +259,7 @@ class IterManager(RunFigures):
         """
         del save_bin
         self._begin_life()
-        if self._watch.agree.is_first:
+        if self._monitor.agree.is_first:
             write_state(self.velastic_dir, self._state())
 
     def load_manager_state(self) -> bool:
@@ -280,7 +281,7 @@ class IterManager(RunFigures):
             log.info("counting on from iteration %d, as %s says", state.completed_iters, self.velastic_state_path)
         self._is_counting = True
         self._saves.remember(state.save_times_s)
-        self._watch.remember(state)
+        self._monitor.remember(state)
         return True
 
     def close(self) -> None:
@@ -312,13 +313,13 @@ class IterManager(RunFigures):
         self._is_over = True
         if self._calls:
             self._tell(self._clock())
-        if self._watch.agree.is_first:
+        if self._monitor.agree.is_first:
             remove_state(self.velastic_dir)
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _check(self, now_s: float, is_new_group: bool) -> None:
-        done = self._watch.check(self._iter_count - 1, self._calls)
+        done = self._monitor.check(self._iter_count - 1, self._calls)
         if is_new_group:
             self._iter_count = done + 1  # a rank that has just come counts with the others
         if self._resumed_step is None:
@@ -334,10 +335,10 @@ class IterManager(RunFigures):
                 self.total_iters,
                 self.velastic_state_path,
             )
-        if self._screen.is_terminal and self._watch.agree.is_first and self._calls >= self._next_line:
+        if self._screen.is_terminal and self._monitor.agree.is_first and self._calls >= self._next_line:
             self._next_line = self._calls + self.predict_freq
             line = progress_line(
-                self._iter_count, self.total_iters, self.avg_iter_time, self.remaining_time, self._watch.remaining_s()
+                self._iter_count, self.total_iters, self.avg_iter_time, self.remaining_time, self._left_s()
             )
             self._screen.show(line, now_s)
 
@@ -358,7 +359,7 @@ class IterManager(RunFigures):
             self.save_took(took_s)
 
     def _tier(self) -> str:
-        stop = self._watch.stop
+        stop = self._monitor.stop
         asked = self._asked_tier if stop is None else stop.tier
         return self._saves.first_tier if asked is None else asked
 
@@ -367,7 +368,7 @@ class IterManager(RunFigures):
         self._complain_at = math.inf
         if self._is_closed:
             log.warning("iteration %d begins after close(): no deadline is heard of any more", self._iter_count)
-        elif self._answered is not None and self._answered is self._watch.stop:
+        elif self._answered is not None and self._answered is self._monitor.stop:
             log.warning(
                 "iteration %d begins after the save before the deadline: what is trained now will be lost; leave the "
                 "loop when should_stop is true",
@@ -380,7 +381,7 @@ class IterManager(RunFigures):
         An exit with 0 is the word of the script that the run is over, unless it was told to stop, or has left its loop
         without saying more than `close`; so how long the run is in all is only said then, or when all of it is done.
         """
-        if not self._watch.agree.is_first:
+        if not self._monitor.agree.is_first:
             return
         done, total = self._done(), self.total_iters
         if self._is_closed and not self.should_stop and self._iter_count == total:

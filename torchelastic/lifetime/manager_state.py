@@ -12,7 +12,7 @@ from typing import Any
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.foreign_json import MAX_COUNT, decode_json
+from torchelastic.foreign_json import Fields, RecordError, decode_json
 from torchelastic.lifetime.iteration_times import WINDOW
 
 #: The layout of the file; a reader refuses a newer one.
@@ -93,10 +93,8 @@ def read_state(folder: Path) -> ManagerState | None:
         except FileNotFoundError:
             return None
     try:
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
         return parse_state(decode_json("it", data, most_bytes=_MAX_BYTES))
-    except ValueError as error:
+    except RecordError as error:
         raise CorruptCheckpointError(
             f"{path} holds no state of an iteration manager ({error}): remove it, and the iterations are counted anew"
         ) from error
@@ -112,43 +110,33 @@ def remove_state(folder: Path, disk: Disk = REAL_DISK) -> None:
 
 
 def parse_state(document: Any) -> ManagerState:
-    """The state in a document. Raises ValueError: something is missing, or of the wrong type or range."""
-    if not isinstance(document, dict):
-        raise ValueError("it is no JSON object")
-    schema = _whole(document, "schema", 1)
+    """The state in a document. Raises RecordError: something is missing, or of the wrong type or range."""
+    fields = Fields("it", document)
+    schema = fields.whole("schema", None, least=1)
     if schema > SCHEMA:
-        raise ValueError(f"its schema is {schema}, and this version reads up to {SCHEMA}")
-    saves = document.get("save_times_s")
-    if not isinstance(saves, dict) or not all(isinstance(times, list) for times in saves.values()):
-        raise ValueError("save_times_s is no mapping of lists")
-    iterations = document.get("iter_times_s", [])  # a file of an earlier version has none
-    if not isinstance(iterations, list):
-        raise ValueError("iter_times_s is no list")
+        raise RecordError(f"its schema is {schema}, and this version reads up to {SCHEMA}")
+    # -1: not known
+    remaining_s = -1.0 if document.get("remaining_time") == -1 else fields.number("remaining_time", None)
     return ManagerState(
-        avg_iter_time=_seconds(document.get("avg_iter_time"), "avg_iter_time"),
-        total_iters=_whole(document, "total_iters", -1),
-        iter_count=_whole(document, "iter_count", 0),
-        remaining_time=_seconds(document.get("remaining_time"), "remaining_time", at_least=-1.0),
-        save_ckpt_time=_seconds(document.get("save_ckpt_time"), "save_ckpt_time"),
-        completed_iters=_whole(document, "completed_iters", 0),
-        iter_bound_s=_seconds(document.get("iter_bound_s"), "iter_bound_s"),
-        world_size=_whole(document, "world_size", 1),
+        avg_iter_time=fields.number("avg_iter_time", None),
+        total_iters=fields.whole("total_iters", None, least=-1),
+        iter_count=fields.whole("iter_count", None),
+        remaining_time=remaining_s,
+        save_ckpt_time=fields.number("save_ckpt_time", None),
+        completed_iters=fields.whole("completed_iters", None),
+        iter_bound_s=fields.number("iter_bound_s", None),
+        world_size=fields.whole("world_size", None, least=1),
         save_times_s={
-            tier: tuple(_seconds(seconds, f"save_times_s of {tier!r}") for seconds in times[-MAX_SAVES:])
-            for tier, times in saves.items()
+            tier: _seconds(times, f"save_times_s of {tier!r}", MAX_SAVES)
+            for tier, times in fields.object("save_times_s").items()
         },
-        iter_times_s=tuple(_seconds(seconds, "iter_times_s") for seconds in iterations[-WINDOW:]),
+        # a file of an earlier version has none
+        iter_times_s=_seconds(document.get("iter_times_s", []), "iter_times_s", WINDOW),
     )
 
 
-def _whole(document: Mapping[str, Any], name: str, at_least: int) -> int:
-    value = document.get(name)
-    if type(value) is not int or not at_least <= value <= MAX_COUNT:
-        raise ValueError(f"{name} is {value!r}")
-    return value
-
-
-def _seconds(value: Any, name: str, at_least: float = 0.0) -> float:
-    if type(value) not in (int, float) or not at_least <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}")
-    return float(value)
+def _seconds(values: Any, name: str, most: int) -> tuple[float, ...]:
+    """The newest of a list of durations."""
+    if not isinstance(values, list) or not all(type(one) in (int, float) and 0.0 <= one < math.inf for one in values):
+        raise RecordError(f"{name} is no list of seconds")
+    return tuple(float(seconds) for seconds in values[-most:])

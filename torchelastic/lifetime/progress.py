@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: A terminal is written to at most so often.
 _EVERY_S = 0.5
@@ -103,7 +105,7 @@ class Screen:
         self._stream = sys.stderr if stream is None else stream
         self.is_terminal = bool(self._stream.isatty())
         self._next_s = 0.0
-        self._console: Any = None
+        self._console: Console | None = None
 
     def show(self, line: str, now_s: float) -> None:
         """Write the line, if there is a terminal and the one before is old enough."""
@@ -111,18 +113,7 @@ class Screen:
             return
         self._next_s = now_s + _EVERY_S
         if self._console is None:
-            self._console = _rich_console(self._stream)
-        if self._console is not None:
-            self._console.print(line, end="\r", soft_wrap=False, overflow="ellipsis", no_wrap=True, highlight=True)
-        else:
-            self._stream.write(f"\x1b[2K{line}\r")
-            self._stream.flush()
+            from rich.console import Console
 
-
-def _rich_console(stream: TextIO) -> Any:
-    """A console of rich, which knows the width of the terminal; None where rich is not installed."""
-    try:
-        console = importlib.import_module("rich.console")
-    except ImportError:
-        return None
-    return console.Console(file=stream)
+            self._console = Console(file=self._stream)
+        self._console.print(line, end="\r", soft_wrap=False, overflow="ellipsis", no_wrap=True, highlight=True)

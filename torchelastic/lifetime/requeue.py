@@ -170,7 +170,7 @@ def requeue_job(
     whole_number("max_restarts", max_restarts, at_least=0, remedy="give how often the job may be started again")
     variables = os.environ if environment is None else environment
     plan = plan_requeue(variables, max_restarts)
-    if plan.job_id and (because := _look(plan.job_id, variables, runner)):
+    if plan.job_id and (because := _why_not(plan.job_id, variables, runner)):
         plan = RequeuePlan("", f"job {plan.job_id}: {because}")
     if not plan.job_id:
         log.info("not requeued: %s", plan.because)
@@ -199,7 +199,7 @@ def _is_over(patience_s: float, state: RetryCallState) -> bool:
     return waited_s + state.upcoming_sleep > patience_s
 
 
-def _look(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
+def _why_not(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
     """See `who_ends_it`; "" if squeue does not say."""
     try:
         output = runner(state_command(job_id), {}, LOOK_S)

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torchelastic.checkpoint.policy.arguments import real_number
+from torchelastic.lifetime.group_monitor import GroupMonitor
 from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
-from torchelastic.lifetime.manager_state import FILE_NAME, ManagerState
+from torchelastic.lifetime.manager_state import FILE_NAME, MAX_SAVES, ManagerState
 from torchelastic.lifetime.progress import LifetimeSummary
-from torchelastic.lifetime.watch import SaveTimes, Watch
+
+
+class SaveTimes:
+    """How long saves took, by tier.
+
+    Args:
+        tiers: their names, the most durable first.
+
+    Raises:
+        ValueError: there are no tiers, one has no name, or two have the same.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        if isinstance(tiers, str) or not tiers or not all(tiers) or len(set(tiers)) < len(tiers):
+            raise ValueError(f"tiers is {tiers!r}: give the names of the tiers, each once, the most durable first")
+        self._times: dict[str, deque[float]] = {tier: deque(maxlen=MAX_SAVES) for tier in tiers}
+        self._earlier: Mapping[str, Sequence[float]] = {}
+
+    @property
+    def times_s(self) -> Mapping[str, tuple[float, ...]]:
+        """By tier, how long the newest saves took, oldest first."""
+        return {tier: (*self._earlier.get(tier, ()), *times)[-MAX_SAVES:] for tier, times in self._times.items()}
+
+    @property
+    def first_tier(self) -> str:
+        """The most durable."""
+        return next(iter(self._times))
+
+    def took(self, tier: str, seconds: float) -> None:
+        """One more save. Raises ValueError: no such tier, or the time is negative, infinite or NaN."""
+        if tier not in self._times:
+            raise ValueError(f"there is no tier {tier!r}: the tiers are {', '.join(self._times)}")
+        self._times[tier].append(real_number("seconds", seconds, remedy="give seconds, 0 or more"))
+
+    def remember(self, times_s: Mapping[str, Sequence[float]]) -> None:
+        """The saves of earlier lives, before those of this one; those to tiers that there are no more are left out."""
+        self._earlier = {tier: tuple(times) for tier, times in times_s.items()}
 
 
 class RunFigures:
@@ -24,7 +65,8 @@ class RunFigures:
     given_up_s: float | None = None
     _times: IterationTimes
     _saves: SaveTimes
-    _watch: Watch
+    _monitor: GroupMonitor
+    _confidence: float
     _iter_count = 0  # the iteration that has begun, over all lives
     _calls = 0  # of `iter`, in this life
 
@@ -57,16 +99,16 @@ class RunFigures:
 
     def forecast(self, iterations: int) -> Forecast:
         """What the next iterations will take, pauses that are due among them; ValueError if they are negative."""
-        return self._times.forecast(iterations, self._watch.confidence)
+        return self._times.forecast(iterations, self._confidence)
 
     @property
     def save_ckpt_time(self) -> float:
         """Seconds to leave for a save into the most durable tier."""
-        return self._state().save_ckpt_time
+        return self._monitor.tiers()[0].bound.seconds
 
     def summary(self) -> LifetimeSummary:
         """What has been seen so far; `print` it."""
-        decision = self._watch.decision
+        decision = self._monitor.decision
         saves = self._saves.times_s.items()
         return LifetimeSummary(
             iterations=self._done(),
@@ -76,28 +118,32 @@ class RunFigures:
             first_iters_s=self._times.set_apart,
             forecast_s=self.remaining_time,
             saves=tuple((tier, len(times), max(times, default=0.0)) for tier, times in saves),
-            deadline=self._watch.deadline_text(),
-            remaining_s=self._watch.remaining_s(),
+            deadline=self._monitor.deadline_text(),
+            remaining_s=self._left_s(),
             decision="" if decision is None or not decision.stops else str(decision),
             given_up_s=self.given_up_s,
         )
+
+    def _left_s(self) -> float | None:
+        """Seconds until the deadline; None: none is known."""
+        left_s = self._monitor.remaining_s()
+        return None if left_s == math.inf else left_s
 
     def _done(self) -> int:
         """Iterations of the run that are done: the present one is not."""
         return self._iter_count - 1 if self._calls else self._iter_count
 
     def _state(self) -> ManagerState:
-        remaining_s, bound = self.remaining_time, self._watch.step_bound()
-        tier = self._saves.tiers(self._watch.confidence)[0]
+        remaining_s, bound = self.remaining_time, self._monitor.step_bound()
         return ManagerState(
             avg_iter_time=self.avg_iter_time,
             total_iters=self.total_iters,
             iter_count=self._iter_count,
             remaining_time=-1.0 if remaining_s is None else remaining_s,
-            save_ckpt_time=tier.bound.seconds,
+            save_ckpt_time=self.save_ckpt_time,
             completed_iters=self._done(),
             iter_bound_s=0.0 if bound is None else bound.seconds,
-            world_size=self._watch.agree.world_size,
+            world_size=self._monitor.agree.world_size,
             save_times_s=self._saves.times_s,
             iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
         )

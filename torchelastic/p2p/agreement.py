@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from torchelastic.lifetime.outlook import MAX_DELAY_S, MAX_SHARE, interval_steps
+from torchelastic.lifetime.sample import MAX_DELAY_S, MAX_SHARE, interval_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.policy.costs import DurableBound, SaveCosts, TierCost
+    from torchelastic.checkpoint.policy.costs import Bound, SaveCosts, TierCost
     from torchelastic.checkpoint.policy.failures import FailurePrior, FailureRate
     from torchelastic.checkpoint.policy.formulas import (
         availability_optimal_period_s,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AtSteps",
-    "DurableBound",
+    "Bound",
     "EverySeconds",
     "EverySteps",
     "FailurePrior",
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 _NAMES_OF_HOME = {
-    "costs": ("DurableBound", "SaveCosts", "TierCost"),
+    "costs": ("Bound", "SaveCosts", "TierCost"),
     "failures": ("FailurePrior", "FailureRate"),
     "formulas": (
         "availability_optimal_period_s",

@@ -1,14 +1,93 @@
-"""What saves cost, measured while the run goes on: a mean to choose the period by, a bound to meet a deadline by."""
+"""What saves cost, measured while the run goes on: a mean to choose the period by, a bound to meet a deadline by.
+
+Pure: no clock, no memory.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text, whole_number
 
-__all__ = ["DurableBound", "SaveCosts", "TierCost"]
+__all__ = ["MARGIN", "Bound", "SaveCosts", "TierCost", "needed_samples", "upper_bound"]
+
+#: How many times the longest one is the bound, where there are too few samples for the confidence.
+MARGIN = 1.5
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How long something takes at most.
+
+    Attributes:
+        seconds: the bound.
+        confidence: the share of cases that was asked for, that it should hold in.
+        is_assured: whether there were enough samples for that; else it is a guess.
+        samples: how many it rests on.
+        because: a few words for the log.
+    """
+
+    seconds: float
+    confidence: float
+    is_assured: bool
+    samples: int
+    because: str
+
+    def __str__(self) -> str:
+        return f"at most {self.seconds:.3g} s ({self.because})"
+
+
+def needed_samples(confidence: float) -> int:
+    """How many samples `upper_bound` takes for a confidence: 1/alpha - 1 with alpha = 1 - confidence.
+
+    Raises:
+        ValueError: the confidence is not above 0 and below 1.
+
+    >>> needed_samples(0.99), needed_samples(0.95)
+    (99, 19)
+    """
+    _check_confidence(confidence)
+    # the last digits of a quotient of floats must not ask for one sample more
+    return max(1, math.ceil(1.0 / (1.0 - confidence) - 1.0 - 1e-9))
+
+
+def upper_bound(
+    durations_s: Sequence[float], confidence: float = 0.99, *, margin: float = MARGIN, what: str = "samples"
+) -> Bound | None:
+    """How long the next one takes at most; None without any sample.
+
+    The k-th smallest of n durations, k = confidence x (n + 1) rounded up. The next one keeps it with that confidence,
+    whatever the distribution, if their order does not matter (they are exchangeable). With fewer than `needed_samples`
+    it is the longest x margin, and says so.
+
+    Source: split conformal prediction; V. Vovk, A. Gammerman, G. Shafer, "Algorithmic learning in a random world"
+    (2005); J. Lei et al., "Distribution-free predictive inference for regression", JASA 113 (2018).
+
+    Args:
+        durations_s: how long it took, in any order.
+        confidence: above 0 and below 1.
+        margin: how many times the longest is the guess; at least 1.
+        what: the durations, for the reason.
+
+    Raises:
+        ValueError: a duration is negative, infinite or NaN, or another argument is out of its range.
+
+    >>> upper_bound([float(second) for second in range(1, 100)], 0.99).seconds
+    99.0
+    >>> upper_bound([1.0, 2.0]).seconds
+    3.0
+    """
+    ordered = _checked(durations_s, confidence, margin)
+    if not ordered:
+        return None
+    samples = len(ordered)
+    rank = math.ceil(confidence * (samples + 1) - 1e-9)
+    if rank > samples:
+        return _from_too_few(ordered, confidence, margin, what)
+    because = f"number {rank} of {samples} {what} by time, for a confidence of {confidence:.4g}"
+    return Bound(ordered[rank - 1], confidence, True, samples, because)
 
 
 @dataclass(frozen=True)
@@ -33,23 +112,6 @@ class TierCost:
     def cost_s(self) -> float:
         """What a save costs the training: the stall and the slow-down."""
         return self.stall_s + self.slowed_s
-
-
-@dataclass(frozen=True)
-class DurableBound:
-    """How long a save to a tier will take at most, until it is durable.
-
-    Attributes:
-        seconds: the bound.
-        is_assured: whether it holds with the confidence that was asked for; else it is a guess from too few saves.
-        saves: how many saves it rests on.
-        because: a sentence for the log.
-    """
-
-    seconds: float
-    is_assured: bool
-    saves: int
-    because: str
 
 
 @dataclass(frozen=True)
@@ -116,43 +178,35 @@ class SaveCosts:
         """What saves to a tier cost; None if none was observed."""
         return self.tiers.get(tier)
 
-    def durable_bound(self, tier: str, *, confidence: float = 0.99, margin: float = 1.5) -> DurableBound | None:
+    def durable_bound(self, tier: str, *, confidence: float = 0.99, margin: float = MARGIN) -> Bound | None:
         """How long the next save to a tier takes at most, until it is durable; None if none was observed.
 
-        The bound is the k-th smallest of the n newest times, k = confidence x (n + 1) rounded up. The next save keeps
-        it with that confidence, whatever the distribution, if the order of the saves does not matter (they are
-        exchangeable). That takes n >= 1/(1 - confidence) - 1 saves: 99 for 0.99, 19 for 0.95. With fewer the bound is
-        the longest time so far x margin, and it says so.
-
-        Source: split conformal prediction; V. Vovk, A. Gammerman, G. Shafer, "Algorithmic learning in a random world"
-        (2005); J. Lei et al., "Distribution-free predictive inference for regression", JASA 113 (2018).
-
-        Args:
-            tier: its name.
-            confidence: above 0 and below 1.
-            margin: how many times the longest save is the guess; at least 1.
-
-        Raises:
-            ValueError: an argument out of its range.
+        It rests on the newest `window` saves; for arguments, errors and the rule see `upper_bound`.
         """
-        if not 0.0 < confidence < 1.0:
-            raise ValueError(f"confidence is {confidence}: give a share above 0 and below 1, for example 0.99")
-        if not 1.0 <= margin < math.inf:
-            raise ValueError(f"margin is {margin}: give a factor of at least 1, for example 1.5")
         cost = self.of(tier)
-        if cost is None:
-            return None
-        ordered = sorted(cost.recent_durable_s)
-        saves = len(ordered)
-        # the last digits of a product of floats must not ask for one save more
-        rank = math.ceil(confidence * (saves + 1) - 1e-9)
-        if rank <= saves:
-            seconds = ordered[rank - 1]
-            because = f"{confidence:.4g} of saves to {tier!r} take no longer: number {rank} of {saves}, by time"
-            return DurableBound(seconds, True, saves, because)
-        needed = math.ceil(1.0 / (1.0 - confidence) - 1.0 - 1e-9)
-        because = (
-            f"only {saves} saves to {tier!r} are known, a confidence of {confidence:.4g} takes {needed} (window: "
-            f"{self.window}): {margin:.4g} times the longest"
-        )
-        return DurableBound(ordered[-1] * margin, False, saves, because)
+        times_s = () if cost is None else cost.recent_durable_s
+        return upper_bound(times_s, confidence, margin=margin, what=f"saves to {tier!r}")
+
+
+def _from_too_few(ordered: Sequence[float], confidence: float, margin: float, what: str) -> Bound:
+    because = (
+        f"only {len(ordered)} {what} are known, a confidence of {confidence:.4g} takes {needed_samples(confidence)}: "
+        f"{margin:.4g} times the longest"
+    )
+    return Bound(ordered[-1] * margin, confidence, False, len(ordered), because)
+
+
+def _checked(durations_s: Sequence[float], confidence: float, margin: float) -> list[float]:
+    _check_confidence(confidence)
+    if not 1.0 <= margin < math.inf:
+        raise ValueError(f"margin is {margin}: give a factor of at least 1, for example 1.5")
+    ordered = sorted(durations_s)
+    # a NaN may stand anywhere in what was sorted, but it never gets lost in a sum
+    if ordered and not (ordered[0] >= 0.0 and math.isfinite(math.fsum(ordered))):
+        raise ValueError("a duration is negative, infinite or NaN: give seconds, 0 or more")
+    return ordered
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence is {confidence}: give a share above 0 and below 1, for example 0.99")

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from torchelastic.lifetime.sources.aws import AwsSpot
     from torchelastic.lifetime.sources.azure import AzureScheduledEvents
     from torchelastic.lifetime.sources.detection import close_all, detect
+    from torchelastic.lifetime.sources.files import PreStopFile, TerminationFile
     from torchelastic.lifetime.sources.gcp import GcpPreemption
-    from torchelastic.lifetime.sources.instance import TerminationFile
-    from torchelastic.lifetime.sources.kubernetes import PreStopFile
     from torchelastic.lifetime.sources.notice import Notice, Notices
     from torchelastic.lifetime.sources.poller import Poller
     from torchelastic.lifetime.sources.signals import SignalNotices
@@ -44,10 +43,10 @@ _MODULE_OF_NAME = {
     "Notice": "notice",
     "Notices": "notice",
     "Poller": "poller",
-    "PreStopFile": "kubernetes",
+    "PreStopFile": "files",
     "SignalNotices": "signals",
     "SlurmDeadline": "slurm",
-    "TerminationFile": "instance",
+    "TerminationFile": "files",
     "close_all": "detection",
     "detect": "detection",
 }

@@ -72,26 +72,20 @@ class AwsSpot(MetadataSource):
         endpoint: of the instance metadata service.
         rebalance_lead_s: stop so many seconds after a rebalance recommendation; None: only log it, since it often is
             followed by nothing.
-        interval_s: between two looks; 5 s is what AWS recommends.
-        options: see `metadata.Options`.
+        options: see `metadata.Options`. Asked every 5 s, as AWS recommends.
     """
 
+    _NAME = "AWS spot"
+    _INTERVAL_S = 5.0
+    _REMEDY = (
+        "In a container, let the token pass one more hop: `aws ec2 modify-instance-metadata-options "
+        "--http-put-response-hop-limit 2`"
+    )
+
     def __init__(
-        self,
-        endpoint: str = LINK_LOCAL,
-        *,
-        rebalance_lead_s: float | None = None,
-        interval_s: float = 5.0,
-        **options: Unpack[Options],
+        self, endpoint: str = LINK_LOCAL, *, rebalance_lead_s: float | None = None, **options: Unpack[Options]
     ) -> None:
-        super().__init__(
-            "AWS spot",
-            endpoint,
-            interval_s=interval_s,
-            remedy="In a container, let the token pass one more hop: `aws ec2 modify-instance-metadata-options "
-            "--http-put-response-hop-limit 2`",
-            **options,
-        )
+        super().__init__(endpoint, **options)
         self._rebalance_lead_s = rebalance_lead_s
         self._token = ""
         self._token_until_s = 0.0
@@ -99,7 +93,7 @@ class AwsSpot(MetadataSource):
     def _enter(self) -> None:
         self._fetch_token()
 
-    def _look(self) -> list[tuple[Event, Answer]]:
+    def _fetch(self) -> list[tuple[Event, Answer]]:
         events = []
         action = self._get(_ACTION_PATH)
         if action is not None:
@@ -112,20 +106,17 @@ class AwsSpot(MetadataSource):
     def _get(self, path: str) -> Answer | None:
         if self._clock() >= self._token_until_s:
             self._fetch_token()
-        answer = self._ask(path, {"X-aws-ec2-metadata-token": self._token})
-        if answer.status == 404:
-            return None
-        if answer.status != 200:
+        try:
+            answer = self._ask(path, {"X-aws-ec2-metadata-token": self._token}, accepted=(200, 404))
+        except NoAnswerError:
             self._token_until_s = 0.0  # 401: it does not count any more
-            raise NoAnswerError(f"{path}: HTTP {answer.status}")
-        return answer
+            raise
+        return answer if answer.status == 200 else None
 
     def _fetch_token(self) -> None:
         asked_s = self._clock()
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
         answer = self._ask(_TOKEN_PATH, headers, "PUT")
-        if answer.status != 200:
-            raise NoAnswerError(f"{_TOKEN_PATH}: HTTP {answer.status}")
         if not _TOKEN.fullmatch(answer.body):
             raise nonsense(f"{_TOKEN_PATH} answers with something that is no token", f"{len(answer.body)} characters")
         self._token, self._token_until_s = answer.body, asked_s + _TOKEN_TTL_S / 2

@@ -14,9 +14,8 @@ from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.lifetime.deadline import CapacityBlock, Deadline, DeadlineAt, automatic_deadlines
 from torchelastic.lifetime.sources.aws import AwsSpot
 from torchelastic.lifetime.sources.azure import AzureScheduledEvents
+from torchelastic.lifetime.sources.files import PreStopFile, TerminationFile, WatchedFile
 from torchelastic.lifetime.sources.gcp import GcpPreemption
-from torchelastic.lifetime.sources.instance import TerminationFile
-from torchelastic.lifetime.sources.kubernetes import PreStopFile
 from torchelastic.lifetime.sources.metadata import LINK_LOCAL, MetadataSource, Opener, Options, open_url
 from torchelastic.lifetime.sources.notice import Notices
 from torchelastic.lifetime.sources.poller import Poller
@@ -200,15 +199,15 @@ def close_all(deadlines: Iterable[Deadline]) -> None:
             deadline.close()
 
 
-def _start(poller: Poller, source: SlurmDeadline | TerminationFile | PreStopFile | MetadataSource) -> None:
+def _start(poller: Poller, source: SlurmDeadline | WatchedFile | MetadataSource) -> None:
     poller.add(source.poll)
     source.when_closed(lambda: poller.remove(source.poll))
 
 
 def _files(
     variables: Mapping[str, str], clock: Callable[[], float], wall_clock: Callable[[], float]
-) -> list[TerminationFile | PreStopFile]:
-    found: list[TerminationFile | PreStopFile] = []
+) -> list[WatchedFile]:
+    found: list[WatchedFile] = []
     if path := variables.get(TERMINATION_FILE_VARIABLE):
         found.append(TerminationFile(path, clock=clock, wall_clock=wall_clock))
     if path := variables.get(PRE_STOP_VARIABLE):

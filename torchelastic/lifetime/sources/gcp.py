@@ -10,14 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchelastic.lifetime.sources.metadata import (
-    LINK_LOCAL,
-    Answer,
-    MetadataSource,
-    NoAnswerError,
-    Options,
-    nonsense,
-)
+from torchelastic.lifetime.sources.metadata import LINK_LOCAL, Answer, MetadataSource, Options, nonsense
 from torchelastic.lifetime.sources.notice import Event
 
 if TYPE_CHECKING:
@@ -67,31 +60,23 @@ class GcpPreemption(MetadataSource):
     Args:
         endpoint: of the metadata server. Its address and not its name: a name server that hangs cannot be timed out.
         maintenance_lead_s: from the notice to a maintenance that stops the machine.
-        interval_s: between two looks; spot machines have 30 s in all.
-        options: see `metadata.Options`.
+        options: see `metadata.Options`. Asked every 2 s: spot machines have 30 s in all.
     """
 
+    _NAME = "GCP preemption"
+    _INTERVAL_S = 2.0
+    _REMEDY = "Let this process reach 169.254.169.254 (on GKE: the metadata server of the node)"
+
     def __init__(
-        self,
-        endpoint: str = LINK_LOCAL,
-        *,
-        maintenance_lead_s: float = MAINTENANCE_LEAD_S,
-        interval_s: float = 2.0,
-        **options: Unpack[Options],
+        self, endpoint: str = LINK_LOCAL, *, maintenance_lead_s: float = MAINTENANCE_LEAD_S, **options: Unpack[Options]
     ) -> None:
-        super().__init__(
-            "GCP preemption",
-            endpoint,
-            interval_s=interval_s,
-            remedy="Let this process reach 169.254.169.254 (on GKE: the metadata server of the node)",
-            **options,
-        )
+        super().__init__(endpoint, **options)
         self._maintenance_lead_s = maintenance_lead_s
 
     def _enter(self) -> None:
         self._get(_PREEMPTED_PATH)
 
-    def _look(self) -> list[tuple[Event, Answer]]:
+    def _fetch(self) -> list[tuple[Event, Answer]]:
         preempted, maintenance = self._get(_PREEMPTED_PATH), self._get(_MAINTENANCE_PATH)
         found = [
             (parse_preempted(preempted.body), preempted),
@@ -101,8 +86,6 @@ class GcpPreemption(MetadataSource):
 
     def _get(self, path: str) -> Answer:
         answer = self._ask(path, _FLAVOR)
-        if answer.status != 200:
-            raise NoAnswerError(f"{path}: HTTP {answer.status}")
         if answer.headers.get("metadata-flavor") != "Google":
             raise nonsense(f"{path}: the answer is not Google's", answer.body)
         return answer

@@ -9,15 +9,13 @@ import time
 import urllib.error
 import urllib.request
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, TypedDict
-
-from tenacity import RetryCallState, Retrying, wait_exponential
+from typing import Any, ClassVar
 
 from torchelastic.foreign_json import RecordError, decode_json
-from torchelastic.lifetime.sources.notice import Event, NonsenseError, Notice, Notices
+from torchelastic.lifetime.sources.notice import Event, NonsenseError, Notice, Notices, Timing
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ _MAX_BYTES = 64 * 1024
 _PROBES = 3
 #: One that surely is there is given up to so long for an answer, and asked at least so often, until the first one.
 _MAX_TIMEOUT_S, _MAX_PROBE_PAUSE_S = 8.0, 10.0
-_PAUSES = wait_exponential(multiplier=0.5, max=60.0)
+_MAX_PAUSE_S = 60.0
 
 
 class NoAnswerError(Exception):
@@ -140,9 +138,7 @@ def parse_json(text: str) -> Any:
 
 def pause_s(failures: int) -> float:
     """How long to leave a service alone after so many failures in a row: 0.5 s, 1 s, 2 s, .. up to a minute."""
-    state = RetryCallState(Retrying(), fn=None, args=(), kwargs={})
-    state.attempt_number = failures
-    return float(_PAUSES(state))
+    return min(_MAX_PAUSE_S, 0.5 * 2.0 ** min(failures - 1, 10))
 
 
 def nonsense(what: str, text: str) -> NonsenseError:
@@ -154,20 +150,18 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:60] + "..")
 
 
-class Options(TypedDict, total=False):
-    """What every source of this sort takes besides its own arguments.
+class Options(Timing, total=False):
+    """What every source of this sort takes besides its own arguments, and `notice.Timing`.
 
     Attributes:
+        timeout_s: for an answer.
         is_expected: whether the machine surely is of this cloud, so that the absence of the service is worth a warning.
         opener: sends requests.
-        clock: monotonic seconds; that of the deadline.
-        wall_clock: Unix seconds.
     """
 
+    timeout_s: float
     is_expected: bool
     opener: Opener
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float]
 
 
 class MetadataSource(Notices):
@@ -178,30 +172,29 @@ class MetadataSource(Notices):
     GKE), so they are asked on, and given more time to answer. Later failures do not change what it has announced.
 
     Args:
-        name: of the source, for people.
         endpoint: URL of the service, without a path.
-        interval_s: between two looks.
-        remedy: for the warning that an expected service is not there.
-        timeout_s: for an answer.
-        is_expected, opener, clock, wall_clock: see `Options`.
+        interval_s, timeout_s, is_expected, opener, clock, wall_clock: see `Options`.
     """
+
+    #: Of the source, for people; for the warning that an expected service is not there; between two questions.
+    _NAME: ClassVar[str]
+    _REMEDY: ClassVar[str] = "Let this process reach 169.254.169.254"
+    _INTERVAL_S: ClassVar[float]
 
     def __init__(
         self,
-        name: str,
-        endpoint: str,
+        endpoint: str = LINK_LOCAL,
         *,
-        interval_s: float,
-        remedy: str,
+        interval_s: float | None = None,
         timeout_s: float = 1.0,
         is_expected: bool = False,
         opener: Opener = open_url,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(name, f"{endpoint} is asked every {interval_s:g} s and announces nothing")
-        self._endpoint, self._interval_s, self._timeout_s = endpoint.rstrip("/"), interval_s, timeout_s
-        self._is_expected, self._remedy = is_expected, remedy
+        self._interval_s = self._INTERVAL_S if interval_s is None else interval_s
+        super().__init__(self._NAME, f"{endpoint} is asked every {self._interval_s:g} s and announces nothing")
+        self._endpoint, self._timeout_s, self._is_expected = endpoint.rstrip("/"), timeout_s, is_expected
         self._opener, self._clock, self._wall_clock = opener, clock, wall_clock
         self._is_present = False
         self._failures = 0
@@ -221,7 +214,7 @@ class MetadataSource(Notices):
                 self._enter()
                 self._is_present = True
                 log.info("%s: %s answers", self.name, self._endpoint)
-            events = self._look()
+            events = self._fetch()
         except (NoAnswerError, NonsenseError) as error:
             return self._failed(error)
         if self._failures >= _PROBES:
@@ -235,11 +228,17 @@ class MetadataSource(Notices):
         """Find out whether the service is there. Raises NoAnswerError, NonsenseError."""
 
     @abstractmethod
-    def _look(self) -> list[tuple[Event, Answer]]:
+    def _fetch(self) -> list[tuple[Event, Answer]]:
         """What is announced now, each with the answer that says so. Raises NoAnswerError, NonsenseError."""
 
-    def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
-        return self._opener(request(self._endpoint + path, headers, method), self._patience_s())
+    def _ask(
+        self, path: str, headers: Mapping[str, str], method: str = "GET", *, accepted: Collection[int] = (200,)
+    ) -> Answer:
+        """The answer. Raises NoAnswerError: there is none, or its status is not accepted."""
+        answer = self._opener(request(self._endpoint + path, headers, method), self._patience_s())
+        if answer.status not in accepted:
+            raise NoAnswerError(f"{path}: HTTP {answer.status}")
+        return answer
 
     def _patience_s(self) -> float:
         """How long to wait for an answer: longer where a service that has to be there has not answered so far."""
@@ -267,7 +266,7 @@ class MetadataSource(Notices):
             if not self._is_expected or self._failures == _PROBES:
                 going_on = "; asking on" if self._is_expected else ""
                 text = "%s: no metadata service, so no notices from it%s: %s. %s"
-                log.log(level, text, self.name, going_on, error, self._remedy)
+                log.log(level, text, self.name, going_on, error, self._REMEDY)
             return min(pause_s(self._failures), _MAX_PROBE_PAUSE_S) if self._is_expected else None
         if self._is_present and self._failures == _PROBES:
             log.warning("%s: no answer that makes sense; trying on: %s", self.name, error)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +16,20 @@ Kind = Literal["end", "interruption", "maintenance", "signal", "advice"]
 
 #: A date in an HTTP header has whole seconds, rounded down: so much may be less left than it seems.
 _DATE_RESOLUTION_S = 1.0
+
+
+class Timing(TypedDict, total=False):
+    """How often a source is asked, and by which clocks.
+
+    Attributes:
+        interval_s: between two questions.
+        clock: monotonic seconds; that of the deadline.
+        wall_clock: Unix seconds.
+    """
+
+    interval_s: float
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
 
 
 class NonsenseError(ValueError):
@@ -109,13 +124,13 @@ class Notices:
     @property
     def reason(self) -> str:
         """The nearest notice; else where it would come from."""
-        nearest = _nearest(self.notices)
+        nearest = self._nearest()
         return self._idle if nearest is None else nearest.reason
 
     def remaining_s(self, now_s: float) -> float | None:
         """See `Deadline`."""
-        known = (notice.remaining_s(now_s) for notice in self._notices)
-        return min((left_s for left_s in known if left_s is not None), default=None)
+        nearest = self._nearest()
+        return None if nearest is None else nearest.remaining_s(now_s)
 
     def unsure_since_s(self) -> float | None:
         """When the newest notice came whose end is a guess, in monotonic seconds; None: there is none."""
@@ -144,11 +159,7 @@ class Notices:
         while self._on_close:
             self._on_close.pop()()
 
-
-def _nearest(notices: Iterable[Notice]) -> Notice | None:
-    known = [(notice.remaining_s(0.0), notice) for notice in notices]
-    # "at any moment" is nearer than every date
-    told = [
-        (float("-inf") if notice.at_s is None else left_s, notice) for left_s, notice in known if left_s is not None
-    ]
-    return min(told, key=lambda pair: pair[0])[1] if told else None
+    def _nearest(self) -> Notice | None:
+        """The notice that counts; "at any moment" is nearer than every date."""
+        known = [notice for notice in self.notices if notice.kind != "advice"]
+        return min(known, key=lambda notice: -math.inf if notice.at_s is None else notice.at_s, default=None)

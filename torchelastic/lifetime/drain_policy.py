@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torchelastic.lifetime.decision import StopDecision, decide
-from torchelastic.lifetime.outlook import MAX_DELAY_S, NEAR_ITERATIONS, Outlook
+from torchelastic.lifetime.decision import TRIAL_BELOW_S, StopDecision, decide
+from torchelastic.lifetime.sample import MAX_DELAY_S, NEAR_ITERATIONS, Sample
 
 #: Deadlines nearer to each other than this are one: to train so long with fewer members is not worth a new group.
 TOGETHER_S = 30.0
@@ -23,7 +23,7 @@ _LEAVE_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Going:
+class StopPlan:
     """What the ranks of a group do after this step; the same on all of them.
 
     Attributes:
@@ -31,16 +31,16 @@ class Going:
         decision: on the end of the run, with its reason and numbers.
         leaving: the ranks that leave by themselves now, so that the others can go on.
         end_s: seconds until fewer than `min_workers` are left, negative if that is over; infinite: never.
-        look_again_in: so many steps may be trained before there is anything to decide again,
-        look_again_s: unless so many seconds pass before.
+        decide_again_in: so many steps may be trained before there is anything to decide again,
+        decide_again_s: unless so many seconds pass before.
     """
 
     stops: bool
     decision: StopDecision
     leaving: frozenset[int]
     end_s: float
-    look_again_in: int = 0
-    look_again_s: float = 0.0
+    decide_again_in: int = 0
+    decide_again_s: float = 0.0
 
 
 def end_of_run(
@@ -93,23 +93,27 @@ def leave_lead_s(step_s: float, reserve_s: float) -> float:
     return reserve_s + LEAVE_S + _LEAVE_STEPS * step_s
 
 
-def who_goes(
+def plan_stop(
     remaining_s: Sequence[float],
-    outlook: Outlook,
+    common: Sample,
     *,
     min_workers: int,
     reserve_s: float,
     at_once_s: Sequence[float] | None = None,
-) -> Going:
+    may_try: Collection[str] = (),
+    trial_below_s: float = TRIAL_BELOW_S,
+) -> StopPlan:
     """What to do after this step.
 
     Args:
         remaining_s: by rank, seconds until its own deadline.
-        outlook: what the ranks have agreed on: how long a step and the saves take.
+        common: what the ranks have agreed on: how long a step and the saves take.
         min_workers: with fewer members the run cannot go on.
         reserve_s: to keep besides.
-        at_once_s: by rank, `Outlook.at_once_s`: where it is finite, nobody knows when that rank ends, so it leaves at
+        at_once_s: by rank, `Sample.at_once_s`: where it is finite, nobody knows when that rank ends, so it leaves at
             once if the others can go on, and else all save at once; None: all is known.
+        may_try: see `decision.decide`.
+        trial_below_s: the same.
 
     Raises:
         ValueError: see `end_of_run` and `decision.decide`.
@@ -118,9 +122,17 @@ def who_goes(
     unsure_s = [math.inf] * len(remaining_s) if at_once_s is None else at_once_s
     staying_s = min((seconds for rank, seconds in enumerate(unsure_s) if rank not in early), default=math.inf)
     at_once = None if staying_s == math.inf else staying_s
-    decision = decide(end_s, outlook.step, outlook.tiers, reserve_s=reserve_s, at_once_s=at_once)
-    step_s = 0.0 if outlook.step is None else outlook.step.seconds
-    save_s = max(tier.bound.seconds for tier in outlook.tiers)
+    decision = decide(
+        end_s,
+        common.step,
+        common.tiers,
+        reserve_s=reserve_s,
+        at_once_s=at_once,
+        may_try=may_try,
+        trial_below_s=trial_below_s,
+    )
+    step_s = 0.0 if common.step is None else common.step.seconds
+    save_s = max(tier.bound.seconds for tier in common.tiers)
     lead_s = leave_lead_s(step_s, reserve_s)
     slack_s = end_s - step_s - save_s - reserve_s
     if early and slack_s <= lead_s - reserve_s:
@@ -130,25 +142,27 @@ def who_goes(
         if leaving:  # who would follow at once leaves at the same step
             leaving |= frozenset(rank for rank in early if remaining_s[rank] <= lead_s + LEAVE_S)
     if decision.stops and (not leaving or slack_s < -reserve_s / 2.0):
-        return Going(True, decision, frozenset(), end_s)
+        return StopPlan(True, decision, frozenset(), end_s)
     until_s = min([slack_s, *(remaining_s[rank] - lead_s for rank in early - leaving)])
     wait_s = min(until_s / 2.0, MAX_DELAY_S)
-    steps = _steps_within(wait_s, max(step_s, outlook.usual_s))
-    return Going(False, decision, leaving, end_s, steps, wait_s if steps else 0.0)
+    steps = _steps_within(wait_s, max(step_s, common.usual_s))
+    return StopPlan(False, decision, leaving, end_s, steps, wait_s if steps else 0.0)
 
 
-def near_below_s(outlook: Outlook, reserve_s: float) -> float:
+def near_below_s(sample: Sample, reserve_s: float, *, may_leave: bool = True) -> float:
     """With less time left than this, a rank tells the others, so that all know before there is anything to decide.
 
     Args:
-        outlook: of this rank; `far_s` is the slowest of the steps until all have heard of it.
+        sample: of this rank, or of all; `far_s` is the slowest of the steps until all have heard of it.
         reserve_s: to keep besides.
+        may_leave: whether the others may go on without a rank that has to go.
     """
-    step_s = 0.0 if outlook.step is None else outlook.step.seconds
-    save_s = max(tier.bound.seconds for tier in outlook.tiers)
+    step_s = 0.0 if sample.step is None else sample.step.seconds
+    save_s = max(tier.bound.seconds for tier in sample.tiers)
     # told in one agreement and read in the next, each at most MAX_DELAY_S or one step after the other
-    until_heard_s = 2.0 * MAX_DELAY_S + NEAR_ITERATIONS * outlook.far_s
-    return step_s + save_s + leave_lead_s(step_s, reserve_s) + until_heard_s
+    until_heard_s = 2.0 * MAX_DELAY_S + NEAR_ITERATIONS * sample.far_s
+    lead_s = leave_lead_s(step_s, reserve_s) if may_leave else reserve_s
+    return step_s + save_s + lead_s + until_heard_s
 
 
 def who_requeues(jobs: Sequence[str], going: Collection[int]) -> frozenset[int]:

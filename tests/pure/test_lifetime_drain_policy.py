@@ -10,28 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.lifetime import leaving
+from torchelastic.lifetime import drain_policy
 from torchelastic.lifetime.bounds import guess
 from torchelastic.lifetime.decision import Tier
-from torchelastic.lifetime.leaving import (
+from torchelastic.lifetime.drain_policy import (
     LEAVE_S,
     TOGETHER_S,
     end_of_run,
     leave_lead_s,
     near_below_s,
-    who_goes,
+    plan_stop,
     who_requeues,
 )
-from torchelastic.lifetime.outlook import Outlook
+from torchelastic.lifetime.sample import Sample
 
 INF = math.inf
 left_s = st.one_of(st.just(INF), st.floats(-100.0, 5000.0))
 ranks_left_s = st.lists(left_s, min_size=1, max_size=12)
 
 
-def outlook(step_s: float = 1.0, save_s: float = 3.0, remaining_s: float = INF) -> Outlook:
+def sample(step_s: float = 1.0, save_s: float = 3.0, remaining_s: float = INF) -> Sample:
     tiers = (Tier("durable", guess(save_s, "measured")),)
-    return Outlook(remaining_s, step_s, guess(step_s, "measured"), step_s, 1, tiers, count=10, lived=10)
+    return Sample(remaining_s, step_s, guess(step_s, "measured"), step_s, 1, tiers, count=10, lived=10)
 
 
 @given(ranks_left_s, st.integers(0, 15))
@@ -70,9 +70,9 @@ def test_times_that_are_none_are_refused(remaining_s: list[float]) -> None:
 
 def test_all_stop_at_the_last_step_after_which_a_save_fits() -> None:
     # a step of 1 s, a save of 3 s, 5 s in reserve
-    goes_on = who_goes([9.5, 9.1], outlook(), min_workers=2, reserve_s=5.0)
+    goes_on = plan_stop([9.5, 9.1], sample(), min_workers=2, reserve_s=5.0)
     assert not goes_on.stops
-    stops = who_goes([9.5, 8.9], outlook(), min_workers=2, reserve_s=5.0)
+    stops = plan_stop([9.5, 8.9], sample(), min_workers=2, reserve_s=5.0)
     assert stops.stops
     assert stops.decision.fits
     assert stops.end_s == 8.9
@@ -81,21 +81,21 @@ def test_all_stop_at_the_last_step_after_which_a_save_fits() -> None:
 
 def test_one_leaves_as_soon_as_it_takes_to_leave_and_the_others_go_on() -> None:
     lead_s = leave_lead_s(1.0, 5.0)
-    before = who_goes([lead_s + 0.5, INF, INF], outlook(), min_workers=2, reserve_s=5.0)
+    before = plan_stop([lead_s + 0.5, INF, INF], sample(), min_workers=2, reserve_s=5.0)
     assert (before.stops, before.leaving) == (False, frozenset())
-    now = who_goes([lead_s - 0.5, INF, INF], outlook(), min_workers=2, reserve_s=5.0)
+    now = plan_stop([lead_s - 0.5, INF, INF], sample(), min_workers=2, reserve_s=5.0)
     assert (now.stops, now.leaving) == (False, frozenset({0}))
 
 
 def test_those_of_a_host_leave_at_the_same_step_though_their_clocks_differ() -> None:
     lead_s = leave_lead_s(1.0, 5.0)
-    going = who_goes([lead_s - 0.1, lead_s + 0.1, lead_s + LEAVE_S + 1.0, INF], outlook(), min_workers=1, reserve_s=5.0)
+    going = plan_stop([lead_s - 0.1, lead_s + 0.1, lead_s + LEAVE_S + 1.0, INF], sample(), min_workers=1, reserve_s=5.0)
     assert going.leaving == frozenset({0, 1})
 
 
 def test_the_end_of_all_goes_before_the_leaving_of_one() -> None:
     """Saves take so long that all have to stop before it is time for the first to leave."""
-    going = who_goes([70.0, 101.0, 102.0], outlook(save_s=120.0), min_workers=1, reserve_s=5.0)
+    going = plan_stop([70.0, 101.0, 102.0], sample(save_s=120.0), min_workers=1, reserve_s=5.0)
     assert going.stops
     assert going.leaving == frozenset()
 
@@ -103,33 +103,33 @@ def test_the_end_of_all_goes_before_the_leaving_of_one() -> None:
 def test_who_would_be_gone_in_the_middle_of_the_others_save_leaves_before_it() -> None:
     """The save of the others takes a minute, and the first two have 20 s."""
     remaining_s = [20.0, 300.0, 70.0, 20.0]
-    going = who_goes(remaining_s, outlook(save_s=60.0), min_workers=2, reserve_s=5.0)
+    going = plan_stop(remaining_s, sample(save_s=60.0), min_workers=2, reserve_s=5.0)
     assert (going.stops, going.leaving) == (False, frozenset({0, 3}))
-    without = who_goes([295.0, 65.0], outlook(save_s=60.0), min_workers=2, reserve_s=5.0)
+    without = plan_stop([295.0, 65.0], sample(save_s=60.0), min_workers=2, reserve_s=5.0)
     assert without.stops
-    they_do_not_go = who_goes([10.0, 290.0, 60.0, 10.0], outlook(save_s=60.0), min_workers=2, reserve_s=5.0)
+    they_do_not_go = plan_stop([10.0, 290.0, 60.0, 10.0], sample(save_s=60.0), min_workers=2, reserve_s=5.0)
     assert they_do_not_go.stops, "the others cannot wait for ever"
 
 
 def test_steps_are_skipped_while_there_is_nothing_to_decide_and_never_in_the_last_ones() -> None:
-    far = who_goes([50.0, 50.0], outlook(step_s=0.01), min_workers=1, reserve_s=5.0)
-    assert far.look_again_in == 50, "not longer than half a second: there may be a new notice"
-    near = who_goes([8.03, 8.03], outlook(step_s=0.01), min_workers=1, reserve_s=5.0)
-    assert near.look_again_in <= 1
-    one_leaves_soon = who_goes(
-        [leave_lead_s(0.01, 5.0) + 0.05, INF], outlook(step_s=0.01), min_workers=1, reserve_s=5.0
+    far = plan_stop([50.0, 50.0], sample(step_s=0.01), min_workers=1, reserve_s=5.0)
+    assert far.decide_again_in == 50, "not longer than half a second: there may be a new notice"
+    near = plan_stop([8.03, 8.03], sample(step_s=0.01), min_workers=1, reserve_s=5.0)
+    assert near.decide_again_in <= 1
+    one_leaves_soon = plan_stop(
+        [leave_lead_s(0.01, 5.0) + 0.05, INF], sample(step_s=0.01), min_workers=1, reserve_s=5.0
     )
-    assert one_leaves_soon.look_again_in <= 2
+    assert one_leaves_soon.decide_again_in <= 2
 
 
 @given(st.floats(0.001, 60.0), st.floats(0.0, 600.0), st.floats(0.0, 60.0))
 def test_a_rank_tells_of_its_deadline_before_anything_has_to_be_done_about_it(
     step_s: float, save_s: float, reserve_s: float
 ) -> None:
-    own = outlook(step_s, save_s)
+    own = sample(step_s, save_s)
     earlier_s = near_below_s(own, reserve_s) - 2.0 * max(0.5, step_s)  # two agreements later
-    assert not who_goes([earlier_s], own, min_workers=1, reserve_s=reserve_s).stops
-    assert not who_goes([earlier_s, INF], own, min_workers=1, reserve_s=reserve_s).leaving
+    assert not plan_stop([earlier_s], own, min_workers=1, reserve_s=reserve_s).stops
+    assert not plan_stop([earlier_s, INF], own, min_workers=1, reserve_s=reserve_s).leaving
 
 
 def test_each_job_is_requeued_by_one_rank_and_only_if_all_of_it_goes() -> None:
@@ -146,7 +146,7 @@ def test_whatever_the_deadlines_nobody_is_there_at_its_own_and_the_run_is_saved_
     chance = random.Random(seed)
     step_s, save_s, reserve_s = chance.choice([0.1, 1.0, 4.0]), chance.choice([0.5, 10.0, 60.0]), 5.0
     min_workers = chance.randint(1, 4)
-    known = outlook(step_s, save_s)
+    known = sample(step_s, save_s)
     first_s = near_below_s(known, reserve_s)
     deadlines_s = {name: first_s + chance.choice([0.0, chance.uniform(0.0, 300.0), INF]) for name in range(4)}
     now_s, leave_after = 0.0, dict[int, int]()
@@ -155,7 +155,7 @@ def test_whatever_the_deadlines_nobody_is_there_at_its_own_and_the_run_is_saved_
         present = [name for name in deadlines_s if leave_after.get(name, step) >= step]
         remaining_s = [deadlines_s[name] - now_s for name in present]
         assert min(remaining_s) > 0.0, "somebody is killed"
-        going = who_goes(remaining_s, known, min_workers=min_workers, reserve_s=reserve_s)
+        going = plan_stop(remaining_s, known, min_workers=min_workers, reserve_s=reserve_s)
         if going.stops:
             assert save_s + reserve_s <= going.end_s == min(remaining_s), "all that are left are saved in time"
             return
@@ -168,20 +168,20 @@ def test_whatever_the_deadlines_nobody_is_there_at_its_own_and_the_run_is_saved_
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(leaving).failed == 0
+    assert doctest.testmod(drain_policy).failed == 0
 
 
 def test_a_rank_that_does_not_know_when_it_ends_leaves_at_once_if_the_others_can_go_on() -> None:
     """SIGTERM: 30 s are a guess, and docker gives 10."""
-    going = who_goes([30.0, INF, INF], outlook(), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF, INF])
+    going = plan_stop([30.0, INF, INF], sample(), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF, INF])
     assert (going.leaving, going.stops, going.decision.saves) == (frozenset({0}), False, False)
-    sure = who_goes([30.0, INF, INF], outlook(), min_workers=2, reserve_s=5.0)
+    sure = plan_stop([30.0, INF, INF], sample(), min_workers=2, reserve_s=5.0)
     assert sure.leaving == frozenset()
 
 
 def test_where_the_run_cannot_go_on_without_such_a_rank_all_save_at_once_and_go_on_if_there_is_time() -> None:
-    going = who_goes([30.0, INF], outlook(), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF])
+    going = plan_stop([30.0, INF], sample(), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF])
     assert (going.leaving, going.stops, going.decision.action) == (frozenset(), False, "save and go on")
-    short = who_goes([30.0, INF], outlook(save_s=13.0), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF])
+    short = plan_stop([30.0, INF], sample(save_s=13.0), min_workers=2, reserve_s=5.0, at_once_s=[10.0, INF])
     assert (short.stops, short.decision.action) == (True, "save and stop"), "there is no time for a second save"
     assert not short.decision.fits, "it is tried all the same"

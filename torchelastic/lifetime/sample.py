@@ -1,7 +1,7 @@
 """What one rank knows of the time that is left, and what all ranks know together: the worst of each number.
 
-Pure. The numbers travel as one list of floats whose element-wise maximum over the ranks is the common outlook, so that
-every rank then decides from the same numbers, and comes to the same answer.
+Pure. The numbers travel as one list of floats whose element-wise maximum over the ranks is what all of them know,
+so that every rank then decides from the same numbers, and comes to the same answer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ MAX_DELAY_S = 0.5
 MAX_SHARE = 0.01
 #: So many of the slowest iterations before the last safe one the ranks begin to agree in every iteration.
 NEAR_ITERATIONS = 3
-#: By how much a long row of iterations may take longer than so many times the usual one.
-_ROW_MARGIN = 1.5
-#: Where two of the `Outlook.numbers` stand, which are what they say with the sign turned,
+#: Where two of the `Sample.numbers` stand, which are what they say with the sign turned,
 REMAINING, AT_ONCE = 0, 8
 #: how many of them are not of a tier,
 _COMMON = 9
@@ -53,15 +51,15 @@ def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_d
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """The numbers that a decision rests on.
+class Sample:
+    """The numbers that a decision rests on: of one rank, or what all ranks have agreed on.
 
     Attributes:
         remaining_s: until the deadline; infinite: none is known.
         usual_s: the usual iteration; 0: not known.
         step: how long the next iteration takes at most; None: not known.
-        far_s: the same, for any of the iterations until the look after the next.
-        interval: iterations until the next look, while the deadline is far.
+        far_s: the same, for any of the iterations until the sample after the next.
+        interval: iterations until the next sample, while the deadline is far.
         tiers: what saves take, the most durable first.
         count: iterations of the run that are done.
         lived: iterations that have begun in this process.
@@ -94,8 +92,8 @@ class Outlook:
             words += measured if tier.is_measured else [_NOT_MEASURED, 0.0, _NOT_MEASURED]
         return words
 
-    def agreed(self, worst: Sequence[float]) -> Outlook:
-        """The common outlook.
+    def agreed(self, worst: Sequence[float]) -> Sample:
+        """What all ranks know together.
 
         Args:
             worst: the element-wise maximum of all ranks' `numbers`.
@@ -123,17 +121,6 @@ class Outlook:
             lived=int(lived),
             at_once_s=-at_once_s,
         )
-
-    def near_below_s(self, elapsed: int, reserve_s: float) -> float:
-        """With less time left than this, the deadline could come too near before the look after this one.
-
-        Args:
-            elapsed: iterations since these numbers were taken.
-            reserve_s: to keep besides.
-        """
-        row_s = _ROW_MARGIN * (elapsed + self.interval) * self.usual_s
-        save_s = max(tier.bound.seconds for tier in self.tiers)
-        return save_s + reserve_s + row_s + NEAR_ITERATIONS * self.far_s
 
 
 def _worst(own: Bound, seconds: float, is_guess: float) -> Bound:

@@ -1,0 +1,168 @@
+"""Files that say when this machine ends: the end of an elastic instance, and what a pod's preStop hook has touched.
+
+From the Kubernetes documentation, "Pod Lifecycle": the grace period (`terminationGracePeriodSeconds`, 30 s by default)
+begins with the preStop hook, and SIGTERM to process 1 of the container follows when the hook has ended; SIGKILL comes
+when the period is over. A pod cannot see its own grace period, so it is told by an environment variable. The SIGTERM is
+a matter of `signals`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchelastic.lifetime.deadline import unix_seconds
+from torchelastic.lifetime.sources.notice import Notice, Notices, Timing
+from torchelastic.lifetime.sources.signals import TERM_GRACE_S
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing.Unpack from Python 3.11 on; torch requires the package
+
+log = logging.getLogger(__name__)
+
+#: A file that changes while it is watched may name a moment that is just over, but not one so long ago.
+STALE_S = 3600.0
+
+
+def parse_termination(text: str, *, path: str, wall_s: float, stale_s: float) -> float | None:
+    """Unix seconds from the content of a termination file; None if it is blank, or over for too long.
+
+    Args:
+        text: the content: one number.
+        path: of the file, for the error.
+        wall_s: the present in Unix seconds.
+        stale_s: what is over for longer than this has not come: it is left from an earlier life.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if not text.strip():
+        return None
+    remedy = "write Unix seconds into it (`date +%s` prints those of now), or leave it empty"
+    seconds = unix_seconds(f"{path} holds", text, remedy)
+    return None if seconds < wall_s - stale_s else seconds
+
+
+def pre_stop_notice(
+    source: str, path: str, age_s: float, grace_s: float, now_s: float, *, is_sure: bool = True
+) -> Notice | None:
+    """What a preStop file says; None if it is older than the grace: it is left from an earlier container of the pod.
+
+    Args:
+        source: for the notice.
+        path: of the file, for the reason.
+        age_s: since the hook has touched it.
+        grace_s: from the hook to SIGKILL.
+        now_s: the present in monotonic seconds.
+        is_sure: whether the pod has said that this is its grace.
+    """
+    age_s = max(0.0, age_s)  # a clock that is set back
+    if age_s >= grace_s:
+        return None
+    said = "of grace" if is_sure else "of grace are a guess: the pod has not said how many there are"
+    reason = f"preStop has touched {path}, {grace_s:g} s {said}"
+    return Notice(source, "interruption", now_s + grace_s - age_s, reason, None if is_sure else now_s - age_s)
+
+
+class WatchedFile(Notices):
+    """A deadline from a file, which may come, change and go. `poll` looks at it; have a `Poller` call that.
+
+    Args:
+        name: of the source, for people.
+        idle: the reason while nothing is announced.
+        path: of the file.
+        interval_s, clock, wall_clock: see `notice.Timing`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        idle: str,
+        path: str | Path,
+        *,
+        interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(name, idle)
+        self._path, self._interval_s, self._clock, self._wall_clock = Path(path), interval_s, clock, wall_clock
+        self._seen: tuple[int, int, int] | None = None
+        self._touched_s = 0.0
+
+    def poll(self) -> float:
+        """Look once. See `poller.Poll`."""
+        try:
+            status = self._path.stat()
+            seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if seen != self._seen:
+                self._touched_s = status.st_mtime_ns / 1e9
+                notice = self._read()
+                self._seen = seen
+                self.tell([] if notice is None else [notice])
+        except FileNotFoundError:
+            self._seen = None
+            self.tell([])
+        except OSError as error:
+            log.debug("%s: %s", self._path, error)
+        except ValueError as error:
+            self._seen = seen
+            log.warning("%s; what was known before counts on", error)
+        return self._interval_s
+
+    @abstractmethod
+    def _read(self) -> Notice | None:
+        """What the file says; None: nothing that counts. Raises OSError; ValueError: it makes no sense."""
+
+
+class TerminationFile(WatchedFile):
+    """The end of this instance, as Unix seconds in a file; read again whenever the file changes.
+
+    None, or an empty one, means that no end is known. Replace it by rename, so that nobody reads half of it.
+
+    Args:
+        path: of the file.
+        timing: see `notice.Timing`; looked at every second.
+    """
+
+    def __init__(self, path: str | Path, **timing: Unpack[Timing]) -> None:
+        super().__init__("elastic instance", f"{path} names no end of this instance", path, **timing)
+        self._stale_s = 0.0  # what is over when this process begins is left from its last life
+
+    def _read(self) -> Notice | None:
+        text = self._path.read_text(errors="replace")
+        now_s, wall_s = self._clock(), self._wall_clock()
+        stale_s, self._stale_s = self._stale_s, STALE_S
+        end_s = parse_termination(text, path=str(self._path), wall_s=wall_s, stale_s=stale_s)
+        if end_s is not None:
+            return Notice(self.name, "end", now_s + end_s - wall_s, f"{self._path} says {text.strip()}")
+        if text.strip():
+            log.warning("%s says %s, which is over: ignored", self._path, text.strip())
+        return None
+
+
+class PreStopFile(WatchedFile):
+    """The pod ends: its preStop hook has touched a file.
+
+    Args:
+        path: of the file, on a volume that the hook and this process share (the container's own file system will do).
+        grace_s: the pod's `terminationGracePeriodSeconds`.
+        is_sure: whether the pod has said that this is its grace; pods on spot nodes may have less.
+        timing: see `notice.Timing`; looked for every second.
+    """
+
+    def __init__(
+        self, path: str | Path, *, grace_s: float = TERM_GRACE_S, is_sure: bool = True, **timing: Unpack[Timing]
+    ) -> None:
+        super().__init__("Kubernetes preStop", f"{path} was not touched", path, **timing)
+        self._grace_s, self._is_sure = grace_s, is_sure
+
+    def _read(self) -> Notice | None:
+        age_s = self._wall_clock() - self._touched_s
+        notice = pre_stop_notice(self.name, str(self._path), age_s, self._grace_s, self._clock(), is_sure=self._is_sure)
+        if notice is None:
+            log.warning("%s is %.0f s old: ignored, it is left from an earlier container", self._path, age_s)
+        return notice
