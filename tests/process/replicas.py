@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
+from unittest import mock
 
 from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.replication.wire import Connection
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0
@@ -131,34 +134,38 @@ def client_of(server: ReplicaServer | Wire, token: str = TOKEN, retry_s: float =
     return ReplicaClient(server.address, token, retry_s=retry_s, timeout_s=5.0, chunk_bytes=CHUNK_BYTES)
 
 
-def client_that_calls(server: ReplicaServer, between_chunks: Callable[[float], None]) -> ReplicaClient:
-    """With a clock that stands still, each chunk after the first has to wait; the wait is the test's own function."""
-    return ReplicaClient(
-        server.address,
-        TOKEN,
-        chunk_bytes=CHUNK_BYTES,
-        bytes_per_s=1e6,
-        retry_s=0,
-        clock=lambda: 0.0,
-        sleep=between_chunks,
-    )
+@contextmanager
+def between_chunks(call: Callable[[], object]) -> Iterator[None]:
+    """Calls something before every chunk of an object but the first, whoever in this process sends it."""
+    send_chunk = Connection.send_chunk
+    begun: set[Connection] = set()
+
+    def call_and_send(connection: Connection, chunk: memoryview, running_digest: int) -> None:
+        if connection in begun:
+            call()
+        begun.add(connection)
+        send_chunk(connection, chunk, running_digest)
+
+    with mock.patch.object(Connection, "send_chunk", call_and_send):
+        yield
 
 
 PREAMBLE = """
 import sys, time
 from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer, digest_of
-from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, content_of
+from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, between_chunks, content_of
 """
 
 PUSHES_SLOWLY = """
-client = ReplicaClient(("127.0.0.1", int(sys.argv[1])), TOKEN, chunk_bytes=65536, bytes_per_s=300_000)
-client.push("x", content_of(1), token_round=1)
+client = ReplicaClient(("127.0.0.1", int(sys.argv[1])), TOKEN, chunk_bytes=65536)
+with between_chunks(lambda: time.sleep(0.2)):
+    client.push("x", content_of(1), token_round=1)
 """
 
 SERVES_SLOWLY = """
 shelf = RecordingShelf()
 shelf.put("x", content_of(1), digest_of(content_of(1)))
-with ReplicaServer(shelf, TOKEN, host="127.0.0.1", bytes_per_s=400_000) as server:
+with between_chunks(lambda: time.sleep(1)), ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
     print(server.address[1], flush=True)
     sys.stdin.read()
 """

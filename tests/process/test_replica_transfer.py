@@ -16,8 +16,8 @@ from tests.process.replicas import (
     TOKEN,
     RecordingShelf,
     Wire,
+    between_chunks,
     client_of,
-    client_that_calls,
     content_of,
     wait_until,
 )
@@ -26,7 +26,6 @@ from torchelastic.checkpoint.replication import (
     NoReplicasAvailableError,
     PeerLostError,
     PeerStalledError,
-    ReplicaClient,
     ReplicaRefusedError,
     ReplicaServer,
     digest_of,
@@ -77,8 +76,8 @@ def test_what_is_there_already_does_not_travel_again(server: ReplicaServer) -> N
 def test_new_content_replaces_the_old_one_at_once(server: ReplicaServer, shelf: RecordingShelf) -> None:
     client_of(server).push("x", content_of(1), token_round=1)
     seen = set()
-    client = client_that_calls(server, lambda _: seen.add(shelf.bytes_of("x")))
-    client.push("x", content_of(2), token_round=1)
+    with between_chunks(lambda: seen.add(shelf.bytes_of("x"))):
+        client_of(server).push("x", content_of(2), token_round=1)
     assert seen == {content_of(1)}
     assert shelf.bytes_of("x") == content_of(2)
 
@@ -113,18 +112,6 @@ def test_without_a_known_digest_it_is_computed(server: ReplicaServer, shelf: Rec
     assert back == content_of(1)
 
 
-def test_a_rate_is_kept(server: ReplicaServer) -> None:
-    now_s = 0.0
-
-    def sleep(delay_s: float) -> None:
-        nonlocal now_s
-        now_s += delay_s
-
-    client = ReplicaClient(server.address, TOKEN, bytes_per_s=1e6, clock=lambda: now_s, sleep=sleep)
-    client.push("x", content_of(1), token_round=1)
-    assert now_s == pytest.approx((SIZE_BYTES - (1 << 20)) / 1e6, rel=0.01)
-
-
 def test_nothing_but_the_strategies_and_the_manager_loads_torch() -> None:
     code = (
         "import sys, torchelastic.checkpoint.replication as room\n"
@@ -156,9 +143,8 @@ def test_nobody_listens(server: ReplicaServer) -> None:
 def test_closing_cuts_what_is_on_its_way_and_leaves_no_thread(shelf: RecordingShelf) -> None:
     server = ReplicaServer(shelf, TOKEN, host="127.0.0.1")
     server.start()
-    client = client_that_calls(server, lambda _: server.close())
-    with pytest.raises((PeerLostError, PeerStalledError)):
-        client.push("x", content_of(1), token_round=1)
+    with between_chunks(server.close), pytest.raises((PeerLostError, PeerStalledError)):
+        client_of(server, retry_s=0).push("x", content_of(1), token_round=1)
     assert shelf.ids() == []
     assert shelf.abandoned == ["x"]
     wait_until(
@@ -184,30 +170,10 @@ def test_a_shelf_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureFix
 
 def test_content_that_changes_while_it_is_sent_is_not_published(server: ReplicaServer, shelf: RecordingShelf) -> None:
     content = bytearray(content_of(1))
-    with pytest.raises(CorruptReplicaError, match=r"x changed while it was sent to .*; send a copy that nobody writes"):
-        client_that_calls(server, lambda _: content.__setitem__(-1, 0)).push("x", content, token_round=1)
+    words = r"x changed while it was sent to .*; send a copy that nobody writes"
+    with between_chunks(lambda: content.__setitem__(-1, 0)), pytest.raises(CorruptReplicaError, match=words):
+        client_of(server).push("x", content, token_round=1)
     with pytest.raises(CorruptReplicaError, match="damaged where it came from"):
         client_of(server).push("y", content, token_round=1, digest=digest_of(content_of(1)))
     assert shelf.ids() == []
-    assert shelf.abandoned == ["y"]  # of x all but the last chunk is kept for a while
-
-
-@pytest.mark.parametrize("digest", [None, digest_of(content_of(1))])
-def test_a_push_is_taken_up_with_chunks_of_another_size(
-    digest: str | None, server: ReplicaServer, shelf: RecordingShelf
-) -> None:
-    chunks = []
-
-    def stop_at_the_tenth(_: float) -> None:
-        chunks.append(1)
-        if len(chunks) == 10:
-            raise InterruptedError("the caller's own")
-
-    odd = ReplicaClient(
-        server.address, TOKEN, chunk_bytes=50_000, bytes_per_s=1e6, clock=lambda: 0.0, sleep=stop_at_the_tenth
-    )
-    with pytest.raises(InterruptedError, match="the caller's own"):
-        odd.push("x", content_of(1), token_round=1)
-    wait_until(lambda: not server._serving, "the server has noticed the end of its peer")
-    assert client_of(server).push("x", content_of(1), token_round=1, digest=digest).sent_bytes == SIZE_BYTES - 500_000
-    assert shelf.bytes_of("x") == content_of(1)
+    wait_until(lambda: shelf.abandoned == ["x", "y"], "both are given back")

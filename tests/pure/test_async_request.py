@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.async_ckpt.agreement import Verdict, decode, describe_out_of_step, encode
+from torchelastic.checkpoint.async_ckpt.caller import settle
 from torchelastic.checkpoint.async_ckpt.memory import MemoryPool
 from torchelastic.checkpoint.async_ckpt.messages import failure_message, outcome_of
 from torchelastic.checkpoint.async_ckpt.outcome import Outcome
@@ -192,6 +194,17 @@ def test_without_reuse_memory_is_always_new() -> None:
     memory = pool.take(100)
     pool.give_back(memory)
     assert pool.take(100) is not memory
+
+
+def test_who_waits_for_a_call_is_told_once_and_not_after_it_was_given_up() -> None:
+    told: Future[Outcome] = Future()
+    settle(told, FAILED)
+    settle(told, Outcome())
+    assert told.result() == FAILED
+    given_up: Future[Outcome] = Future()
+    given_up.cancel()
+    settle(given_up, Outcome())
+    assert given_up.cancelled()
 
 
 class PicklesOnceError(Exception):

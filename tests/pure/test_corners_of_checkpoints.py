@@ -29,7 +29,6 @@ from torchelastic.checkpoint.memory.room import held_bytes
 from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.policy.arguments import text
 from torchelastic.checkpoint.replication import FailureDomains
-from torchelastic.checkpoint.replication.incoming import IncomingObject
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.shards.header import (
     Header,
@@ -171,16 +170,6 @@ def test_a_step_whose_beginning_nobody_saw_is_not_timed() -> None:
 def test_nobody_holds_no_copy(factor: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         FailureDomains.from_roster([(0, "a"), (1, "b")]).cliques_across(factor)
-
-
-def test_what_was_verified_stays_when_the_same_object_is_announced_again() -> None:
-    incoming = IncomingObject("x", lambda size_bytes: bytearray(size_bytes))
-    incoming.announce(4, "0" * 16)
-    incoming.verified_bytes = 3
-    incoming.announce(4, "0" * 16)
-    assert incoming.verified_bytes == 3
-    incoming.announce(4, "1" * 16)
-    assert incoming.verified_bytes == 0
 
 
 def test_shards_of_ranks_that_there_are_not_make_nothing_complete() -> None:

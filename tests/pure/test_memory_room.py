@@ -71,11 +71,11 @@ def group(folder: Path, **files: int | str) -> None:
         (folder / f"memory.{name}").write_text(f"{content}\n")
 
 
-def stat_text(inactive: int, active: int, prefix: str = "") -> str:
-    return f"anon 5\n{prefix}shmem 900\n{prefix}inactive_file {inactive}\n{prefix}active_file {active}\nsock 0"
+def stat_text(inactive: int, active: int) -> str:
+    return f"anon 5\nshmem 900\ninactive_file {inactive}\nactive_file {active}\nsock 0"
 
 
-def test_the_strictest_group_of_version_2_counts_and_page_cache_is_free(tmp_path: Path) -> None:
+def test_the_strictest_group_counts_and_page_cache_is_free(tmp_path: Path) -> None:
     (tmp_path / "self").write_text("0::/kubepods/pod7\n")
     root = tmp_path / "cgroup"
     group(root / "kubepods/pod7", max=1000, high="max", current=700, stat=stat_text(50, 30))
@@ -88,24 +88,10 @@ def test_the_strictest_group_of_version_2_counts_and_page_cache_is_free(tmp_path
     assert cgroup_available_bytes(root, tmp_path / "self") == 0
 
 
-def test_version_1_counts_too(tmp_path: Path) -> None:
-    (tmp_path / "self").write_text("5:devices:/other\n4:cpu,memory:/slurm/job_145\n0::/\n")
-    root = tmp_path / "cgroup"
-    group(root / "memory/slurm/job_145", limit_in_bytes=9223372036854771712, usage_in_bytes=700)
-    group(root / "devices/other", limit_in_bytes=1, usage_in_bytes=1)
-    assert cgroup_available_bytes(root, tmp_path / "self") is None
-    group(
-        root / "memory/slurm/job_145", limit_in_bytes=1000, usage_in_bytes=700, stat=stat_text(20, 3, prefix="total_")
-    )
-    assert cgroup_available_bytes(root, tmp_path / "self") == 323
-
-
 def test_in_a_container_the_mount_itself_is_the_group(tmp_path: Path) -> None:
     (tmp_path / "self").write_text("4:memory:/docker/0123\n0::/docker/0123\n")
-    group(tmp_path / "v1/memory", limit_in_bytes=1000, usage_in_bytes=400)
-    assert cgroup_available_bytes(tmp_path / "v1", tmp_path / "self") == 600
-    group(tmp_path / "v2", max=1000, current=300)
-    assert cgroup_available_bytes(tmp_path / "v2", tmp_path / "self") == 700
+    group(tmp_path / "mount", max=1000, current=300)
+    assert cgroup_available_bytes(tmp_path / "mount", tmp_path / "self") == 700
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-from math import comb
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -16,13 +13,8 @@ from torchelastic.checkpoint.replication import (
     NoReplicasAvailableError,
     parse_group_sequence,
     retrieve_plan,
-    survival,
 )
 from torchelastic.checkpoint.replication.placement import Level
-
-
-def ring(size: int) -> list[tuple[int, int]]:
-    return [(rank, (rank + 1) % size) for rank in range(size)]
 
 
 def one_rank_each(hosts: int) -> FailureDomains:
@@ -80,36 +72,6 @@ def test_impossible_numbers_are_named(arguments: tuple[int, int, int], message: 
 # --- failure domains --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hosts", "percent"), [(4, 66.7), (8, 85.7), (16, 93.3), (64, 98.4)])
-def test_pairs_survive_two_losses_as_often_as_theory_says(hosts: int, percent: float) -> None:
-    domains = one_rank_each(hosts)
-    share = survival(domains.pairs(), domains.ranks, 2)
-    assert share == 1 - Fraction(hosts // 2, comb(hosts, 2))
-    assert round(float(share) * 100, 1) == percent
-
-
-@pytest.mark.parametrize(("hosts", "percent"), [(4, 33.3), (8, 71.4), (16, 86.7), (64, 96.8)])
-def test_a_ring_survives_less_than_pairs(hosts: int, percent: float) -> None:
-    share = survival(ring(hosts), range(hosts), 2)
-    assert share == 1 - Fraction(hosts, comb(hosts, 2))
-    assert round(float(share) * 100, 1) == percent
-    assert share < survival(one_rank_each(hosts).pairs(), range(hosts), 2)
-
-
-def test_three_losses_of_sixteen_in_pairs() -> None:
-    domains = one_rank_each(16)
-    assert survival(domains.pairs(), domains.ranks, 3) == Fraction(4, 5)
-
-
-def test_one_loss_never_hurts_and_all_losses_always_do() -> None:
-    domains = one_rank_each(6)
-    assert survival(domains.pairs(), domains.ranks, 1) == 1
-    assert survival(domains.pairs(), domains.ranks, 0) == 1
-    assert survival(domains.pairs(), domains.ranks, 6) == 0
-    with pytest.raises(ValueError, match="7 of 6 members cannot be lost"):
-        survival(domains.pairs(), domains.ranks, 7)
-
-
 def test_hosts_of_equal_size_are_partners_as_a_whole() -> None:
     domains = FailureDomains.from_roster([(rank, "abcd"[rank // 2]) for rank in range(8)])
     assert domains.pairs() == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -164,8 +126,6 @@ def test_what_is_wrong_with_a_roster_is_said() -> None:
         one_rank_each(2).groups("row")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="host 'a' has 2 of 3 ranks"):
         FailureDomains.from_roster([(0, "a"), (1, "a"), (2, "b")]).pairs()
-    with pytest.raises(ValueError, match="nobody is left"):
-        one_rank_each(2).without({0, 1})
 
 
 # --- retrieval --------------------------------------------------------------------------------------------------------

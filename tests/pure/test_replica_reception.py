@@ -1,4 +1,4 @@
-"""What counts as received, and what a server takes from whom: without sockets, with a clock of the test's own."""
+"""What counts as received, and what a server takes from whom: without sockets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def test_what_was_damaged_at_its_source_is_not_delivered() -> None:
     feed(incoming, CONTENT[:-1] + b"!", 1000)
     with pytest.raises(CorruptReplicaError, match="it is damaged where it came from; take another replica"):
         incoming.finish()
-    assert incoming.verified_bytes == 0
 
 
 def test_another_content_starts_anew_in_the_same_place() -> None:
@@ -109,17 +108,14 @@ def test_only_the_expected_digest_is_accepted() -> None:
 
 
 class Desk:
-    """A reception with a clock that the test moves."""
+    """A reception and its shelf."""
 
     def __init__(self, capacity_bytes: int = 3000, most_objects: int = 2) -> None:
-        self.now_s = 0.0
         self.shelf = MemoryShelf(capacity_bytes)
         self.reception = Reception(
             self.shelf,
             most_objects=most_objects,
             most_object_bytes=2000,
-            resume_window_s=60.0,
-            clock=lambda: self.now_s,
         )
 
     def begin(self, object_id: str, content: bytes = CONTENT, round_number: int = 1) -> IncomingObject:
@@ -139,65 +135,13 @@ def test_nothing_is_visible_before_it_is_complete() -> None:
     assert desk.reception.begin("x", 1000, digest_of(CONTENT), 1) is None
 
 
-def test_a_broken_transfer_is_taken_up_where_it_broke() -> None:
-    desk = Desk()
-    incoming = desk.begin("x")
-    feed(incoming, CONTENT, 400)
-    desk.reception.interrupt(incoming)
-    desk.now_s = 59.0
-    desk.reception.expire()
-    again = desk.begin("x")
-    assert again.verified_bytes == 400
-    feed(again, CONTENT, 1000)
-    desk.reception.complete(again, 1)
-    assert bytes(desk.shelf.source("x") or b"") == CONTENT
-
-
-def test_nobody_waits_for_ever_for_a_sender_that_is_gone() -> None:
+def test_what_broke_off_is_given_back_at_once() -> None:
     desk = Desk(capacity_bytes=1000)
     incoming = desk.begin("x")
     feed(incoming, CONTENT, 400)
-    desk.reception.interrupt(incoming)
-    desk.now_s = 60.0
-    desk.reception.expire()
-    assert desk.shelf.destination("y", 1000) is not None
+    desk.reception.abandon(incoming)
     assert desk.shelf.ids() == []
-
-
-def test_what_had_not_begun_is_given_back_at_once() -> None:
-    desk = Desk(capacity_bytes=1000)
-    desk.reception.interrupt(desk.begin("x"))
-    assert desk.shelf.destination("y", 1000) is not None
-
-
-def test_when_it_is_closed_nothing_is_kept_for_later() -> None:
-    desk = Desk(capacity_bytes=2000)
-    early, late = desk.begin("early"), desk.begin("late")
-    feed(early, CONTENT, 400)
-    feed(late, CONTENT, 400)
-    desk.reception.interrupt(early)
-    desk.reception.close()
-    desk.reception.interrupt(late)
-    assert desk.shelf.destination("y", 2000) is not None
-
-
-def test_other_content_under_the_same_id_starts_anew() -> None:
-    desk = Desk()
-    incoming = desk.begin("x")
-    feed(incoming, CONTENT, 400)
-    desk.reception.interrupt(incoming)
-    assert desk.begin("x", CONTENT[::-1]).verified_bytes == 0
-
-
-def test_what_broke_gives_way_when_there_is_no_room() -> None:
-    desk = Desk(capacity_bytes=2000)
-    for name in "ab":
-        incoming = desk.begin(name)
-        feed(incoming, CONTENT, 400)
-        desk.reception.interrupt(incoming)
-        desk.now_s += 1
-    desk.begin("c")
-    assert desk.begin("b").verified_bytes == 400, "the oldest one gives way"
+    assert desk.begin("y").verified_bytes == 0
 
 
 def test_bounds_of_what_is_on_its_way() -> None:
@@ -246,7 +190,7 @@ def test_a_destination_of_the_wrong_size_is_given_back() -> None:
             return super().destination(object_id, size_bytes - 1)
 
     shelf = Stingy(1000)
-    reception = Reception(shelf, most_objects=1, most_object_bytes=2000, resume_window_s=60, clock=lambda: 0.0)
+    reception = Reception(shelf, most_objects=1, most_object_bytes=2000)
     for _ in range(2):
         with pytest.raises(ReplicaRefusedError, match="the destination of x has 999 bytes"):
             reception.begin("x", 1000, digest_of(CONTENT), 1)

@@ -1,4 +1,4 @@
-"""Frames, proofs and rates, without sockets."""
+"""Frames, proofs and limits, without sockets."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torchelastic.checkpoint.replication import (
     OutdatedRoundError,
     PeerStalledError,
     ProtocolError,
-    TokenBucket,
 )
 from torchelastic.checkpoint.replication.handshake import proof_of, token_bytes
-from torchelastic.checkpoint.replication.transfer import Pace
+from torchelastic.checkpoint.replication.transfer import check_limits
 from torchelastic.checkpoint.replication.wire import (
     CHUNK,
     HEADER_BYTES,
@@ -130,42 +129,8 @@ def test_errors_are_what_callers_catch() -> None:
     assert issubclass(OutdatedRoundError, CheckpointError)
 
 
-# --- rates ------------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 3)), max_size=40))
-def test_never_more_than_rate_and_burst_allow(sends: list[tuple[int, float]]) -> None:
-    rate, burst = 100.0, 200.0
-    bucket, now_s, sent = TokenBucket.full(rate, burst, 0.0), 0.0, 0
-    for size, pause_s in sends:
-        now_s += pause_s
-        bucket, delay_s = bucket.take(size, now_s)
-        now_s += delay_s
-        sent += size
-        assert sent <= burst + rate * now_s + 1e-6
-
-
-def test_a_full_bucket_lets_a_burst_through_and_then_the_rate() -> None:
-    bucket = TokenBucket.full(100.0, 50.0, 10.0)
-    bucket, delay_s = bucket.take(50, 10.0)
-    assert delay_s == 0.0
-    bucket, delay_s = bucket.take(25, 10.0)
-    assert delay_s == 0.25
-    assert bucket.take(1, 1000.0)[0].level_bytes == 49.0
-    with pytest.raises(ValueError, match="lets nothing through"):
-        TokenBucket.full(0.0, 1.0, 0.0)
-
-
-def test_a_pace_sleeps_and_keeps_chunks_small_enough_for_the_time_limit() -> None:
-    slept: list[float] = []
-    pace = Pace(40_000, timeout_s=1.0, clock=lambda: 0.0, sleep=slept.append)
-    assert pace.chunk_bytes == 10_000
-    for _ in range(3):
-        pace.wait(10_000)
-    assert slept == [0.25, 0.5]
-    with pytest.raises(ValueError, match=r"allow at least 16384 bytes/s, or a longer timeout_s"):
-        Pace(100, timeout_s=1.0, clock=lambda: 0.0, sleep=slept.append)
+def test_limits_of_a_transfer_are_checked() -> None:
     with pytest.raises(ValueError, match="timeout_s is 0"):
-        Pace(None, timeout_s=0, clock=lambda: 0.0, sleep=slept.append)
+        check_limits(0)
     with pytest.raises(ValueError, match="chunk_bytes is 8388608; choose 4096 to 4194304"):
-        Pace(None, chunk_bytes=8 << 20, timeout_s=1, clock=lambda: 0.0, sleep=slept.append)
+        check_limits(1.0, 8 << 20)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.legacy import damage_of_legacy_file
 from torchelastic.checkpoint.manifest import (
     MANIFEST_NAME,
     ManifestError,
@@ -21,6 +24,7 @@ from torchelastic.checkpoint.manifest import (
 from torchelastic.checkpoint.output_stream import sha256_of_file
 
 _LEGACY_KEY = "default"  # the only stream that torchelastic 0.1 ever wrote
+_OLD_TORCH_FILE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how a file begins that torch before 1.6 has saved
 
 # A missing or unreadable piece says something about the checkpoint; a refused permission says something about the user.
 _ERRNOS_OF_DAMAGE = frozenset({errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENODATA})
@@ -89,6 +93,34 @@ def open_verified(folder: Path, key: str) -> BinaryIO:
     return file
 
 
+def damage_of_torch_file(file: BinaryIO, *, read_all: bool) -> str | None:
+    """Tells what shows that a file of `torch.save` is incomplete; None if nothing does.
+
+    Nothing that the file names is run. A file of torch before 1.6 with objects that `weights_only` refuses counts
+    as complete: only the program that wrote it can load it and so judge it.
+
+    Args:
+        file: open for reading and seekable; its position is moved.
+        read_all: also compare the checksums of a zip archive's members, which reads all of it. The older format has no
+            checksums: it is loaded in any case, which notices what is missing and not what has changed.
+    """
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                broken_member = archive.testzip() if read_all else None
+            return f"the checksum of its member {broken_member} does not match" if broken_member else None
+        file.seek(0)
+        if file.read(len(_OLD_TORCH_FILE)) != _OLD_TORCH_FILE:
+            return "it is neither a complete zip archive nor a file of torch.save"
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return None
+    except Exception as error:  # noqa: BLE001 - damaged bytes fail in arbitrary ways
+        return f"it cannot be loaded ({str(error) or type(error).__name__})"
+    return None
+
+
 def _read_manifest(folder: Path) -> dict[str, StreamRecord] | None:
     """The manifest, or None where there is none, as in a folder of 0.1."""
     path = folder / MANIFEST_NAME
@@ -118,7 +150,7 @@ def _require_size(folder: Path, key: str, record: StreamRecord, size_bytes: int)
 
 
 def _require_complete_legacy_file(folder: Path, file: BinaryIO, *, read_all: bool) -> None:
-    damage = damage_of_legacy_file(file, read_all=read_all)
+    damage = damage_of_torch_file(file, read_all=read_all)
     if damage:
         raise _damaged(folder, f"it has no manifest, and its file {_LEGACY_KEY!r} is not a whole one of 0.1: {damage}")
 

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller
     from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue, abort_checkpoints
     from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
-    from torchelastic.checkpoint.async_ckpt.persistent_caller import PersistentAsyncCaller
+    from torchelastic.checkpoint.async_ckpt.process_callers import PersistentAsyncCaller, TemporalAsyncCaller
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
-    from torchelastic.checkpoint.async_ckpt.temporal_caller import TemporalAsyncCaller
     from torchelastic.checkpoint.async_ckpt.thread_caller import ThreadAsyncCaller
     from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint
 
@@ -36,8 +35,8 @@ _HOME_OF_NAME = {
     "AsyncCallsQueue": "calls_queue",
     "AsyncCheckpointError": "errors",
     "AsyncRequest": "request",
-    "PersistentAsyncCaller": "persistent_caller",
-    "TemporalAsyncCaller": "temporal_caller",
+    "PersistentAsyncCaller": "process_callers",
+    "TemporalAsyncCaller": "process_callers",
     "ThreadAsyncCaller": "thread_caller",
     "TorchAsyncCheckpoint": "torch_checkpoint",
     "abort_checkpoints": "calls_queue",

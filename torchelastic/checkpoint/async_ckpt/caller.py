@@ -6,8 +6,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError, TimeoutError  # noqa: A004 - the builtin one from Python 3.11 on
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S, Agreement, Verdict, group_in_use, own_rank
 from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, failed_call
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 #: In a blocking wait the ranks ask each other at least so often, so that nobody waits long in a collective.
@@ -29,8 +33,20 @@ _SLICE_S = 1.0
 class _Call:
     """A call that nobody was told the end of. `was_told`: schedule raised for it, and the other ranks may not know."""
 
+    future: Future[Outcome] | None = None
     outcome: Outcome | None = None
     was_told: bool = False
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        """How it ended; None if it has not within so many seconds."""
+        if self.outcome is None and self.future is not None:
+            try:
+                self.outcome = self.future.result(timeout_s)
+            except TimeoutError:
+                return None
+            except CancelledError:
+                self.outcome = Outcome("it was given up")
+        return self.outcome
 
 
 class AsyncCaller(ABC):
@@ -60,12 +76,12 @@ class AsyncCaller(ABC):
         self._acts_alone = False
 
     @abstractmethod
-    def _start(self, request: AsyncRequest, timeout_s: float) -> None:
-        """Hand the request to a worker; waits for its `preload_fn`, if it has one, but no longer than `timeout_s`."""
+    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[Outcome]:
+        """Hand the request to a worker; waits for its `preload_fn`, if it has one, but no longer than `timeout_s`.
 
-    @abstractmethod
-    def _wait(self, call_idx: int, timeout_s: float) -> Outcome | None:
-        """How the call ended; None if it has not ended within so many seconds. A worker's death is an end."""
+        Returns:
+            How it ends; a worker's death is an end. It may be cancelled: then nobody asks any more.
+        """
 
     @abstractmethod
     def _give_up(self, call_idx: int) -> None:
@@ -88,7 +104,7 @@ class AsyncCaller(ABC):
             if request.async_fn is None:
                 call.outcome = Outcome()
             else:
-                self._start(request, self._timeout_s)
+                call.future = self._start(request, self._timeout_s)
         except BaseException as error:
             if self._group() is None or self._acts_alone:
                 self._calls.pop(request.call_idx, None)
@@ -145,6 +161,9 @@ class AsyncCaller(ABC):
             abort: at once, and forget all calls: SIGTERM, and SIGKILL after `sigterm_timeout`.
         """
         self._end(abort)
+        for call in self._calls.values():
+            if call.future is not None:
+                call.future.cancel()  # another thread may wait for it
         self._calls.clear()
         self._agreement.clear()
 
@@ -213,11 +232,17 @@ class AsyncCaller(ABC):
         call = self._calls.get(call_idx)
         if call is None:
             return Outcome("the queue was closed while it was waited for")
-        if call.outcome is None:
-            call.outcome = self._wait(call_idx, timeout_s)
-            if call.outcome is not None and not call.outcome.has_failed:
-                publish_stage("write", call_idx, call.outcome.duration_s)
-        return call.outcome
+        was_known = call.outcome is not None
+        outcome = call.wait(timeout_s)
+        if outcome is not None and not outcome.has_failed and not was_known:
+            publish_stage("write", call_idx, outcome.duration_s)
+        return outcome
+
+
+def settle(future: Future[T], result: T) -> None:
+    """Tell whoever waits for it, unless that was done or nobody asks any more."""
+    with suppress(InvalidStateError):
+        future.set_result(result)
 
 
 def as_schedule_error(call_idx: int, outcome: Outcome) -> AsyncCheckpointError:

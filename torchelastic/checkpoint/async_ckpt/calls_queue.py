@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S
 from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller
 from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
-from torchelastic.checkpoint.async_ckpt.persistent_caller import PersistentAsyncCaller, end_spare, warm_up
+from torchelastic.checkpoint.async_ckpt.process_callers import (
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+    end_spare,
+    warm_up,
+)
 from torchelastic.checkpoint.async_ckpt.stages import timed_stage
-from torchelastic.checkpoint.async_ckpt.temporal_caller import TemporalAsyncCaller
 from torchelastic.checkpoint.async_ckpt.thread_caller import ThreadAsyncCaller
 from torchelastic.checkpoint.async_ckpt.worker_process import WorkerSettings
 

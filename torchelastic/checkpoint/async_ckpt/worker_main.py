@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import select
 import signal
 import threading
@@ -20,9 +19,6 @@ from torchelastic.checkpoint.async_ckpt.priority import lower_process_priority
 if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.shipping import Parcel
 
-#: A request that could be read, or why it could not.
-_Inbox = queue.SimpleQueue["Parcel | None"]
-
 
 def work(connection: Connection, parent_pid: int, cpu_priority: int, io_priority: int | None) -> None:
     """Do what comes over the connection until there is no more; called on the main thread of a process of its own."""
@@ -31,11 +27,8 @@ def work(connection: Connection, parent_pid: int, cpu_priority: int, io_priority
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     lower_process_priority(cpu_priority, io_priority)
-    inbox: _Inbox = queue.SimpleQueue()
-    # read at once and not between two requests, so that the trainer never waits for the work to send the next one
-    threading.Thread(target=_read, args=(connection, inbox), name="inbox", daemon=True).start()
     _send(connection, Message("ready"))
-    while (parcel := inbox.get()) is not None:
+    while (parcel := _next(connection)) is not None:
         _serve(connection, parcel)
         del parcel  # its memory
 
@@ -67,15 +60,11 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _read(connection: Connection, inbox: _Inbox) -> None:
+def _next(connection: Connection) -> Parcel | None:
     try:
-        while (parcel := receive_parcel(connection)) is not None:
-            inbox.put(parcel)
-            del parcel
+        return receive_parcel(connection)
     except (EOFError, OSError):
-        pass  # the trainer has closed its end
-    finally:
-        inbox.put(None)
+        return None  # the trainer has closed its end
 
 
 def _serve(connection: Connection, parcel: Parcel) -> None:

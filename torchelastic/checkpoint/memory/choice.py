@@ -10,10 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName
-from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError
 from torchelastic.checkpoint.replication.exchange import retrieve_plan
 from torchelastic.checkpoint.replication.placement import FailureDomains
-from torchelastic.checkpoint.replication.planner import rereplication_plan
+from torchelastic.checkpoint.replication.planner import missing_copies
 
 
 @dataclass(frozen=True, order=True)
@@ -211,12 +210,8 @@ def _missing_copies(
                 sender = owners[0] if owners else ranks[index % len(ranks)]
                 held.setdefault(sender, {})[file] = after[folder][file]
     domains = FailureDomains.from_roster(enumerate(roster.hosts))
-    try:
-        plan = rereplication_plan(held, (), domains, losses=copies)
-    except NoReplicasAvailableError:  # pragma: no cover - cannot be: nobody is lost
-        return ()
     found = []
-    for copy in plan.copies:
+    for copy in missing_copies(held, domains, losses=copies):
         others = [
             rank
             for rank, folder in enumerate(roster.folders)

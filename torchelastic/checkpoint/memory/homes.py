@@ -32,7 +32,7 @@ class Homes:
         """The slots of a container. Raises: CheckpointError, ValueError if it cannot be used."""
         container = self._manager.container(base)
         self._last = container.root
-        return self._slots_of(container)
+        return slots_of(container)
 
     def for_a_copy(self) -> Slots:
         """The slots of the container that was used last, or of the only one that is known.
@@ -50,13 +50,10 @@ class Homes:
         if self._elsewhere is not None:
             self._elsewhere.close()  # what it takes back from now on goes to the system
             self._slots_elsewhere().reclaim()
-        return self._slots_of(self._manager.container(self._last))
+        return slots_of(self._manager.container(self._last))
 
     def _slots_elsewhere(self) -> Slots:
         if self._elsewhere is None:
             self._elsewhere = Container(job_container(f"copies-{os.getpid()}"))
             atexit.register(self._elsewhere.remove_all)
-        return self._slots_of(self._elsewhere)
-
-    def _slots_of(self, container: Container) -> Slots:
-        return slots_of(container, self._manager.container)
+        return slots_of(self._elsewhere)

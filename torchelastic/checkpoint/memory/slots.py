@@ -13,12 +13,13 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.errors import CheckpointError
+import torch
+
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.items import RecurringCopies, RecurringItems
@@ -64,7 +65,6 @@ class Slots:
 
     Args:
         container: theirs.
-        container_at: opens the container of a path.
 
     Attributes:
         items: layouts of what is written of plans.
@@ -73,10 +73,9 @@ class Slots:
         generation: the highest that this process has given to a save; see `next_generation`.
     """
 
-    def __init__(self, container: Container, container_at: Callable[[Path], Container]) -> None:
+    def __init__(self, container: Container) -> None:
         self.container = container
         self.generation = -1
-        self._container_at = container_at
         self.items = RecurringItems()
         self.copies = RecurringCopies()
         self._over: deque[Held] = deque()
@@ -154,9 +153,8 @@ class Slots:
         name, step = ShardName.find(path.name), CheckpointContainerId.parse_version_container_step(path.parent.name)
         if held.stage is None or name is None or step is None:
             return
-        container = self._container_at(path.parent.parent)
-        container.adopt(held.stage, step, name)
-        held.container, held.published = container, path
+        held.container.adopt(held.stage, step, name)
+        held.published = path
 
     def _require_room(self, header: Header) -> None:
         free = measure(self.container.root)
@@ -192,13 +190,19 @@ def name_of(slot: Slot, container: Container) -> Path | None:
     return None
 
 
+def mapped(path: Path) -> torch.Tensor:
+    """The file of a slot, also of another process; mapped as long as the tensor lives. Raises: CheckpointError."""
+    with explained("map memory for the checkpoint", path):
+        return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+
 _lock = threading.Lock()
 _known: weakref.WeakKeyDictionary[Container, Slots] = weakref.WeakKeyDictionary()
 
 
-def slots_of(container: Container, container_at: Callable[[Path], Container]) -> Slots:
-    """The slots of a container in this process; arguments as for `Slots`."""
+def slots_of(container: Container) -> Slots:
+    """The slots of a container in this process."""
     with _lock:
         if container not in _known:
-            _known[container] = Slots(container, container_at)
+            _known[container] = Slots(container)
         return _known[container]

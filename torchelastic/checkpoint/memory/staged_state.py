@@ -1,8 +1,8 @@
 """A copy of a state that is made at the call, in one pass, and written later: by a thread, or by another process.
 
-The copy is a dict like the state itself, so that any planner plans it; its tensors are places in a slot. To another
-process it goes as the name of the slot's file and the structure around it: no tensor is copied, and no file descriptor
-is needed for one.
+The copy is a dict like the state itself, so that any planner plans it; its tensors are places in a slot, which becomes
+the shard where this process writes it. To another process it goes as the name of the slot's file and the structure
+around it, without a file descriptor for each tensor; that process copies what it writes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchelastic.checkpoint.memory.mapped import map_slot
 from torchelastic.checkpoint.memory.plans import NotSaved
-from torchelastic.checkpoint.memory.slots import Held
+from torchelastic.checkpoint.memory.slots import Held, mapped
 from torchelastic.checkpoint.shards.cuda import copy_beside
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.stage import Stage
@@ -165,42 +164,34 @@ def _map(skeleton: Any, leaf: _Leaf, spread: Callable[[_Spread], Any]) -> Any:
 
 @dataclass(eq=False)
 class Copied:
-    """Where a copy of a state lies, in this process's memory.
+    """Where a copy of a state lies.
 
     Attributes:
-        path: the slot's file, still hidden.
-        memory: the slot.
+        held: the slot.
+        path: its file, still hidden.
+        memory: all of it.
         data_offset: where its data begin.
         layout: its tensors that are not empty, and `items.BYTES_ENTRY`.
-        held: the slot, in the process that owns it.
         is_consumed: whether it was published, so that it is nobody's copy any more.
     """
 
+    held: Held
     path: Path
     memory: torch.Tensor
     data_offset: int
     layout: Header
-    held: Held | None = None
     is_consumed: bool = False
 
     def holds(self, address: int) -> bool:
         """Whether an address lies in it."""
         return 0 <= address - self.memory.data_ptr() < self.memory.numel()
 
-    def tensor(self, at: _At | _Empty) -> torch.Tensor:
-        """One of its tensors."""
-        if isinstance(at, _Empty):
-            return torch.empty(at.shape, dtype=at.dtype)
-        entry = self.layout.entries[at.index]
-        begin = self.data_offset + entry.offset_bytes
-        return self.memory[begin : begin + entry.size_bytes].view(dtype_named(entry.dtype)).view(entry.box.sizes)
-
 
 class StagedState(dict[str, Any]):
     """A copy of a state; see the module. While it lives its slot is not used for anything else.
 
     Attributes:
-        copied: where it lies; None if there was no memory for it.
+        copied: where it lies; None if there was no memory for it, or in another process.
         skeleton: see `TakenApart`.
     """
 
@@ -214,8 +205,6 @@ class StagedState(dict[str, Any]):
         copied = self.copied
         if copied is None:
             return _without_data, (self.skeleton, next(key for key in self if key.startswith(_REFUSED)))
-        if copied.held is not None and copied.held.stage is not None:
-            copied.held.stage.slot.share()  # the other process will publish it: its readers must not be locked out
         return _elsewhere, (copied.path, copied.data_offset, replace(copied.layout, meta={}), self.skeleton)
 
 
@@ -234,7 +223,7 @@ def staged_in(held: Held, taken: TakenApart, layout: Header) -> StagedState:
     if stage is None or stage.slot.path is None:
         raise ValueError("the slot was given back already")
     copy_into(stage, taken.sources)
-    copied = Copied(stage.slot.path, stage.slot.memory, stage.data_offset, layout, held)
+    copied = Copied(held, stage.slot.path, stage.slot.memory, stage.data_offset, layout)
     places = stage.places
     content = fill(
         taken.skeleton, lambda at: places[at.index] if isinstance(at, _At) else torch.empty(at.shape, dtype=at.dtype)
@@ -301,8 +290,16 @@ def _remember(copied: Copied) -> None:
 
 def _elsewhere(path: Path, data_offset: int, layout: Header, skeleton: Any) -> StagedState:
     """The copy, in the process that it was sent to."""
-    copied = Copied(path, map_slot(path).memory, data_offset, layout)
-    return StagedState(skeleton, copied, fill(skeleton, copied.tensor))
+    memory = mapped(path)[data_offset:]
+
+    def tensor(at: _At | _Empty) -> torch.Tensor:
+        if isinstance(at, _Empty):
+            return torch.empty(at.shape, dtype=at.dtype)
+        entry = layout.entries[at.index]
+        data = memory[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        return data.view(dtype_named(entry.dtype)).view(entry.box.sizes)
+
+    return StagedState(skeleton, None, fill(skeleton, tensor))
 
 
 def _without_data(shapes: Any, refusal: str) -> StagedState:

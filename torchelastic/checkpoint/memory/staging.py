@@ -20,10 +20,9 @@ from torchelastic.checkpoint.memory.items import (
     entries_of_pickles,
     header_bytes,
 )
-from torchelastic.checkpoint.memory.mapped import map_slot
 from torchelastic.checkpoint.memory.names import ObjectName, ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
-from torchelastic.checkpoint.memory.slots import Held, Slots
+from torchelastic.checkpoint.memory.slots import Held, Slots, mapped
 from torchelastic.checkpoint.memory.staged_state import Copied, copy_into
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, over_batches
@@ -151,7 +150,7 @@ class StagedItems:
     def _view(self) -> memoryview:
         if self.held is not None and self.held.stage is not None:
             return self.held.stage.slot.view()
-        return map_slot(self.path if self.path is not None else self.target.path).view()
+        return memoryview(mapped(self.path if self.path is not None else self.target.path).numpy())  # type: ignore[arg-type]
 
     def _publish(self, path: Path) -> None:
         view = self._view()
@@ -296,13 +295,12 @@ def items_of_copy(
     if PREAMBLE_BYTES + header_bytes(header) > copied.data_offset:
         return None
     held, disk = copied.held, slots.container.disk
-    view = held.stage.slot.view() if held is not None and held.stage is not None else map_slot(copied.path).view()
-    _store_pickles(resolved, pickled, view, copied.data_offset, disk)
+    assert held.stage is not None
+    _store_pickles(resolved, pickled, held.stage.slot.view(), copied.data_offset, disk)
     names = [*tensor_names, *resolved.names[len(resolved.tensors) :]]
     results = _results(resolved, header, names, target)
     copied.is_consumed = True
-    if held is not None:
-        held.container = slots.container  # the copy may have been made before the container was known
+    held.container = slots.container  # the copy may have been made before the container was known
     return StagedItems(results, target, copied.path, copied.data_offset, header, None, disk, threads, replication, held)
 
 

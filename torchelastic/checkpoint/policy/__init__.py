@@ -13,13 +13,8 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.policy.costs import Bound, SaveCosts, TierCost
     from torchelastic.checkpoint.policy.failures import FailurePrior, FailureRate
     from torchelastic.checkpoint.policy.formulas import (
-        availability_optimal_period_s,
-        copy_share,
         daly_period_s,
         exact_cost,
-        least_interval_steps,
-        periods_per_tier,
-        young_period_s,
     )
     from torchelastic.checkpoint.policy.keeping import (
         KeepAll,
@@ -65,27 +60,17 @@ __all__ = [
     "SavePolicy",
     "TierCost",
     "YoungDaly",
-    "availability_optimal_period_s",
-    "copy_share",
     "daly_period_s",
     "exact_cost",
-    "least_interval_steps",
-    "periods_per_tier",
     "prunable",
-    "young_period_s",
 ]
 
 _NAMES_OF_HOME = {
     "costs": ("Bound", "SaveCosts", "TierCost"),
     "failures": ("FailurePrior", "FailureRate"),
     "formulas": (
-        "availability_optimal_period_s",
-        "copy_share",
         "daly_period_s",
         "exact_cost",
-        "least_interval_steps",
-        "periods_per_tier",
-        "young_period_s",
     ),
     "keeping": (
         "KeepAll",

@@ -32,16 +32,7 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
     from torchelastic.checkpoint.replication.manager import ReplicationManager
     from torchelastic.checkpoint.replication.pairwise import PairwiseReplicationStrategy
-    from torchelastic.checkpoint.replication.placement import FailureDomains, Level, Member, partners, survival
-    from torchelastic.checkpoint.replication.planner import (
-        Copy,
-        CoveragePlan,
-        Loss,
-        coverage_plan,
-        proof,
-        rereplication_plan,
-    )
-    from torchelastic.checkpoint.replication.rate import TokenBucket
+    from torchelastic.checkpoint.replication.placement import FailureDomains, Level, Member, partners
     from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.shelf import MemoryShelf, ReplicaShelf
     from torchelastic.checkpoint.replication.strategies import (
@@ -75,9 +66,7 @@ _NAMES_OF_HOME = {
     "incoming": ("IncomingObject", "digest_of"),
     "manager": ("ReplicationManager",),
     "pairwise": ("PairwiseReplicationStrategy",),
-    "placement": ("FailureDomains", "Level", "Member", "partners", "survival"),
-    "planner": ("Copy", "CoveragePlan", "Loss", "coverage_plan", "proof", "rereplication_plan"),
-    "rate": ("TokenBucket",),
+    "placement": ("FailureDomains", "Level", "Member", "partners"),
     "server": ("ReplicaServer",),
     "shelf": ("MemoryShelf", "ReplicaShelf"),
     "strategies": (
@@ -92,9 +81,7 @@ _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.it
 __all__ = [
     "AuthenticationError",
     "CliqueReplicationStrategy",
-    "Copy",
     "CorruptReplicaError",
-    "CoveragePlan",
     "DamagedFrameError",
     "ExchangePlan",
     "ExchangePlanEntry",
@@ -104,7 +91,6 @@ __all__ = [
     "LazyCliqueReplicationStrategy",
     "LazyReplicationStrategyBuilder",
     "Level",
-    "Loss",
     "Member",
     "MemoryShelf",
     "NoReplicasAvailableError",
@@ -123,17 +109,12 @@ __all__ = [
     "ReplicationRetryConfig",
     "ReplicationStrategy",
     "Sent",
-    "TokenBucket",
     "TransferError",
-    "coverage_plan",
     "digest_of",
     "parse_group_sequence",
     "partners",
-    "proof",
     "pull_from_any",
-    "rereplication_plan",
     "retrieve_plan",
-    "survival",
 ]
 
 __getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
@@ -23,7 +22,7 @@ from torchelastic.checkpoint.replication.errors import (
 )
 from torchelastic.checkpoint.replication.handshake import greet_server, token_bytes
 from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
-from torchelastic.checkpoint.replication.transfer import Pace, receive_chunks, running_digests, send_chunks
+from torchelastic.checkpoint.replication.transfer import check_limits, receive_chunks, running_digests, send_chunks
 from torchelastic.checkpoint.replication.wire import (
     CHUNK_BYTES,
     Connection,
@@ -44,8 +43,7 @@ class Sent:
         object_id: the object.
         size_bytes: its size.
         digest: its digest.
-        sent_bytes: how much travelled in the last attempt: less than the size if a broken push was taken up again,
-            0 if the object was there already.
+        sent_bytes: its size, or 0 if it was there already.
     """
 
     object_id: str
@@ -57,23 +55,22 @@ class Sent:
 class ReplicaClient:
     """One peer's server, seen from here. It holds no connection between calls; calls may come from any thread.
 
-    Broken connections, damaged chunks and "busy" are tried again, each time from the last verified chunk on, until
-    nothing has moved for `retry_s`. A peer that accepts a connection and is silent is not tried again.
+    After broken connections, damaged chunks and "busy" the object is sent again, until `retry_s` after the first
+    failure. A peer that accepts a connection and is silent is not tried again.
 
     Args:
         address: host and port of the server.
         token: the secret that all members of the run share.
         timeout_s: how long the peer may be silent.
-        retry_s: for how long attempts that move nothing are repeated; 0 for one attempt.
+        retry_s: for how long after a first failure attempts are repeated; 0 for one attempt.
         most_retries: how many further attempts there may be for each call besides; None for no limit. Being told "busy"
             does not count.
-        bytes_per_s: the most that all pushes of this client together may take; None for no limit.
         chunk_bytes: size of the pieces that are checked and repeated, 4 KiB to 4 MiB.
         clock: seconds that only go forward.
         sleep: waits for so many seconds.
 
     Raises:
-        ValueError: the token is too short, `bytes_per_s` too low, or `chunk_bytes` out of bounds.
+        ValueError: the token is too short, `timeout_s` not above 0, or `chunk_bytes` out of bounds.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class ReplicaClient:
         timeout_s: float = 10.0,
         retry_s: float = 5.0,
         most_retries: int | None = None,
-        bytes_per_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -93,8 +89,9 @@ class ReplicaClient:
         self.peer = f"{address[0]}:{address[1]}"
         self._token = token_bytes(token)
         self._timeout_s, self._clock, self._sleep = timeout_s, clock, sleep
-        self._patience = partial(_Patience, retry_s, most_retries, clock)
-        self._pace = Pace(bytes_per_s, chunk_bytes=chunk_bytes, timeout_s=timeout_s, clock=clock, sleep=sleep)
+        self._retry_s, self._most_retries = retry_s, most_retries
+        check_limits(timeout_s, chunk_bytes)
+        self._chunk_bytes = chunk_bytes
 
     def push(
         self, object_id: str, content: memoryview | bytearray | bytes, *, token_round: int, digest: str | None = None
@@ -116,27 +113,24 @@ class ReplicaClient:
         check_object_id(object_id)
         view = memoryview(content)
         view = view.cast("B") if view.nbytes else memoryview(b"")
-        digests = running_digests(view, self._pace.chunk_bytes) if digest is None else None
+        digests = running_digests(view, self._chunk_bytes) if digest is None else None
         if digest is None:
             digest = f"{digests[-1]:016x}" if digests else digest_of(b"")
         request: Message = {"op": "push", "id": object_id, "size": view.nbytes, "digest": digest, "round": token_round}
-        patience = self._patience()
-        for attempt in self._attempts(patience):
+        for attempt in self._attempts():
             with attempt, self._connected() as connection:
                 connection.send(request)
-                answer = connection.receive()
-                start = number_in(answer, "from")
-                if start > view.nbytes:
-                    raise ProtocolError(f"{self.peer} says it has {start} of {view.nbytes} bytes of {object_id}")
-                patience.moved_bytes = max(patience.moved_bytes, start)
-                if not answer.get("is_here"):
+                is_here = connection.receive().get("is_here")
+                if not isinstance(is_here, bool):
+                    raise ProtocolError(f"{self.peer} sent no truth value as 'is_here'")
+                if not is_here:
                     try:
-                        send_chunks(connection, view, start, self._pace, digests)
+                        send_chunks(connection, view, self._chunk_bytes, digests)
                         number_in(connection.receive(), "received")
                     except DamagedFrameError:
                         self._check_unchanged(object_id, view, digest)
                         raise
-        return Sent(object_id, view.nbytes, digest, view.nbytes - start)
+        return Sent(object_id, view.nbytes, digest, 0 if is_here else view.nbytes)
 
     def pull(self, object_id: str, destination: Destination, *, expected_digest: str = "") -> IncomingObject:
         """Fetches an object.
@@ -157,37 +151,24 @@ class ReplicaClient:
             ValueError: this is no id.
         """
         incoming = IncomingObject(check_object_id(object_id), destination, expected_digest=expected_digest)
-        self.continue_pull(incoming)
+        self._pull(incoming)
         return incoming
 
-    def continue_pull(self, incoming: IncomingObject) -> None:
-        """Fetches what is missing of an object, of which another peer may have sent the beginning; see `pull`."""
-        patience = self._patience(incoming.verified_bytes)
-        for attempt in self._attempts(patience):
+    def _pull(self, incoming: IncomingObject) -> None:
+        """Fetches an object, of which another peer may have sent the beginning; see `pull`."""
+        for attempt in self._attempts():
             with attempt, self._connected() as connection:
-                try:
-                    connection.send(
-                        {
-                            "op": "pull",
-                            "id": incoming.object_id,
-                            "from": incoming.verified_bytes,
-                            "digest": incoming.digest,
-                        }
-                    )
-                    answer = connection.receive()
-                    incoming.announce(number_in(answer, "size"), text_in(answer, "digest"))
-                    if number_in(answer, "from") != incoming.verified_bytes:
-                        raise ProtocolError(f"{self.peer} sends another part of {incoming.object_id} than is missing")
-                    receive_chunks(connection, incoming)
-                finally:
-                    patience.moved_bytes = incoming.verified_bytes
+                connection.send({"op": "pull", "id": incoming.object_id})
+                answer = connection.receive()
+                incoming.announce(number_in(answer, "size"), text_in(answer, "digest"))
+                receive_chunks(connection, incoming)
                 incoming.finish()
 
     def ids(self) -> list[str]:
         """What the peer has, sorted; raises as `pull` does."""
         found: list[str] = []
         while True:
-            for attempt in self._attempts(self._patience()):
+            for attempt in self._attempts():
                 with attempt, self._connected() as connection:
                     connection.send({"op": "list", "after": found[-1] if found else ""})
                     answer = connection.receive()
@@ -204,10 +185,21 @@ class ReplicaClient:
                 f"{object_id} changed while it was sent to {self.peer}; send a copy that nobody writes to"
             )
 
-    def _attempts(self, patience: _Patience) -> Retrying:
+    def _attempts(self) -> Retrying:
+        failed_s: list[float] = []
+        failures = 0
+
+        def is_over(state: RetryCallState) -> bool:
+            nonlocal failures
+            error = state.outcome.exception() if state.outcome is not None else None
+            failures += not isinstance(error, ReplicaBusyError)
+            failed_s.append(self._clock())
+            is_late = failed_s[-1] - failed_s[0] >= self._retry_s
+            return is_late or (self._most_retries is not None and failures > self._most_retries)
+
         return Retrying(
             retry=retry_if_exception_type((PeerLostError, ReplicaBusyError, DamagedFrameError)),
-            stop=patience.is_over,
+            stop=is_over,
             wait=wait_random_exponential(multiplier=0.05, max=1.0),
             sleep=self._sleep,
             reraise=True,
@@ -235,7 +227,7 @@ class ReplicaClient:
 def pull_from_any(
     clients: Sequence[ReplicaClient], object_id: str, destination: Destination, *, expected_digest: str = ""
 ) -> IncomingObject:
-    """Fetches an object from the first of several holders that can give it; goes on where another one broke off.
+    """Fetches an object from the first of several holders that can give it.
 
     Args:
         clients: the holders, best first (see `ExchangePlan.candidates`).
@@ -251,30 +243,9 @@ def pull_from_any(
     failures = []
     for client in clients:
         try:
-            client.continue_pull(incoming)
+            client._pull(incoming)
         except ReplicationError as error:
             failures.append(str(error))
         else:
             return incoming
     raise NoReplicasAvailableError(f"nobody could give {object_id}: {'; '.join(failures) or 'no holder is known'}")
-
-
-class _Patience:
-    """Ends the attempts when nothing has moved for a while, or when there were enough of them."""
-
-    def __init__(
-        self, retry_s: float, most_retries: int | None, clock: Callable[[], float], moved_bytes: int = 0
-    ) -> None:
-        self.moved_bytes = moved_bytes
-        self._retry_s, self._most_retries, self._clock = retry_s, most_retries, clock
-        self._best, self._since_s, self._failures = -1, 0.0, 0
-
-    def is_over(self, state: RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome is not None else None
-        self._failures += not isinstance(error, ReplicaBusyError)
-        if self._most_retries is not None and self._failures > self._most_retries:
-            return True
-        now_s = self._clock()
-        if self.moved_bytes > self._best:
-            self._best, self._since_s = self.moved_bytes, now_s
-        return now_s - self._since_s >= self._retry_s

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +13,11 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
+from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from torchelastic.checkpoint.local.encoding import decode, encode
 from torchelastic.checkpoint.local.image import image_of, tensors_of
 from torchelastic.checkpoint.replication.exchange import ExchangePlan, Identifier
-from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
 
 #: How much travels in one message, so that little is staged on a GPU.
 BUCKET_BYTES = 64 * 2**20
@@ -133,15 +133,11 @@ class GroupWrapper:
             tensor: of the same size on all ranks, on the CPU.
             src: the global rank that has the content.
         """
-        for piece in _buckets(tensor):
-            staged = piece.to(self.get_device())
-            dist.broadcast(staged, src=src, group=self.group)
-            if staged is not piece:
-                piece.copy_(staged)
+        self._in_buckets(tensor, partial(dist.broadcast, src=src, group=self.group))
 
     def all_gather_object(self, my_object: Any) -> list[Any]:
         """What every rank has to say, by group rank. JSON must be able to hold it: nothing is pickled."""
-        return [self._broadcast_object(my_object, rank) for rank in self._ranks]
+        return [_as_object(data) for data in self._all_gather(_as_tensor(my_object))]
 
     def all_gather_batch(
         self, my_tensors: Sequence[torch.Tensor], target_device: str | torch.device | None = None
@@ -152,14 +148,9 @@ class GroupWrapper:
             my_tensors: on any device.
             target_device: where the result is to be; None: on the CPU.
         """
-        flat = flatten(list(my_tensors))
-        own = image_of(lay_out(flat, {}), [named.tensor for named in flat.tensors])
-        batches = []
-        for rank in self._ranks:
-            header, tensors = tensors_of(self._broadcast_image(own, rank), f"the tensors of rank {rank}")
-            moved = {name: tensor.to(target_device or "cpu") for name, tensor in tensors.items()}
-            batches.append(list(unflatten(header.structure, moved)))
-        return batches
+        own = BasicTensorAwareStateDict({"batch": list(my_tensors)})
+        states, _ = self.all_gather_states(own, None, target_device or "cpu")
+        return [list(state.tensors) for state in states]
 
     def all_gather_states(
         self, state: TensorAwareStateDict, name: Any, target_device: str | torch.device = "cpu"
@@ -175,12 +166,9 @@ class GroupWrapper:
             TypeError: the state has no `to_tree`.
             CorruptCheckpointError: something was damaged on its way.
         """
-        own, states, names = _packed(state, name), [], []
-        for rank in self._ranks:
-            received, received_name = _unpacked(self._broadcast_image(own, rank), rank, target_device)
-            states.append(received)
-            names.append(received_name)
-        return states, names
+        images = self._all_gather(_packed(state, name))
+        received = [_unpacked(image, rank, target_device) for rank, image in zip(self._ranks, images, strict=True)]
+        return [state for state, _ in received], [name for _, name in received]
 
     def send_object(self, my_object: Any, dst: int) -> None:
         """Sends what JSON can hold to another global rank, which calls `recv_object`."""
@@ -188,7 +176,7 @@ class GroupWrapper:
 
     def recv_object(self, src: int) -> Any:
         """Receives what another global rank sends with `send_object`."""
-        return _as_object(self._recv(src))
+        return _as_object(self._receive(src))
 
     def send_state_dict(self, state: TensorAwareStateDict, dst: int, name: Any = None) -> None:
         """Sends a state, which stays as it is, to another global rank, which calls `recv_state_dict`."""
@@ -196,7 +184,7 @@ class GroupWrapper:
 
     def recv_state_dict(self, src: int, target_device: str | torch.device = "cpu") -> tuple[TensorAwareStateDict, Any]:
         """Receives a state and its name; its tensors go to `target_device`."""
-        return _unpacked(self._recv(src), src, target_device)
+        return _unpacked(self._receive(src), src, target_device)
 
     def execute_plan(
         self,
@@ -230,40 +218,37 @@ class GroupWrapper:
                 received[entry.id_], _ = self.recv_state_dict(entry.sender, target_device)
         return received
 
-    def _broadcast_object(self, my_object: Any, src: int) -> Any:
-        return _as_object(self._broadcast_image(_as_tensor(my_object), src))
-
-    def _broadcast_image(self, own: torch.Tensor, src: int) -> torch.Tensor:
-        """The bytes of one rank, on all; the source gets its own tensor back."""
-        size = torch.tensor([own.numel()], dtype=torch.int64)
-        self.broadcast(size, src)
-        image = own if src == self.my_global_rank else torch.empty(int(size.item()), dtype=torch.uint8)
-        self.broadcast(image, src)
-        return image
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of every rank, by group rank."""
+        gathered = []
+        for rank in self._ranks:
+            size = torch.tensor([own.numel()])
+            self.broadcast(size, rank)
+            gathered.append(own if rank == self.my_global_rank else torch.empty(int(size), dtype=torch.uint8))
+            self.broadcast(gathered[-1], rank)
+        return gathered
 
     def _send(self, data: torch.Tensor, dst: int) -> None:
-        for message in (torch.tensor([data.numel()], dtype=torch.int64), data):
-            for piece in _buckets(message):
-                dist.send(piece.to(self.get_device()), dst=dst, group=self.group)
+        send = partial(dist.send, dst=dst, group=self.group)
+        self._in_buckets(torch.tensor([data.numel()]), send)
+        self._in_buckets(data, send)
 
-    def _recv(self, src: int) -> torch.Tensor:
+    def _receive(self, src: int) -> torch.Tensor:
+        receive = partial(dist.recv, src=src, group=self.group)
         size = torch.zeros(1, dtype=torch.int64)
-        self._fill(size, src)
-        data = torch.empty(int(size.item()), dtype=torch.uint8)
-        self._fill(data, src)
+        self._in_buckets(size, receive)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._in_buckets(data, receive)
         return data
 
-    def _fill(self, tensor: torch.Tensor, src: int) -> None:
-        for piece in _buckets(tensor):
+    def _in_buckets(self, tensor: torch.Tensor, transfer: Callable[[torch.Tensor], object]) -> None:
+        data = tensor.reshape(-1).view(torch.uint8)
+        for begin in range(0, data.numel(), BUCKET_BYTES):
+            piece = data[begin : begin + BUCKET_BYTES]
             staged = piece.to(self.get_device())
-            dist.recv(staged, src=src, group=self.group)
+            transfer(staged)
             if staged is not piece:
                 piece.copy_(staged)
-
-
-def _buckets(tensor: torch.Tensor) -> list[torch.Tensor]:
-    data = tensor.reshape(-1).view(torch.uint8)
-    return [data[begin : begin + BUCKET_BYTES] for begin in range(0, data.numel(), BUCKET_BYTES)]
 
 
 def _as_tensor(my_object: Any) -> torch.Tensor:

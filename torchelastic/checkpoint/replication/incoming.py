@@ -18,7 +18,7 @@ def digest_of(content: memoryview | bytearray | bytes) -> str:
 
 
 class IncomingObject:
-    """The receiving end of one object. It outlives connections: what is verified is not sent again.
+    """The receiving end of one object. It outlives connections: what breaks off is sent again from the beginning.
 
     Each chunk comes with the digest of the whole object up to its end, so one pass over the bytes checks each chunk,
     its place, and in the end the object.
@@ -50,7 +50,7 @@ class IncomingObject:
         return self.verified_bytes == self.size_bytes and self._running.hexdigest() == self.digest
 
     def announce(self, size_bytes: int, digest: str) -> None:
-        """Says what is coming. If it is not what was announced before, what is here counts no more.
+        """Says what is coming, from its beginning on; what is here counts no more.
 
         Raises:
             CorruptReplicaError: it is not the one that is expected.
@@ -68,12 +68,7 @@ class IncomingObject:
             raise ReplicaRefusedError(
                 f"{self.object_id} has {size_bytes} bytes here and {self.size_bytes} elsewhere; fetch it anew"
             )
-        if digest != self.digest:
-            self.digest = digest
-            self.restart()
-
-    def restart(self) -> None:
-        """Counts nothing as received any more."""
+        self.digest = digest
         self.verified_bytes = 0
         self._running = xxhash.xxh3_64()
 
@@ -114,15 +109,14 @@ class IncomingObject:
         """Compares the whole with its announced digest.
 
         Raises:
-            CorruptReplicaError: it is incomplete, or it was damaged where it came from; then nothing of it counts.
+            CorruptReplicaError: it is incomplete, or it was damaged where it came from.
         """
         if self.is_complete:
             return
-        found, verified_bytes = self._running.hexdigest(), self.verified_bytes
-        self.restart()
         raise CorruptReplicaError(
-            f"{self.object_id} arrived as it was sent ({verified_bytes} of {self.size_bytes} bytes), and its digest is "
-            f"{found} where {self.digest} was announced: it is damaged where it came from; take another replica"
+            f"{self.object_id} arrived as it was sent ({self.verified_bytes} of {self.size_bytes} bytes), and its "
+            f"digest is {self._running.hexdigest()} where {self.digest} was announced: it is damaged where it came "
+            f"from; take another replica"
         )
 
     def release(self) -> None:

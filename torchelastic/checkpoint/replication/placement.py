@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import combinations
 from typing import Literal, get_args
 
 Level = Literal["host", "rack", "slice"]
@@ -91,21 +89,11 @@ class FailureDomains:
         """The domain of each rank at a level; raises as `groups` does."""
         return {rank: name for name, ranks in self.groups(level).items() for rank in ranks}
 
-    def without(self, ranks: Collection[int]) -> FailureDomains:
-        """What is left when these ranks are gone.
-
-        Raises:
-            ValueError: nobody is left.
-        """
-        left = tuple(member for member in self.members if member.rank not in ranks)
-        if not left:
-            raise ValueError(f"nobody is left without rank(s) {_listed(sorted(ranks))}")
-        return FailureDomains(left)
-
     def pairs(self, level: Level = "host") -> list[list[int]]:
         """Cliques of two across a level (one of three if the number of ranks is odd); see `cliques_across`.
 
-        Pairs survive more sets of losses than a ring of neighbours with as many copies: see `survival`.
+        Of N members in pairs any two losses leave a copy of everything but for (N/2) of C(N, 2) choices; in a ring of
+        neighbours, with as many copies, but for N of them.
         """
         return self.cliques_across(2, level)
 
@@ -166,26 +154,6 @@ def partners(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
         following = (names[own + 1 :] + names[:own])[: factor - 1]
         place = groups[hosts[rank]].index(rank)
         return [groups[name][place % len(groups[name])] for name in following]
-
-
-def survival(holders: Iterable[Collection[int]], members: Sequence[int], losses: int) -> Fraction:
-    """The share of all sets of `losses` members whose loss leaves a copy of everything.
-
-    For N members in pairs and two losses this is 1 - (N/2) / C(N, 2), for a ring 1 - N / C(N, 2).
-
-    Args:
-        holders: for each shard, who holds it (for cliques: the cliques themselves).
-        members: everybody who may be lost.
-        losses: how many are lost at once. All C(N, losses) sets are looked at.
-
-    Raises:
-        ValueError: `losses` is negative or more than there are members.
-    """
-    if not 0 <= losses <= len(members):
-        raise ValueError(f"{losses} of {len(members)} members cannot be lost; choose 0 to {len(members)}")
-    copies = {frozenset(ranks) for ranks in holders}
-    outcomes = [all(ranks - set(lost) for ranks in copies) for lost in combinations(members, losses)]
-    return Fraction(sum(outcomes), len(outcomes))
 
 
 def _listed(ranks: Sequence[int]) -> str:

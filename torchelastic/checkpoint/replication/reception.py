@@ -1,10 +1,9 @@
-"""What a server receives right now, what it keeps of broken transfers, and from whom it takes anything. No socket."""
+"""What a server receives right now, and from whom it takes anything. No socket."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 
 from torchelastic.checkpoint.replication.errors import (
     OutdatedRoundError,
@@ -25,27 +24,14 @@ class Reception:
         shelf: where objects go; called by one thread at a time.
         most_objects: how many may be on their way at once.
         most_object_bytes: how large one may be.
-        resume_window_s: for how long a broken transfer keeps its destination.
-        clock: seconds that only go forward.
     """
 
-    def __init__(
-        self,
-        shelf: ReplicaShelf,
-        *,
-        most_objects: int,
-        most_object_bytes: int,
-        resume_window_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, shelf: ReplicaShelf, *, most_objects: int, most_object_bytes: int) -> None:
         self.round = 0
         self._shelf = shelf
         self._most_objects, self._most_object_bytes = most_objects, most_object_bytes
-        self._resume_window_s, self._clock = resume_window_s, clock
         self.lock = threading.RLock()  # guards everything here and every call of the shelf
-        self._is_closed = False
-        self._active: dict[str, IncomingObject] = {}
-        self._parked: dict[str, tuple[IncomingObject, float]] = {}  # with the time of the break; oldest first
+        self._active: set[str] = set()
 
     def fence(self, round_number: int) -> None:
         """Refuses pushes of older rounds from now on; a number lower than an earlier one changes nothing.
@@ -56,11 +42,11 @@ class Reception:
             self.round = max(self.round, round_number)
 
     def begin(self, object_id: str, size_bytes: int, digest: str, round_number: int) -> IncomingObject | None:
-        """Makes room for an object, or takes a broken transfer of the same content up again.
+        """Makes room for an object.
 
         Returns:
-            Where it goes; None if it is here already with this content. After it, exactly one of `complete`,
-            `interrupt` and `abandon` has to be called with it.
+            Where it goes; None if it is here already with this content. After it, exactly one of `complete` and
+            `abandon` has to be called with it.
 
         Raises:
             OutdatedRoundError: the round is older than the fence.
@@ -80,13 +66,8 @@ class Reception:
                 raise ReplicaBusyError(f"somebody is sending {object_id} already; try again later")
             if len(self._active) >= self._most_objects:
                 raise ReplicaBusyError(f"{len(self._active)} objects are on their way already; try again later")
-            incoming = self._parked.pop(object_id, (None, 0.0))[0]
-            if incoming is not None and (incoming.size_bytes, incoming.digest) != (size_bytes, digest):
-                self._abandon(incoming)
-                incoming = None
-            if incoming is None:
-                incoming = self._reserve(object_id, size_bytes, digest)
-            self._active[object_id] = incoming
+            incoming = self._reserve(object_id, size_bytes, digest)
+            self._active.add(object_id)
             return incoming
 
     def complete(self, incoming: IncomingObject, round_number: int) -> None:
@@ -103,38 +84,17 @@ class Reception:
             except ReplicationError:
                 self.abandon(incoming)
                 raise
-            del self._active[incoming.object_id]
+            self._active.remove(incoming.object_id)
             incoming.release()
             self._shelf.received(incoming.object_id, incoming.digest)
-
-    def interrupt(self, incoming: IncomingObject) -> None:
-        """Keeps what is verified for a while, in case that the sender comes back."""
-        with self.lock:
-            if incoming.verified_bytes == 0 or self._is_closed:
-                self.abandon(incoming)
-                return
-            del self._active[incoming.object_id]
-            self._parked[incoming.object_id] = (incoming, self._clock())
 
     def abandon(self, incoming: IncomingObject) -> None:
         """Gives the destination back to its owner."""
         with self.lock:
-            del self._active[incoming.object_id]
-            self._abandon(incoming)
-
-    def expire(self) -> None:
-        """Abandons what nobody came back for; to be called now and then."""
-        with self.lock:
-            for object_id, (_, broken_s) in list(self._parked.items()):
-                if self._clock() - broken_s >= self._resume_window_s:
-                    self._abandon(self._parked.pop(object_id)[0])
-
-    def close(self) -> None:
-        """Abandons everything that broke, and from now on what breaks."""
-        with self.lock:
-            self._is_closed = True
-            while self._parked:
-                self._abandon_oldest()
+            self._active.remove(incoming.object_id)
+            log.info("abandoned %s with %d bytes received", incoming.object_id, incoming.verified_bytes)
+            incoming.release()
+            self._shelf.abandon(incoming.object_id)
 
     def _check_round(self, object_id: str, round_number: int) -> None:
         if round_number < self.round:
@@ -146,9 +106,6 @@ class Reception:
     def _reserve(self, object_id: str, size_bytes: int, digest: str) -> IncomingObject:
         try:
             buffer = self._shelf.destination(object_id, size_bytes)
-            while buffer is None and self._parked:  # what broke gives way to what comes
-                self._abandon_oldest()
-                buffer = self._shelf.destination(object_id, size_bytes)
         except ValueError as error:
             raise ReplicaRefusedError(str(error)) from error
         if buffer is None:
@@ -161,11 +118,3 @@ class Reception:
             self._shelf.abandon(object_id)
             raise
         return incoming
-
-    def _abandon_oldest(self) -> None:
-        self._abandon(self._parked.pop(next(iter(self._parked)))[0])
-
-    def _abandon(self, incoming: IncomingObject) -> None:
-        log.info("abandoned %s with %d bytes received", incoming.object_id, incoming.verified_bytes)
-        incoming.release()
-        self._shelf.abandon(incoming.object_id)

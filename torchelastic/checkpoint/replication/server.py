@@ -23,7 +23,7 @@ from torchelastic.checkpoint.replication.handshake import greet_client, token_by
 from torchelastic.checkpoint.replication.incoming import digest_of
 from torchelastic.checkpoint.replication.reception import Reception
 from torchelastic.checkpoint.replication.shelf import ReplicaShelf
-from torchelastic.checkpoint.replication.transfer import Pace, receive_chunks, send_chunks
+from torchelastic.checkpoint.replication.transfer import check_limits, receive_chunks, send_chunks
 from torchelastic.checkpoint.replication.wire import (
     CHUNK_BYTES,
     MOST_MESSAGE_BYTES,
@@ -65,13 +65,10 @@ class ReplicaServer:
         max_transfers: how many objects may be on their way in at once, and as many out; more are told "busy".
         max_connections: how many connections there may be at once; more are closed at once.
         max_object_bytes: how large an object may be.
-        resume_window_s: for how long a broken push keeps its destination, so that the sender can go on.
-        bytes_per_s: the most that all pulls together may take; None for no limit.
         clock: seconds that only go forward.
-        sleep: waits for so many seconds; for `bytes_per_s`.
 
     Raises:
-        ValueError: the token is too short, or `bytes_per_s` too low.
+        ValueError: the token is too short, or `timeout_s` not above 0.
         OSError: nobody can listen on that address.
     """
 
@@ -86,23 +83,12 @@ class ReplicaServer:
         max_transfers: int = 4,
         max_connections: int = 64,
         max_object_bytes: int = 1 << 40,
-        resume_window_s: float = 60.0,
-        bytes_per_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        check_limits(timeout_s)
         self._shelf, self._token = shelf, token_bytes(token)
         self._timeout_s, self._max_connections = timeout_s, max_connections
-        self._pace = Pace(
-            bytes_per_s, chunk_bytes=CHUNK_BYTES, timeout_s=timeout_s, sharers=max_transfers, clock=clock, sleep=sleep
-        )
-        self._reception = Reception(
-            shelf,
-            most_objects=max_transfers,
-            most_object_bytes=max_object_bytes,
-            resume_window_s=resume_window_s,
-            clock=clock,
-        )
+        self._reception = Reception(shelf, most_objects=max_transfers, most_object_bytes=max_object_bytes)
         self._complaints = Complaints(log, clock)
         self._outgoing = threading.BoundedSemaphore(max_transfers)
         self._lock = threading.Lock()  # guards `_serving`
@@ -155,16 +141,11 @@ class ReplicaServer:
             if thread.is_alive():
                 thread.join(max(0.0, deadline_s - time.monotonic()))
         self._listener.close()
-        self._reception.close()
 
     # --- connections --------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while not self._is_closed.is_set():
-            try:
-                self._reception.expire()
-            except Exception:  # the owner's code; its fault must not end the server
-                log.exception("the shelf failed to take a destination back")
             try:
                 accepted, (host, port, *_) = self._listener.accept()
             except TimeoutError:
@@ -242,19 +223,19 @@ class ReplicaServer:
         size_bytes, digest = number_in(request, "size"), text_in(request, "digest")
         incoming = self._reception.begin(object_id, size_bytes, digest, round_number)
         if incoming is None:
-            connection.send({"from": size_bytes, "is_here": True})
+            connection.send({"is_here": True})
             return
         try:
-            connection.send({"from": incoming.verified_bytes, "is_here": False})
+            connection.send({"is_here": False})
             receive_chunks(connection, incoming)
         except BaseException:
-            self._reception.interrupt(incoming)
+            self._reception.abandon(incoming)
             raise
         self._reception.complete(incoming, round_number)
         connection.send({"received": size_bytes})
 
     def _give(self, connection: Connection, request: Message) -> None:
-        object_id, start, known = _id_in(request), number_in(request, "from"), text_in(request, "digest")
+        object_id = _id_in(request)
         if not self._outgoing.acquire(blocking=False):
             raise ReplicaBusyError("as many objects are being fetched from here as may be; try again later")
         try:
@@ -264,9 +245,8 @@ class ReplicaServer:
                 raise NoReplicasAvailableError(f"{object_id} is not here")
             content = content.cast("B") if content.nbytes else memoryview(b"")
             digest = digest or digest_of(content)
-            start = start if known == digest and start <= content.nbytes else 0
-            connection.send({"size": content.nbytes, "digest": digest, "from": start})
-            send_chunks(connection, content, start, self._pace)
+            connection.send({"size": content.nbytes, "digest": digest})
+            send_chunks(connection, content, CHUNK_BYTES)
         finally:
             self._outgoing.release()
 

@@ -30,7 +30,7 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicationError,
 )
 
-PROTOCOL = "torchelastic-replica/1"
+PROTOCOL = "torchelastic-replica/2"
 MOST_MESSAGE_BYTES = 64 << 10
 MOST_CHUNK_BYTES = 4 << 20
 #: Two chunks of this size fit into a core's second-level cache: the digest costs next to nothing there.

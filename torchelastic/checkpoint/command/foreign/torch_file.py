@@ -12,7 +12,7 @@ import torch
 from torchelastic.checkpoint.command.errors import CommandError, underlying
 from torchelastic.checkpoint.command.structures import places_of
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
-from torchelastic.checkpoint.legacy import damage_of_legacy_file
+from torchelastic.checkpoint.verification import damage_of_torch_file
 
 _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
 _ZIP = b"PK\x03\x04"
@@ -42,7 +42,7 @@ def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> 
         CommandError: it holds objects that are not loaded without `allow_pickles`.
     """
     with explained("read the file", path), path.open("rb") as file:
-        damage = damage_of_legacy_file(file, read_all=check_all)
+        damage = damage_of_torch_file(file, read_all=check_all)
         if damage:
             raise CorruptCheckpointError(f"{path} is no whole file of torch.save: {damage}")
         file.seek(0)
