@@ -30,7 +30,7 @@ from torchelastic.checkpoint.shards.pool import remove_left_overs
 from torchelastic.checkpoint.shards.tensors import contiguous, dtype_name, dtype_named, memory_of
 from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import TrainingObjects
-from torchelastic.checkpoint.training_state.together import Together
+from torchelastic.group.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Checkpoints:
         folder: of the experiment; all ranks see the same.
         model: plain or in DDP, compiled or not.
         optimizer: over its parameters.
-        together: the ranks.
+        ranks: that save and resume.
         each_rank: whether each rank writes its part; else rank 0 writes one file.
         keep: how many to keep, see `superfluous`.
         verify: read each checkpoint back after the save.
@@ -75,7 +75,7 @@ class Checkpoints:
         folder: Path,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        together: Together,
+        ranks: RankGroup,
         *,
         each_rank: bool,
         keep: int,
@@ -84,7 +84,7 @@ class Checkpoints:
     ) -> None:
         self.folder = folder
         self._objects = TrainingObjects(model, optimizer, "ddp")
-        self._together = together
+        self._ranks = ranks
         self._each_rank, self._keep, self._verify, self._disk = each_rank, keep, verify, disk
         self._extra: Mapping[str, Any] = {}
         self._parts = DCPState(
@@ -119,7 +119,7 @@ class Checkpoints:
         return target
 
     def _save_file(self, call: str, target: Path, step: int, extra: Mapping[str, Any]) -> None:
-        own = self._together.do(call, lambda: _as_text({"random": random_numbers.capture(), "extra": dict(extra)}))
+        own = self._ranks.run_on_all(call, lambda: _as_text({"random": random_numbers.capture(), "extra": dict(extra)}))
 
         def write() -> None:
             fence, epoch = self._claimed()
@@ -211,7 +211,7 @@ class Checkpoints:
                     "those in it, or say `latest` with its --checkpoint-dir and --experiment_name"
                 )
 
-        self._together.do(f"resuming from {path}", look)
+        self._ranks.run_on_all(f"resuming from {path}", look)
         extra = self._load(path)
         is_ours = path.resolve().parent == self.folder.resolve()
         name = SavedName.find(path.name) if is_ours else None
@@ -220,7 +220,7 @@ class Checkpoints:
 
     def _load(self, path: Path) -> Mapping[str, Any]:
         if path.is_dir():
-            self._together.do(f"looking at {path.name}", lambda: _require_manifest(path))
+            self._ranks.run_on_all(f"looking at {path.name}", lambda: _require_manifest(path))
             return self._parts.load(path)
         trees: list[dict[str, Any]] = []
 
@@ -231,10 +231,10 @@ class Checkpoints:
             self._objects.require_fitting(tree)
             trees.append(tree)
 
-        self._together.do(f"reading {path.name}", read)
+        self._ranks.run_on_all(f"reading {path.name}", read)
         (tree,) = trees
-        self._together.do(f"applying {path.name}", lambda: self._objects.apply(tree, tree))
-        rank, saved_ranks = self._together.rank, len(tree["ranks"])
+        self._ranks.run_on_all(f"applying {path.name}", lambda: self._objects.apply(tree, tree))
+        rank, saved_ranks = self._ranks.rank, len(tree["ranks"])
         own: dict[str, Any] = tree["ranks"][rank % saved_ranks]
         missing = random_numbers.restore(own["random"]) if rank < saved_ranks else "random numbers of a new rank"
         if missing:
@@ -264,10 +264,10 @@ class Checkpoints:
 
     def _on_first(self, call: str, work: Callable[[], Any]) -> Any:
         """What rank 0's work returned, on all ranks."""
-        return self._together.do(call, lambda: work() if self._together.rank == 0 else None)[0]
+        return self._ranks.run_on_all(call, lambda: work() if self._ranks.rank == 0 else None)[0]
 
     def _say(self, text: str) -> None:
-        if self._together.rank == 0:
+        if self._ranks.rank == 0:
             log.warning("%s", text)
 
 

@@ -29,7 +29,7 @@ from examples.transformer_slurm.profiling import StepProfiler
 from examples.transformer_slurm.tokenization import FILE_NAME, TextTokenizer, read_tokenizer, train_tokenizer
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.training_state.together import Together
+from torchelastic.group.rank_group import RankGroup
 from torchelastic.lifetime import IterManager, nearest, requeue_job
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class Training:
 
     def __init__(self, options: Options, device: torch.device, disk: Disk = REAL_DISK) -> None:
         self.options, self.device = options, device
-        self._together = Together(None, TIMEOUT_S)
-        self.rank, self.world_size = self._together.rank, self._together.world_size
+        self._ranks = RankGroup(None, TIMEOUT_S)
+        self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
         self.step = 0
         self._saved_step = -1
         self._reported_s = time.monotonic()
@@ -68,7 +68,7 @@ class Training:
             options.folder,
             self.model,
             self.optimizer,
-            self._together,
+            self._ranks,
             each_rank=options.use_torch_distributed_ckpt,
             keep=options.max_kept_checkpoints,
             verify=options.verify_checkpoints,
@@ -127,7 +127,7 @@ class Training:
     def close(self) -> None:
         """Gives memory and locks back. Not a collective."""
         self.checkpoints.close()
-        self._together.close()
+        self._ranks.close()
 
     def _train_step(self) -> None:
         options = self.options
@@ -191,7 +191,7 @@ class Training:
     def _save(self, manager: IterManager, *, is_final: bool) -> None:
         self._report()  # first, so that the log has every step that the checkpoint has
         with manager.saving():
-            positions = self._together.do("where the ranks are", lambda: as_plain(self.stream.position))
+            positions = self._ranks.run_on_all("where the ranks are", lambda: as_plain(self.stream.position))
             extra = {
                 "step": self.step,
                 "positions": positions,
@@ -266,7 +266,7 @@ class Training:
             return read_tokenizer(path)
 
         # told, and not read by each rank: a file that is new on one host may not be seen on another yet
-        return TextTokenizer(self._together.do("finding the tokenizer", find)[0])
+        return TextTokenizer(self._ranks.run_on_all("finding the tokenizer", find)[0])
 
     def _stream(self, position: Position | None) -> TokenStream:
         return TokenStream(

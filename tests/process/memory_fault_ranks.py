@@ -157,7 +157,7 @@ def rank_of(root: str, hosts: str, disk: Disk = REAL_DISK, silent_s: float = SIL
     saver = DefaultCheckpointSaver(ckpt_obj_manager=manager, replication_manager=replication)
     base = base_of(root, hosts[rank])
     manager.container(base)
-    replication.gather("ready", None)  # who pushes before its partner has opened the container is refused
+    replication.all_gather("ready", None)  # who pushes before its partner has opened the container is refused
     try:
         loader = DefaultCheckpointLoader(manager, replication)
         yield Saving(manager, replication, WriterWithExtra(saver, thread_count=1), loader, base)
@@ -200,7 +200,7 @@ def life(
             step = OLD
             save_one(each, step, attempt, is_async)
         assert step in each.steps()
-        each.replication.gather("begun", None)
+        each.replication.all_gather("begun", None)
         mine = fault if fault is not None and fault.rank == rank else None
         if mine is not None and str(mine.at).startswith("receive "):
             _strike_while_receiving(mine)
@@ -233,7 +233,7 @@ def _recovered(root: str, hosts: str, attempt: int) -> dict[str, Any]:
     with rank_of(root, hosts) as each, heard() as warnings_heard:
         step = each.latest()
         outcome = {"found": _loaded(each, step, len(hosts)), "made": each.loader.wait_for_replicas(ENDING_S)}
-        each.replication.gather("made", None)
+        each.replication.all_gather("made", None)
         save_one(each, OLD if step is None else step + 10, attempt)
         outcome["skipped"] = each.saver.skipped.count()
         outcome["next"] = _loaded(each, each.latest(), len(hosts))
@@ -255,7 +255,7 @@ def restarted(root: str, hosts: str, lost: str = "") -> dict[str, Any]:
         step = each.latest()
         found = _loaded(each, step, len(hosts))
         each.loader.wait_for_replicas(ENDING_S)
-        each.replication.gather("made", None)
+        each.replication.all_gather("made", None)
         assert step is not None
         save_one(each, step + 10, 1)
         return {"found": found, "steps": each.steps()}
@@ -267,7 +267,7 @@ def _loaded(each: Saving, step: int | None, ranks: int) -> Any:
         return None
     loaded = each.load(blank(whole_state(step, 0, ranks)), step)
     extra = (each.container.folder_of(step) / EXTRA).read_text()
-    each.replication.gather("loaded", None)
+    each.replication.all_gather("loaded", None)
     if (
         not same(loaded, whole_state(step, loaded["attempt"], ranks))
         or extra != f"step-{step}_ckpt {loaded['attempt']}"

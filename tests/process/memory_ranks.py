@@ -40,7 +40,7 @@ class Member:
         return self.replication.rank
 
     def meet(self) -> None:
-        self.replication.gather("meet", None)
+        self.replication.all_gather("meet", None)
 
 
 def base_of(root: str | Path, host: str) -> Path:

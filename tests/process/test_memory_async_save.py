@@ -266,13 +266,13 @@ def save_async(root: str, hosts: str, kind: AsyncCheckpointerType, steps: int, p
             future = one.async_save(state, step, async_checkpointer_type=kind)
             change_all(state)
             future.result(WAIT_S)
-            one.replication.gather("saved", None)
+            one.replication.all_gather("saved", None)
             target = sharded(0)
             one.load(target, step)
             equal.append(same(whole_of(target), whole_of(sharded(step))))
             slots.append(sorted(one.inodes()))
         answer = {"latest": one.latest(), "equal": equal, "slots": slots}
-        one.replication.gather("done", None)
+        one.replication.all_gather("done", None)
     if kind is PROCESS:
         executor._CHECKPOINT_PROCESS = None
     return answer

@@ -291,7 +291,7 @@ def push_to_a_stopped_peer(root: str, hosts: str) -> list[Any]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank, silent_s=1.0) as each:
         path = ranks.publish(each, 5, save_id_of(0, 7))
-        pids = each.replication.gather("pids", os.getpid())
+        pids = each.replication.all_gather("pids", os.getpid())
         if rank == 1:
             each.meet()
             return []
@@ -364,17 +364,17 @@ def work_long(root: str, hosts: str) -> list[Any]:
     """Rank 1 works until it has answered the others for longer than they wait for a rank that does not."""
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank, timeout_s=1.0) as each:
-        enough, answered, gather = threading.Event(), [], each.replication._meetings.roll.gather
+        enough, answered, gather = threading.Event(), [], each.replication._ranks.all_gather
 
-        def counted(call: str, payload: Any) -> list[Any]:
-            answers = gather(call, payload)
+        def counted(call: str, value: Any) -> list[Any]:
+            answers = gather(call, value)
             answered.append(1)
             if len(answered) > 5:  # every quarter of a second
                 enough.set()
             return answers
 
-        each.replication._meetings.roll.gather = counted  # type: ignore[method-assign]
-        return each.replication.together("work", lambda: enough.wait(30) if rank == 1 else True)
+        each.replication._ranks.all_gather = counted  # type: ignore[method-assign]
+        return each.replication.run_on_all("work", lambda: enough.wait(30) if rank == 1 else True)
 
 
 def test_a_rank_may_work_for_longer_than_it_is_waited_for_as_long_as_it_answers(crew: Crew, root: Path) -> None:
@@ -429,7 +429,12 @@ def forget_to_initialize(root: str) -> list[Any]:
     content = memoryview(b"x")
     with pytest.raises(ReplicationError, match=r"ReplicationManager.initialize\(\)"):
         replication.fetch("a/b", [1 - dist.get_rank()], bytearray)
-    return [replication.push("a/b", content), replication.spread("a/b", content), replication.gather("meet", 1), root]
+    return [
+        replication.push("a/b", content),
+        replication.spread("a/b", content),
+        replication.all_gather("meet", 1),
+        root,
+    ]
 
 
 def test_before_initialize_nothing_is_replicated(crew: Crew) -> None:

@@ -320,7 +320,7 @@ def save_steps(root: str, hosts: str, steps: list[int], cached: bool = False) ->
         for step in steps:
             planner = DefaultSavePlanner(enable_plan_caching=True) if cached else None
             one.save(sharded(step), step, planner=planner)
-        one.replication.gather("saved", None)
+        one.replication.all_gather("saved", None)
         target = sharded(0)
         one.load(target, steps[-1])
         answer = {
@@ -330,7 +330,7 @@ def save_steps(root: str, hosts: str, steps: list[int], cached: bool = False) ->
             "files": len([name for name in one.files() if name.startswith("rank-")]),
             "slots": len(one.inodes()),
         }
-        one.replication.gather("done", None)
+        one.replication.all_gather("done", None)
         return answer
 
 
@@ -370,13 +370,13 @@ def save_with_failing_rank(root: str, hosts: str, failing: int) -> dict[str, Any
                 one.replication.push = refuse  # type: ignore[method-assign,assignment]
             one.save(sharded(step), step)
         one.replication.push = push  # type: ignore[method-assign]
-        one.replication.gather("failed", None)
+        one.replication.all_gather("failed", None)
         latest = one.latest()
         files = len(one.files())
         one.save(sharded(5), 5)
-        one.replication.gather("saved", None)
+        one.replication.all_gather("saved", None)
         answer = {"latest": latest, "files": files, "then": one.latest(), "skipped": one.saver.skipped.count()}
-        one.replication.gather("done", None)
+        one.replication.all_gather("done", None)
         return answer
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from torchelastic.checkpoint.local.choice import Holding, Survey, folders_of, to_prune
 from torchelastic.checkpoint.local.names import Save, Shard
-from torchelastic.checkpoint.local.roll_call import describe_calls, listed
 from torchelastic.checkpoint.policy import KeepAll, KeepLast
 
 OLD, NEW = Save(1, 10, 2, "a" * 8), Save(2, 5, 2, "b" * 8)
@@ -72,9 +71,3 @@ def test_what_the_policy_does_not_want_goes_and_so_does_what_was_never_finished(
 
 def test_a_clock_that_was_set_back_and_a_rollback_delete_nothing_wrong() -> None:
     assert to_prune(KeepLast(1), {OLD: 200.0, NEW: 100.0}, [OLD, NEW], ()) == {OLD}
-
-
-def test_who_calls_what_is_said_briefly() -> None:
-    assert listed([1]) == "rank 1"
-    assert listed(list(range(20))).endswith("7, ..")
-    assert describe_calls(["save(5)", "load()", "save(5)"]) == "rank 1 calls load(); ranks 0, 2 call save(5)"

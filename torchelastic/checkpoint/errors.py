@@ -37,6 +37,10 @@ class FencedError(CheckpointError):
     """This writer was replaced by another: what it wrote is not published, and it must not go on."""
 
 
+class OutOfStepError(CheckpointError):
+    """The ranks did not call the same method, or one of them did not call it in time; names them."""
+
+
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
     """Turns what the operating system raises inside into a `CheckpointError` that names place, reason and remedy.

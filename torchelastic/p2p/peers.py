@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchelastic.checkpoint.tiered.peers import Alone, Mailbox, Peers
-from torchelastic.p2p.stands import listed_ranks
+from torchelastic.group.naming import listed
 
 #: How much one message carries: each has to arrive within the time-out of collectives.
 CHUNK_BYTES = 64 * 2**20
@@ -94,7 +94,7 @@ class GroupPeers:
 
         def missing() -> str:
             ranks = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
-            return f"{listed_ranks(ranks)} to reach the same point of saving or restoring a checkpoint"
+            return f"{listed(ranks)} to reach the same point of saving or restoring a checkpoint"
 
         self._wait_for_key(key, missing)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.group.naming import listed
 from torchelastic.p2p.stacks import MAX_WHERE
 from torchelastic.text import escaped
 
@@ -89,9 +90,7 @@ def describe(stands: Sequence[Stand]) -> str:
     places: dict[tuple[int, str], list[int]] = defaultdict(list)
     for stand in (*odd, *(stand for stand in stands if stand not in odd)):
         places[stand.step, stand.where].append(stand.rank)
-    parts = [
-        f"{listed_ranks(ranks)} in {where} (step {step})" for (step, where), ranks in list(places.items())[:MAX_RANKS]
-    ]
+    parts = [f"{listed(ranks)} in {where} (step {step})" for (step, where), ranks in list(places.items())[:MAX_RANKS]]
     return ", ".join(parts).replace(" in ", " was in " if len(next(iter(places.values()))) == 1 else " were in ", 1)
 
 
@@ -123,9 +122,3 @@ def log_odd_ones(stands: Sequence[Stand]) -> None:
 
 def _key(rank: int) -> str:
     return f"hang/stand/{rank}"
-
-
-def listed_ranks(ranks: Sequence[int]) -> str:
-    """For people: not all of 10,000."""
-    named = ", ".join(map(str, ranks[:MAX_RANKS])) + (" and more" if len(ranks) > MAX_RANKS else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

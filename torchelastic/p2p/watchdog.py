@@ -20,6 +20,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.group.naming import listed
 from torchelastic.metrics import publish_metric
 from torchelastic.p2p import stands
 from torchelastic.p2p.busy import BusySigns, tell_slowest
@@ -38,7 +39,7 @@ from torchelastic.p2p.hangs import (
 )
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
 from torchelastic.p2p.stacks import lines_of_error, look_at, where
-from torchelastic.p2p.stands import Stand, listed_ranks
+from torchelastic.p2p.stands import Stand
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.rendezvous.loss import Loss, MissedProgress, is_time_out
 from torchelastic.rendezvous.round_store import SILENT_S, StoreSilentError
@@ -366,7 +367,7 @@ class Watchdog:
         log.warning(
             "%s: no sign of life from %s for %.1f s, a guess that there is a hang; the group is given up",
             phase,
-            listed_ranks(list(silent_s)),
+            listed(list(silent_s)),
             max(silent_s.values()),
         )
 

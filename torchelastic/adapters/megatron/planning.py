@@ -12,8 +12,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local.roll_call import RollCall
 from torchelastic.checkpoint.memory.staging import why_not
+from torchelastic.group.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -65,7 +65,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._roll = RollCall(None, timeout_s)
+        self._group = RankGroup(None, timeout_s)
 
     @property
     def is_coordinator(self) -> bool:
@@ -94,7 +94,7 @@ class Ranks:
             told = {"value": here()}
         except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
             cause, told = error, {"text": _text_of(error), "reason": _reason_of(error)}
-        answers = self._roll.gather(step, told)
+        answers = self._group.all_gather(step, told)
         failures = [_Failure(rank, a["text"], a["reason"]) for rank, a in enumerate(answers) if "text" in a]
         if failures:
             _raise(step, failures, cause)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
+    from torchelastic.checkpoint.errors import OutOfStepError
     from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
     from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict, TensorPlaceholder
     from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
-    from torchelastic.checkpoint.local.errors import OutOfStepError
     from torchelastic.checkpoint.local.local_manager import LocalCheckpointManager
     from torchelastic.checkpoint.local.names import CkptID
 
@@ -32,7 +32,7 @@ _HOME_OF_NAME = {
     "BasicTensorAwareStateDict": "basic_state_dict",
     "CkptID": "names",
     "LocalCheckpointManager": "local_manager",
-    "OutOfStepError": "errors",
+    "OutOfStepError": "torchelastic.checkpoint.errors",
     "TensorAwareStateDict": "base_state_dict",
     "TensorPlaceholder": "base_state_dict",
 }

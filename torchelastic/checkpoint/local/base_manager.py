@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.choice import Survey
-from torchelastic.checkpoint.local.errors import OutOfStepError
 from torchelastic.checkpoint.local.names import CkptID, Save, Shard, check_iteration, check_session_id
-from torchelastic.checkpoint.local.roll_call import RollCall, listed
 from torchelastic.checkpoint.local.shard_folder import Held
+from torchelastic.group.naming import listed
+from torchelastic.group.rank_group import RankGroup
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,8 +30,6 @@ Loaded = TypeVar("Loaded")
 _NOBODY = object()
 #: A save in the background is given up when so many later ones were finalised before it.
 _GIVEN_UP_AFTER = 3
-#: Of how many failing ranks an error tells the reason.
-_TOLD = 4
 
 
 class BaseCheckpointManager(ABC):
@@ -67,7 +65,7 @@ class BaseCheckpointManager(ABC):
         self.latest_iteration = -1
         self.globally_available_ids: dict[int, list[CkptID]] = {}
         self._timeout_s = timeout_s
-        self._roll = RollCall(process_group, timeout_s)
+        self._ranks = RankGroup(process_group, timeout_s)
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
         self._survey = Survey()
@@ -120,12 +118,12 @@ class BaseCheckpointManager(ABC):
     @property
     def rank(self) -> int:
         """The rank of this process in the group; 0 without one."""
-        return self._roll.rank
+        return self._ranks.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are now."""
-        return self._roll.world_size
+        return self._ranks.world_size
 
     def find_latest(self) -> int:
         """Looks for the newest checkpoint of which a good copy of every part is somewhere. Called on all ranks.
@@ -184,7 +182,7 @@ class BaseCheckpointManager(ABC):
             return state, CkptID(save.iteration, wanted.rank, self.session_id)
 
         self._begin("load()", look=True)
-        wishes += self._together("load()", lambda: None if shard is None else int(shard))
+        wishes += self._ranks.run_on_all("load()", lambda: None if shard is None else int(shard))
         state, ckpt_id = self._first_loadable("load()", check, attempt)
         state.restore_tensor_device()
         return state, ckpt_id
@@ -219,7 +217,7 @@ class BaseCheckpointManager(ABC):
             return [self._generation, secrets.token_hex(4), time.time()]
 
         try:
-            answers = self._together(call, prepare)
+            answers = self._ranks.run_on_all(call, prepare)
         except BaseException:
             for each in prepared:
                 self._discard(each)
@@ -237,14 +235,14 @@ class BaseCheckpointManager(ABC):
 
     def close(self) -> None:
         """Lets everything go that is not a file. Not a collective; the object can be used on."""
-        self._roll.close()
+        self._ranks.close()
         self._world = _NOBODY
 
     # --- how --------------------------------------------------------------------------------------------------------
 
     def _begin(self, call: str, *, look: bool) -> None:
         """Has the ranks meet if they are new to each other, and then or if that is wanted look at what there is."""
-        source = self._roll.source
+        source = self._ranks.source
         is_new = self._world is not source
         if is_new:
             self._arrive(call)
@@ -253,32 +251,13 @@ class BaseCheckpointManager(ABC):
         if is_new or look:
             self._look(call)
 
-    def _together(self, call: str, work: Callable[[], Any]) -> list[Any]:
-        """Does this rank's part, tells the others, and returns what each rank's part returned (JSON can hold it).
-
-        Raises:
-            CheckpointError: another rank failed; names it. The own failure is raised as it is.
-        """
-        failure: Exception | None = None
-        try:
-            answer = {"value": work()}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
-            failure, answer = error, {"error": f"{type(error).__name__}: {error}"[:2000]}
-        answers = self._roll.gather(call, answer)
-        if failure is not None:
-            raise failure
-        failed = {rank: each["error"] for rank, each in enumerate(answers) if "error" in each}
-        if failed:
-            raise CheckpointError(f"{call} failed on {listed(list(failed))}: {next(iter(failed.values()))}")
-        return [each["value"] for each in answers]
-
     def _look(self, call: str) -> None:
         """Has all ranks tell what they hold."""
 
         def report() -> list[list[Any]]:
             return [[held.shard.file_name, held.folder, held.saved_s] for held in self._my_ckpt_ids()]
 
-        reports = self._together(f"{call}, looking", report)
+        reports = self._ranks.run_on_all(f"{call}, looking", report)
         known = [
             [(shard, int(folder), float(saved_s)) for name, folder, saved_s in each if (shard := Shard.parse(name))]
             for each in reports
@@ -319,27 +298,31 @@ class BaseCheckpointManager(ABC):
         """
         for save in sorted(self._complete, reverse=True):
             check(save)
-            loaded: list[Loaded] = []
-            failure: Exception | None = None
-            try:
-                loaded.append(attempt(save))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
-                failure = error
-            is_bad_data = failure is None or isinstance(failure, CorruptCheckpointError)
-            own = None if failure is None else [is_bad_data, f"{type(failure).__name__}: {failure}"[:2000]]
-            answers = self._roll.gather(f"{call} of iteration {save.iteration}", own)
-            failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
-            if not failed:
+            if loaded := self._try(call, save, attempt):
                 self.latest_iteration = save.iteration
                 return loaded
-            told = "; ".join(f"rank {rank}: {reason}" for rank, (_, reason) in list(failed.items())[:_TOLD])
-            if not all(is_data for is_data, _ in failed.values()):  # a fault of the program: an older one helps nobody
-                raise CheckpointError(f"{save} could not be loaded on {listed(list(failed))}: {told}") from failure
-            log.warning("%s cannot be loaded (%s); looking for an older one", save, told)
-            self._unreadable[save] = f"{save} is damaged ({told})"
-            del self._complete[save]
         self.latest_iteration = -1
         return []
+
+    def _try(self, call: str, save: Save, attempt: Callable[[Save], Loaded]) -> list[Loaded]:
+        """What `attempt` returned, in a list; an empty one if any rank has found the checkpoint to be damaged."""
+        loaded: list[Loaded] = []
+
+        def work() -> None:
+            loaded.append(attempt(save))
+
+        try:
+            self._ranks.run_on_all(f"{call} of iteration {save.iteration}", work)
+        except CorruptCheckpointError as error:
+            log.warning("%s cannot be loaded (%s); looking for an older one", save, error)
+            self._unreadable[save] = f"{save} is damaged ({error})"
+            del self._complete[save]
+            return []
+        except CheckpointError:
+            raise
+        except Exception as error:  # a bug of the program: an older one helps nobody
+            raise CheckpointError(f"{save} could not be loaded: {type(error).__name__}: {error}") from error
+        return loaded
 
     def _nothing_to_load(self) -> str:
         damaged = [self._unreadable[save] for save in self._survey.complete() if save in self._unreadable]
@@ -352,7 +335,7 @@ class BaseCheckpointManager(ABC):
 
     def _finish(self, request: AsyncRequest, save: Save, call: str) -> None:
         try:
-            self._together(call, request.work)
+            self._ranks.run_on_all(call, request.work)
         except OutOfStepError:
             raise  # who is lost may have written its part: what is here stays, and find_latest tells what it is worth
         except BaseException:
@@ -365,7 +348,7 @@ class BaseCheckpointManager(ABC):
     def _finalize(self, save: Save, saved_s: float, formation: int) -> None:
         """All ranks of the present group have written it. Called on the thread that trains."""
         self._pending.pop(save, None)
-        if formation != self._formation or self._world is not self._roll.source:
+        if formation != self._formation or self._world is not self._ranks.source:
             # a rank that is not in the group any more may have died before it wrote its shard: nothing older may go
             log.warning("the process group was re-formed during %s: find_latest() finds out if it is complete", save)
             return

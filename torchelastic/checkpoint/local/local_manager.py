@@ -22,13 +22,14 @@ from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
 from torchelastic.checkpoint.local.fetching import from_any
 from torchelastic.checkpoint.local.names import CkptID, Save, Shard
 from torchelastic.checkpoint.local.neighbours import Neighbours, meet
-from torchelastic.checkpoint.local.roll_call import RollCall, listed
 from torchelastic.checkpoint.local.shard_folder import Held, ShardFolder
 from torchelastic.checkpoint.local.shard_write import Peers, ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.shards import Disk, Header, ShardReader, Stage, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, is_in_memory
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.group.naming import listed
+from torchelastic.group.rank_group import RankGroup
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -96,7 +97,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._copies_to = Peers()
         self._cliques: list[list[int]] = [[]]
         self._layout = RecurringLayout()
-        self._dropped = _when_dropped(self, None, None, self._roll)
+        self._dropped = _when_dropped(self, None, None, self._ranks)
         disk.make_folder(self._root)
 
     @property
@@ -184,10 +185,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._folder = self._folder or ShardFolder(self._root, self.rank, self.session_id, self._disk)
             return self._clique()
 
-        self._cliques = cliques = self._together(f"{call}, arriving", own_folder)
-        self._neighbours = meet(self._files, self._together, call, self._timeout_s, self._replica_host)
+        self._cliques = cliques = self._ranks.run_on_all(f"{call}, arriving", own_folder)
+        self._neighbours = meet(self._files, self._ranks, call, self._timeout_s, self._replica_host)
         self._dropped.detach()
-        self._dropped = _when_dropped(self, self._neighbours, self._folder, self._roll)
+        self._dropped = _when_dropped(self, self._neighbours, self._folder, self._ranks)
         clique = [rank for rank in cliques[self.rank] if rank != self.rank]
         self._copies_to = self._neighbours.peers_of(clique)
         if self.repl_strategy is not None and not clique:
@@ -292,7 +293,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
                     log.warning("a copy of %s that was lost is not made again before the next save: %s", shard, error)
 
         if lost:
-            self._together(f"{call}, making lost copies again", fetch)  # nobody goes while others fetch from it
+            self._ranks.run_on_all(f"{call}, making lost copies again", fetch)  # nobody goes while others fetch from it
 
     def _read(self, shard: Shard, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
@@ -313,16 +314,16 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
 
 def _when_dropped(
-    manager: LocalCheckpointManager, neighbours: Neighbours | None, folder: ShardFolder | None, roll: RollCall
+    manager: LocalCheckpointManager, neighbours: Neighbours | None, folder: ShardFolder | None, ranks: RankGroup
 ) -> weakref.finalize[Any, LocalCheckpointManager]:
     """Lets everything go with the last reference to a manager; not when the interpreter ends, which frees it all."""
-    dropped = weakref.finalize(manager, _let_go, neighbours, folder, roll)
+    dropped = weakref.finalize(manager, _let_go, neighbours, folder, ranks)
     dropped.atexit = False
     return dropped
 
 
-def _let_go(neighbours: Neighbours | None, folder: ShardFolder | None, roll: RollCall | None) -> None:
-    for one in (neighbours, folder, roll):
+def _let_go(neighbours: Neighbours | None, folder: ShardFolder | None, ranks: RankGroup | None) -> None:
+    for one in (neighbours, folder, ranks):
         if one is not None:
             one.close()
 

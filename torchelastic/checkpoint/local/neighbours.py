@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local.shard_folder import ShardFolder
 from torchelastic.checkpoint.local.shard_write import Peers
 from torchelastic.checkpoint.replication import ReplicaServer
+from torchelastic.group.rank_group import RankGroup
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import address_towards, is_loopback
 from torchelastic.network.this_host import chosen_address
@@ -27,8 +28,6 @@ MOST_SILENCE_S = 30.0
 _SILENCE_PART = 1 / 4
 
 _LEAST_TRANSFERS = 16
-
-Together = Callable[[str, Callable[[], Any]], "list[Any]"]
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,17 @@ class Neighbours:
             self.server.close()
 
 
-def meet(folder: ShardFolder, together: Together, call: str, timeout_s: float, replica_host: str | None) -> Neighbours:
+def meet(folder: ShardFolder, ranks: RankGroup, call: str, timeout_s: float, replica_host: str | None) -> Neighbours:
     """Has all ranks of a group tell each other where they are and how they are reached. Collective.
 
     Args:
         folder: what the server gives away.
-        together: does a rank's part and returns the answers of all ranks, or raises on all of them.
+        ranks: of the group.
         call: for errors.
         timeout_s: as for the manager.
         replica_host: the address to listen on; None: found out.
     """
-    found = together(
+    found = ranks.run_on_all(
         f"{call}, meeting",
         lambda: {
             "host": host_id(),
@@ -100,7 +99,7 @@ def meet(folder: ShardFolder, together: Together, call: str, timeout_s: float, r
         return list(servers[0].address)
 
     try:
-        addresses = together(f"{call}, listening", listen)
+        addresses = ranks.run_on_all(f"{call}, listening", listen)
     except BaseException:
         for server in servers:
             server.close()

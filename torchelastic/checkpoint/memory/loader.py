@@ -243,12 +243,12 @@ class DefaultCheckpointLoader(CheckpointLoader):
             host = self._replication.host_of(self._replication.rank)
             return [host, root_id(self._objects.container(base).root)]
 
-        told = self._replication.together(f"{call}, looking", look)
+        told = self._replication.run_on_all(f"{call}, looking", look)
         container = self._objects.container(base)
         roster = Roster(tuple(str(host) for host, _ in told), tuple(str(folder) for _, folder in told))
         folder = roster.folders[self._replication.rank]
         is_first = roster.ranks_of(folder)[0] == self._replication.rank
-        lists = self._replication.together(f"{call}, listing", lambda: list_container(container) if is_first else [])
+        lists = self._replication.run_on_all(f"{call}, listing", lambda: list_container(container) if is_first else [])
         return container, roster, {folder: listing_from(lists[ranks[0]]) for folder, ranks in roster.sharers.items()}
 
     def _verified_plan(
@@ -265,7 +265,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         rank = self._replication.rank
         folder = roster.folders[rank]
         share = verification_share(listings[folder], candidate, roster.ranks_of(folder), rank)
-        told = self._replication.together(
+        told = self._replication.run_on_all(
             f"{call}, verifying step {candidate.step}", lambda: verify(container, candidate, share)
         )
         verified: dict[str, dict[str, int]] = {}
@@ -300,7 +300,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             return failed
 
         failures = [
-            text for told in self._replication.together(f"{call}, fetching step {step}", fetch_all) for text in told
+            text for told in self._replication.run_on_all(f"{call}, fetching step {step}", fetch_all) for text in told
         ]
         if failures and self._replication.rank == 0:
             log.warning("step %d cannot be recovered: %s", step, "; ".join(failures[:4]))
@@ -315,7 +315,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             if is_first:
                 settle(container, candidate, is_elsewhere=len(set(roster.hosts)) > 1)
 
-        self._replication.together(f"{call}, settling step {candidate.step}", settle_here)
+        self._replication.run_on_all(f"{call}, settling step {candidate.step}", settle_here)
         self._plans = {(container.name, candidate.step): plan}
         own = [fetch for fetch in plan.replicas if fetch.receiver == rank]
         self._making = ReplicaMaking(

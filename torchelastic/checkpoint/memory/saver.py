@@ -371,7 +371,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
 
     def gather(self, call: str, value: Any) -> Sequence[Any]:
         """What all ranks say, by rank; see `ReplicationManager.gather`. Without one, what this process says."""
-        return [value] if self._replication is None else self._replication.gather(call, value)
+        return [value] if self._replication is None else self._replication.all_gather(call, value)
 
     def _rank(self) -> int:
         if self._rank_getter is not None:

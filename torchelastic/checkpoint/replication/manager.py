@@ -31,7 +31,7 @@ from torchelastic.checkpoint.replication.client import Destination, ReplicaClien
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
 from torchelastic.checkpoint.replication.incoming import IncomingObject
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.replication.together import Answer, Meetings, begun
+from torchelastic.group.rank_group import Answer, RankGroup, begun
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.identity import host_id
 
@@ -58,7 +58,7 @@ class ReplicationManager:
     def __init__(self) -> None:
         self._circle: Circle | None = None
         self._objects: ObjectManager | None = None
-        self._meetings = Meetings(None, _WAIT_S)
+        self._ranks = RankGroup(None, _WAIT_S)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -110,12 +110,12 @@ class ReplicationManager:
         if copies < 0 or not timeout_s > 0:
             raise ValueError(f"copies is {copies} and timeout_s {timeout_s}: give 0 or more, and more than 0 s")
         self.shutdown()
-        self._objects, self._meetings = checkpoint_object_manager, Meetings(process_group, timeout_s)
+        self._objects, self._ranks = checkpoint_object_manager, RankGroup(process_group, timeout_s)
         host = host or os.environ.get(FAILURE_DOMAIN_ENV) or host_id()
         told = {"network": network_id(), "host": host, "token": secrets.token_hex(32)}
-        found = self.together("ReplicationManager.initialize()", lambda: told)
+        found = self.run_on_all("ReplicationManager.initialize()", lambda: told)
         hosts = tuple(str(each["host"]) for each in found)
-        self._circle = Circle(self._meetings.roll.rank, hosts, retry=retry_config or ReplicationRetryConfig())
+        self._circle = Circle(self._ranks.rank, hosts, retry=retry_config or ReplicationRetryConfig())
         if len(hosts) > 1:
             networks = [str(each["network"]) for each in found]
             try:
@@ -152,8 +152,8 @@ class ReplicationManager:
             self._server.start()
             return list(self._server.address)
 
-        addresses = tuple((str(each[0]), int(each[1])) for each in self.together(f"{call}, listening", listen))
-        chosen = self.together(f"{call}, choosing", lambda: destinations(strategy, circle, addresses, copies))[rank]
+        addresses = tuple((str(each[0]), int(each[1])) for each in self.run_on_all(f"{call}, listening", listen))
+        chosen = self.run_on_all(f"{call}, choosing", lambda: destinations(strategy, circle, addresses, copies))[rank]
         self._circle = Circle(rank, circle.hosts, addresses, tuple(chosen), token, retry, copies)
         if len(chosen) < copies and strategy is None and rank == 0:
             log.warning("each object gets %d replica(s) and not %d: there are too few hosts", len(chosen), copies)
@@ -163,12 +163,12 @@ class ReplicationManager:
     @property
     def rank(self) -> int:
         """The own rank."""
-        return self._circle.rank if self._circle is not None else self._meetings.roll.rank
+        return self._circle.rank if self._circle is not None else self._ranks.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return len(self._circle.hosts) if self._circle is not None else self._meetings.roll.world_size
+        return len(self._circle.hosts) if self._circle is not None else self._ranks.world_size
 
     @property
     def is_initialized(self) -> bool:
@@ -206,7 +206,7 @@ class ReplicationManager:
 
     # --- meeting ------------------------------------------------------------------------------------------------------
 
-    def gather(self, call: str, payload: Any) -> list[Any]:
+    def all_gather(self, call: str, payload: Any) -> list[Any]:
         """Tells all ranks what this one is about to do, and returns what each says, by rank. Collective.
 
         Args:
@@ -217,28 +217,28 @@ class ReplicationManager:
             OutOfStepError: a rank calls something else, or did not come within the time limit; names it.
             CheckpointError: the process group was formed anew since `initialize`.
         """
-        circle, roll = self._circle, self._meetings.roll
-        now = (roll.rank, roll.world_size)
-        if circle is not None and roll.source is not None and now != (circle.rank, len(circle.hosts)):
+        circle, ranks = self._circle, self._ranks
+        now = (ranks.rank, ranks.world_size)
+        if circle is not None and ranks.source is not None and now != (circle.rank, len(circle.hosts)):
             raise CheckpointError(
                 "the process group was formed anew: call ReplicationManager.initialize() again on all ranks"
             )
-        return self._meetings.gather(call, payload)
+        return self._ranks.all_gather(call, payload)
 
-    def together(self, call: str, work: Callable[[], Answer]) -> list[Answer]:
+    def run_on_all(self, call: str, work: Callable[[], Answer]) -> list[Answer]:
         """Does this rank's part of something, however long it takes, and returns what all parts returned. Collective.
 
         While a rank works, it still answers the others: only one that does not is missed.
 
         Args:
-            call: see `gather`.
+            call: see `all_gather`.
             work: JSON can hold what it returns; called on another thread.
 
         Raises:
             CheckpointError: another rank failed; names it. The own failure is raised as it is.
-            OutOfStepError: see `gather`.
+            OutOfStepError: see `all_gather`.
         """
-        return self._meetings.together(call, work)
+        return self._ranks.run_on_all(call, work, is_long=True)
 
     # --- moving objects -----------------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class ReplicationManager:
         self._server = self._circle = None
         if server is not None:
             server.close()
-        self._meetings.roll.close()
+        self._ranks.close()
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
@@ -385,9 +385,9 @@ class ReplicationManager:
         return self._objects
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"circle": self._circle, "objects": self._objects, "timeout_s": self._meetings.timeout_s}
+        return {"circle": self._circle, "objects": self._objects, "timeout_s": self._ranks.timeout_s}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._circle, self._objects = state["circle"], state["objects"]
-        self._meetings = Meetings(None, state["timeout_s"])
+        self._ranks = RankGroup(None, state["timeout_s"])
         self._prepare()

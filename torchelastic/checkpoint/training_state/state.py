@@ -25,8 +25,8 @@ from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
 from torchelastic.checkpoint.training_state.reading import Loaded, find, read
 from torchelastic.checkpoint.training_state.shard import Layout, ShardMaker
-from torchelastic.checkpoint.training_state.together import Together
 from torchelastic.checkpoint.training_state.writing import Background, Save, Writer, record_as_plain
+from torchelastic.group.rank_group import RankGroup
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -93,7 +93,7 @@ class BCPState:
         self._run_id = run_id
         self._allow_pickles = allow_pickles
         self._disk = disk
-        self._together = Together(process_group, timeout_s)
+        self._ranks = RankGroup(process_group, timeout_s)
         self._maker = ShardMaker(allow_pickles=allow_pickles)
         self._pool = SlotPool(None)
         # half of it: rank 0 is to give up before the others give up rank 0
@@ -131,9 +131,9 @@ class BCPState:
         save = self._begin(call, path, self._settle())
         fence = self._fences[path][0] if save.rank == 0 else None
         try:
-            self._together.do(f"{call}, beginning", lambda: self._writer.begin(save))
+            self._ranks.run_on_all(f"{call}, beginning", lambda: self._writer.begin(save))
             if sync:
-                self._finish_together(call, save, fence)
+                self._finish_on_all(call, save, fence)
         except BaseException:
             if save.rank == 0:
                 self._writer.abandon(save)
@@ -166,7 +166,7 @@ class BCPState:
             if error is not None:
                 raise error
 
-        self._together.do("wait()", settled)
+        self._ranks.run_on_all("wait()", settled)
 
     def close(self) -> None:
         """Waits for this rank's part of a save, and gives memory and locks back. Not a collective; may be repeated."""
@@ -175,7 +175,7 @@ class BCPState:
             fence.release()
         self._fences.clear()
         self._pool.close()
-        self._together.close()
+        self._ranks.close()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class BCPState:
         """
         path = self._path(ckpt_path)
         extra = self._resume(f"maybe_resume_from_ckpt({str(path)!r})", path)
-        if extra is None and self._together.rank == 0:
+        if extra is None and self._ranks.rank == 0:
             log.info("no checkpoint in %s yet: starting afresh", path)
         return extra
 
@@ -236,7 +236,7 @@ class BCPState:
 
     def _begin(self, call: str, path: Path, before: Exception | None) -> Save:
         """Copies what this rank saves; all ranks agree on the name. Nothing is kept if one of them fails."""
-        rank, world_size = self._together.rank, self._together.world_size
+        rank, world_size = self._ranks.rank, self._ranks.world_size
         copied: list[Save] = []
 
         def prepare() -> list[Any]:
@@ -250,7 +250,7 @@ class BCPState:
             return [epoch, self._generation, self._objects.digest() if is_checked else ""]
 
         try:
-            answers = self._together.do(call, prepare)
+            answers = self._ranks.run_on_all(call, prepare)
             odd = [number for number, (_, _, digest) in enumerate(answers) if digest != answers[0][2]]
             if odd:
                 raise ValueError(
@@ -290,20 +290,20 @@ class BCPState:
         fence.check(epoch, 0)
         return epoch
 
-    def _finish_together(self, call: str, save: Save, fence: Fence | None) -> None:
-        records = self._together.do(f"{call}, writing", lambda: record_as_plain(self._writer.write(save)))
+    def _finish_on_all(self, call: str, save: Save, fence: Fence | None) -> None:
+        records = self._ranks.run_on_all(f"{call}, writing", lambda: record_as_plain(self._writer.write(save)))
 
         def publish() -> None:
             if fence is not None:
                 self._writer.publish(save, [ShardRecord(**record) for record in records], fence)
 
-        self._together.do(f"{call}, publishing", publish)
+        self._ranks.run_on_all(f"{call}, publishing", publish)
 
     def _resume(self, call: str, path: Path) -> dict[str, Any] | None:
         failure = self._settle()
         if failure is not None:
             log.warning("the save before failed on this rank: %s", failure)
-        rank = self._together.rank
+        rank = self._ranks.rank
 
         def look() -> list[Any]:
             if rank != 0:
@@ -311,7 +311,7 @@ class BCPState:
             found = find(path)
             return [found.folders, found.damaged, found.unfinished]
 
-        folders, damaged, unfinished = self._together.do(call, look)[0]
+        folders, damaged, unfinished = self._ranks.run_on_all(call, look)[0]
         damages = [f"{folder}: {damage}" for folder, damage in damaged.items()]
         self._warn([*damages, *(f"{name} in {path} was never finished: its job was stopped" for name in unfinished)])
         for folder in folders:
@@ -321,7 +321,7 @@ class BCPState:
                 loaded.append(read(Path(folder), self._objects, rank, allow_pickles=self._allow_pickles))
 
             try:
-                self._together.do(f"{call}, reading {Path(folder).name}", attempt)
+                self._ranks.run_on_all(f"{call}, reading {Path(folder).name}", attempt)
             except CorruptCheckpointError as error:
                 damages.append(f"{folder}: {error}")
                 self._warn(damages[-1:])
@@ -337,19 +337,19 @@ class BCPState:
         return None
 
     def _warn(self, texts: list[str]) -> None:
-        if self._together.rank == 0:
+        if self._ranks.rank == 0:
             for text in texts:
                 warnings.warn(f"passed over: {text}", RuntimeWarning, stacklevel=4)
 
     def _apply(self, call: str, folder: Path, loaded: Loaded) -> None:
         try:
-            self._together.do(f"{call}, applying", partial(self._objects.apply, loaded.shared, loaded.shapes))
+            self._ranks.run_on_all(f"{call}, applying", partial(self._objects.apply, loaded.shared, loaded.shapes))
         except Exception as error:
             raise CheckpointError(
                 f"{folder} was read and verified, and model or optimizer did not take it: {type(error).__name__}: "
                 f"{error}. They may hold a part of it now: end this job"
             ) from error
-        rank, world_size = self._together.rank, self._together.world_size
+        rank, world_size = self._ranks.rank, self._ranks.world_size
         notes = []
         if rank == loaded.own_rank:
             missing = random_numbers.restore(loaded.own["random"])
