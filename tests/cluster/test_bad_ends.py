@@ -72,6 +72,7 @@ def test_a_script_that_never_gets_to_training_is_not_started_again(
     assert job.output().count(f"[worker 0] {error}") == 1, "started once"
 
 
+@pytest.mark.long
 def test_mistakes_in_a_state_or_step_are_named_before_anything_else_happens(jobs: MakeJob) -> None:
     forgetful = jobs(mistake="forgetful state")
     wrong = jobs(mistake="wrong result")
@@ -101,6 +102,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_named_before_anything_is_
 # --- the rendezvous ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_an_etcd_that_cannot_be_reached_is_named_in_bounded_time(jobs: MakeJob) -> None:
     endpoint = unused_endpoint()
     with_launcher, alone = jobs(), jobs()
@@ -113,6 +115,7 @@ def test_an_etcd_that_cannot_be_reached_is_named_in_bounded_time(jobs: MakeJob) 
     assert not with_launcher.of("started"), "no worker is started for nothing"
 
 
+@pytest.mark.long
 def test_a_run_that_was_closed_turns_new_workers_away(jobs: MakeJob, etcd: EtcdServer, run_id: str) -> None:
     rendezvous = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run_id}")
     first, second, alone = jobs(epochs=1), jobs(), jobs()

@@ -126,6 +126,7 @@ def test_every_recipe_has_a_test() -> None:
     assert named == set(RECIPES)
 
 
+@pytest.mark.long
 def test_evaluate_on_all_ranks_with_a_kill_in_the_evaluation(jobs: MakeJob, tmp_path: Path) -> None:
     ran = Ran(jobs, tmp_path, "evaluate_on_all_ranks", "--min-workers=2", call="evaluate", times=3, victim=1)
     ran.check_both()

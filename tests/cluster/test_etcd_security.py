@@ -130,6 +130,7 @@ def test_the_documented_commands_give_a_user_all_that_a_run_needs_and_a_loss_too
         EtcdStore([(guarded_etcd.host, guarded_etcd.port)], user="trainer", password=PASSWORD).get("/torchelastic/x")
 
 
+@pytest.mark.long
 def test_a_run_may_be_authenticated_by_its_certificate_alone(
     jobs: MakeJob, run_id: str, authority: Authority, client: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_run_that_outlives_its_token_logs_in_again(
     assert "permission denied" not in job.output()
 
 
+@pytest.mark.long
 def test_a_password_that_is_changed_during_a_run_stops_membership_but_not_training(
     jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str, password_file: Path
 ) -> None:
@@ -348,6 +350,7 @@ def ends_at_once(job: Job, server: EtcdServer, run_id: str, *options: str, compl
     assert not job.of("started"), "no worker is started for nothing"
 
 
+@pytest.mark.long
 def test_a_script_with_a_wrong_password_ends_at_once_with_that_message(
     jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str
 ) -> None:
@@ -369,6 +372,7 @@ def test_a_password_on_the_command_line_is_refused_and_not_repeated(jobs: MakeJo
     assert "hunter2" not in job.output()
 
 
+@pytest.mark.long
 def test_a_password_file_for_everybody_is_refused_by_launcher_and_script(
     jobs: MakeJob, etcd: EtcdServer, run_id: str, password_file: Path
 ) -> None:
@@ -450,6 +454,7 @@ def test_a_password_that_goes_in_clear_over_a_network_is_warned_of(caplog: pytes
         assert not any(trace in caplog.text for trace in TRACES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["variable", "url"])
 def test_a_private_agent_has_the_password_neither_in_its_command_line_nor_in_its_environment(
     jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str, source: str

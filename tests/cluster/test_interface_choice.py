@@ -40,6 +40,7 @@ def start(job: Job, lab: Lab, *options: str, **environment: str) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.long
 def test_hosts_meet_over_the_network_that_was_chosen(jobs: MakeJob, lab: Lab) -> None:
     job = jobs(epochs=1, gates=[3])
     start(job, lab, f"--iface={SUBNET}")

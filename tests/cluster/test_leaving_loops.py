@@ -140,6 +140,7 @@ one(coordinator, 7)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_new", [True, False], ids=["new coordinator", "same coordinator"])
 def test_a_second_train_under_the_launcher_is_refused_with_the_remedy(
     jobs: MakeJob, tmp_path: Path, is_new: bool
@@ -153,6 +154,7 @@ def test_a_second_train_under_the_launcher_is_refused_with_the_remedy(
     assert "each start of `torchelastic run` trains one run: put both phases into one train()" in job.output()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_new", [True, False], ids=["new coordinator", "same coordinator"])
 def test_a_process_that_trains_alone_may_train_again_with_a_new_coordinator(tmp_path: Path, is_new: bool) -> None:
     done = subprocess.run(

@@ -50,6 +50,7 @@ def launcher_flags(said: str) -> list[str]:
     return shlex.split(line)
 
 
+@pytest.mark.long
 def test_a_run_connects_with_the_flags_that_were_printed(
     jobs: MakeJob, etcd_over_tls: EtcdServer, run_id: str, said: str
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_run_connects_with_the_flags_that_were_printed(
     job.check_identity(finishers=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "complaint"),
     [

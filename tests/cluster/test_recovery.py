@@ -172,6 +172,7 @@ def test_a_step_that_failed_after_everybodys_optimizer_stands(jobs: MakeJob) -> 
         assert len({event["round"] for event in job.of("drawn", step=step)}) == 1, f"step {step} was trained twice"
 
 
+@pytest.mark.long
 def test_a_single_worker_whose_step_failed_after_the_optimizer_goes_on_from_there(jobs: MakeJob) -> None:
     faults = [Fault("raise", "tail", step=6), Fault("raise", "optimizer", step=9)]
     # and a metric handler that throws at each metric disturbs nobody
@@ -183,6 +184,7 @@ def test_a_single_worker_whose_step_failed_after_the_optimizer_goes_on_from_ther
     assert "a metric handler that throws" in job.output()
 
 
+@pytest.mark.long
 def test_the_same_step_failing_for_ever_ends_with_one_clear_error(jobs: MakeJob) -> None:
     faults = [Fault("raise", "backward", step=3, incarnation=None, times=1000)]
     job = jobs(faults, max_failures=2)  # else the third failure in the same place ends it: test_repeated_errors.py

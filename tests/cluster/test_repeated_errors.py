@@ -107,6 +107,7 @@ if state.steps == 6:
     assert exit_codes(job) == [0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error",
     ['torchelastic.RetryableException("the storage is away")', 'RuntimeError(f"attempt {state.updates}")'],
@@ -176,6 +177,7 @@ state.steps += 1
 # --- hooks that cannot be called --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hooks", "complaint"),
     [
@@ -229,6 +231,7 @@ if state.steps == 5:
     assert "after -1" not in output
 
 
+@pytest.mark.long
 def test_a_state_that_counts_in_its_own_way_gets_no_step_number_that_is_not_known(
     jobs: MakeJob, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from torchelastic.testing.faults import Fault
 # --- before the first group -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("verb", "stack"), [("hang", "in reach"), ("spin", "in _spin")])
 def test_a_worker_that_hangs_before_it_asks_for_a_group_is_ended_after_the_run_has_finished(
     jobs: MakeJob, verb: str, stack: str
@@ -49,6 +50,7 @@ def test_a_worker_killed_at_every_start_is_given_up_after_max_restarts(jobs: Mak
 # --- after the last step ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("verb", "how"), [("crash", "exit code 1"), ("exit", "exit code 3"), ("kill", "killed by SIGKILL")]
 )

@@ -39,6 +39,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stopping]:
         job.stop()
 
 
+@pytest.mark.long
 @in_either_order(world=2)
 def test_on_sigterm_one_leaves_at_a_step_and_the_other_trains_on(job: Stopping, etcd: EtcdServer, run_id: str) -> None:
     url = f"etcd://{etcd.endpoint}/{run_id}?min_workers=1&max_workers=2&last_call_timeout=30"

@@ -45,7 +45,7 @@ def run(operation: str, survivor: int, signal_name: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("signal_name", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize("signal_name", [pytest.param("SIGSTOP", marks=pytest.mark.long), "SIGKILL"])
 @pytest.mark.parametrize("survivor", [0, 1])
 @pytest.mark.parametrize(
     "operation",

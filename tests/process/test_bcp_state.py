@@ -342,6 +342,7 @@ def test_the_interpreter_does_not_end_before_the_save_in_the_background_is_publi
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("sync", [True, False])
 def test_each_of_two_ranks_goes_on_bit_for_bit(crew: Crew, folder: Path, kind: str, sync: bool) -> None:

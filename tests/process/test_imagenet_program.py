@@ -355,6 +355,7 @@ def test_a_demo_without_a_survivor_or_a_step_is_refused(
     assert "must be at least" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_demo_that_takes_too_long_fails_and_leaves_no_process_behind(
     tmp_path: Path, digits_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,7 @@ def test_the_trainer_saves_every_n_steps_and_goes_on_from_there(tmp_path: Path, 
     assert torch.equal(model.layer.weight, weights_without_interruption(tmp_path))
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_from_the_local_checkpoint_if_it_is_newer(tmp_path: Path) -> None:
     code = f"from tests.process import test_lightning_local as it; it.train_and_die(it.Path({str(tmp_path)!r}))"
     command = [sys.executable, "-c", code]
@@ -220,6 +221,7 @@ def test_importing_the_adapter_imports_no_lightning() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
+@pytest.mark.long
 def test_all_ranks_of_a_distributed_trainer_save_and_load(tmp_path: Path) -> None:
     with crew_of(2) as crew:
         assert succeeded(crew.run(train_distributed, tmp_path, None, 6, ranks=2)) == [[6, 1], [6, 1]]

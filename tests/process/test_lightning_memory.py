@@ -130,6 +130,7 @@ def test_a_lost_host_gets_its_objects_back_from_the_other_one(crew: Crew, folder
     assert_equal(resumed[0], undisturbed(crew, folder)[0])
 
 
+@pytest.mark.long
 def test_with_fsdp2_each_rank_saves_its_part(crew: Crew, folder: Path) -> None:
     options = {"strategy": "fsdp2"}
     succeeded(crew.run(train_with, folder, {"max_steps": 7, **options}, ranks=2))

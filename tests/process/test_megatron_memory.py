@@ -91,6 +91,7 @@ def test_one_rank_loads_the_model_of_two(crew: Crew, killed: Any) -> None:
 # Every kind of state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_fully_parallel", [False, True], ids=["plain", "fully-parallel"])
 @pytest.mark.parametrize("hosts", [TWO, THREE])
 def test_a_replaced_host_is_served_everything(crew: Crew, root: str, hosts: str, is_fully_parallel: bool) -> None:

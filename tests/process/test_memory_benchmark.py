@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 
@@ -32,13 +34,11 @@ def lines() -> dict[str, dict[str, Any]]:
     return {line["benchmark"].removeprefix("memory_tier."): line for line in printed}
 
 
-@pytest.mark.long
 def test_one_line_is_printed_for_each_part_with_the_load_of_the_machine(lines: dict[str, dict[str, Any]]) -> None:
     assert list(lines) == ["save", "async_thread", "replicated", "endurance"]
     assert all(line["environment"]["load_1min"] >= 0 for line in lines.values())
 
 
-@pytest.mark.long
 def test_ours_and_plain_dcp_save_and_both_are_ratios_to_a_copy(lines: dict[str, dict[str, Any]]) -> None:
     for name in ("ours", "dcp"):
         found = lines["save"][name]

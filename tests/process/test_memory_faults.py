@@ -152,6 +152,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hosts", "fault", "is_async", "steps"), NAMED, ids=[f"{h}-{f.rank}-{f.at}-{a}" for h, f, a, _ in NAMED]
 )
@@ -163,6 +164,7 @@ def test_a_rank_killed_in_the_middle_of(
     assert set(require_recoverable(nursery, root, hosts, ended)) == steps
 
 
+@pytest.mark.long
 def test_a_job_lives_through_one_kill_and_one_lost_host_after_the_other(nursery: Nursery, root: Path) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")

@@ -75,6 +75,7 @@ def files_in(folder: Path) -> list[str]:
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", ["ab", "abc", "aab"])
 def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
     crew: Crew, root: Path, hosts: str

@@ -132,6 +132,7 @@ def test_uneven_shares_and_micro_batches_add_up_to_the_gradient_of_the_whole_bat
 # --- launchers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_of_python_goes_on_under_torchrun_to_the_same_bits(here: Path) -> None:
     assert train_here("--max_iters=30", "--out_dir=whole", "--eval_interval=1000") == 0
     assert train_here("--max_iters=11", "--out_dir=parts", "--eval_interval=1000") == 0

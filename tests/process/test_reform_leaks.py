@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SPARE = 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [100, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 def test_no_descriptor_and_no_thread_is_left_by_groups_that_were_given_up(times: int) -> None:
     (port,) = unused_ports("127.0.0.1")

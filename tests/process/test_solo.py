@@ -92,6 +92,7 @@ def test_typed_into_an_interactive_interpreter_it_trains(tmp_path: Path) -> None
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_cells_of_a_notebook_can_be_interrupted_and_run_again(tmp_path: Path) -> None:
     """As a notebook's kernel does it: one process, `exec` of source without a file, exceptions shown, on it goes."""
     cells = """

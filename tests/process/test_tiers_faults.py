@@ -30,6 +30,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["shared", "private", "memory"])
 def test_a_writer_killed_at_every_call_leaves_the_old_checkpoint_or_the_new_one(kind: str, memory_folder: Path) -> None:
     command = [sys.executable, "-m", "tests.process.killed_saves", kind, str(memory_folder / "tier")]

@@ -193,6 +193,7 @@ def commands_of(page: str, language: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
+@pytest.mark.long
 def test_the_commands_of_the_migration_page_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = commands_of("pyrecover.md", "sh")
     assert len(commands) == 4

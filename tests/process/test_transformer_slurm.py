@@ -53,6 +53,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(kind: tuple[str, .
     assert len(set(losses(corpus, "whole").values())) == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "ranks"), [((), 2), (PARTS, 2), ((), 3), pytest.param(PARTS, 3, marks=pytest.mark.slow)]
 )
@@ -110,6 +111,7 @@ def test_a_run_may_change_its_kind_of_checkpoint(corpus: Path) -> None:
     assert found(corpus, "changing") == ["ckpt_3.shard", "ckpt_6", "ckpt_9.shard"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_a_job_killed_in_mid_save_goes_on_from_the_checkpoint_before(kind: tuple[str, ...], corpus: Path) -> None:
     _sweep(1, 17 if kind else 67, corpus, *kind)

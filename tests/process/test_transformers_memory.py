@@ -91,6 +91,7 @@ def again(crashed: Run, fresh: Run) -> Run:
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_from_memory_and_ends_with_the_same_weights(
     crashed_alone: Run, run: Run, undisturbed: str
 ) -> None:
@@ -239,6 +240,7 @@ def test_a_run_for_which_there_is_no_memory_goes_on_undisturbed(run: Run, undist
 # --- two ranks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_killed_ranks_go_on_with_their_own_random_numbers(
     crashed_pair: Run, run: Run, undisturbed_pair: list[str]
 ) -> None:
