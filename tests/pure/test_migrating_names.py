@@ -12,7 +12,7 @@ PAGES = sorted((Path(__file__).parents[2] / "docs" / "migrating").glob("*.md"))
 #: torchelastic 0.1 had the same name as we: its page speaks of its modules too.
 OF_THE_SAME_NAME = {"torchelastic-0.1"}
 #: Needs a package that the tests do not have.
-NEEDS_NEMO = "torchelastic.adapters.nemo."
+NEEDS_NEMO = "torchelastic.adapters.nemo"
 
 
 @pytest.mark.parametrize(
