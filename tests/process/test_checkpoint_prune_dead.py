@@ -45,10 +45,10 @@ def test_the_dead_are_listed_and_removed_and_the_living_are_not(root: Path, caps
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert rows[0] == ["CONTAINER", "JOB", "SIZE", "UNCHANGED", "FOR"]
-    assert rows[1][:4] == [str(root / "7"), "job7", "2.0", "MiB"]
+    assert rows[1][:4] == [str(root / "7"), "job7", "2.00", "MiB"]
     assert rows[2][:2] == [str(root / "8"), "-"]
     assert [row[-1] for row in rows[3:5]] == ["removed", "removed"]
-    assert rows[5] == ["2.0", "MiB", "freed"]
+    assert rows[5] == ["2.00", "MiB", "freed"]
 
 
 def test_a_killed_job_is_offered(root: Path, capsys: Capture) -> None:
@@ -94,7 +94,7 @@ def test_on_a_terminal_it_asks(
     assert (code, names(root)) == (0, left)
     assert ("nothing is removed" in out) == bool(left)
     assert len(questions) == 1
-    assert "remove 1 of them (2.0 MiB)?" in questions[0]
+    assert "remove 1 of them (2.00 MiB)?" in questions[0]
 
 
 def test_a_program_is_never_asked(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -112,6 +110,8 @@ def damage_of_torch_file(file: BinaryIO, *, read_all: bool) -> str | None:
         file.seek(0)
         if file.read(len(_OLD_TORCH_FILE)) != _OLD_TORCH_FILE:
             return "it is neither a complete zip archive nor a file of torch.save"
+        import torch  # here: checkpoints of 0.1's kind need it for this alone
+
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
