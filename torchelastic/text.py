@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _LONG = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
@@ -61,3 +63,13 @@ def escaped(text: str) -> str:
 def printable(text: str) -> str:
     """A foreign text that may have several lines: all but their ends is `escaped`."""
     return "\n".join(map(escaped, text.split("\n")))
+
+
+def shortlist(names: Sequence[object], most: int = 3) -> str:
+    """Names with commas, no more than so many of them.
+
+    >>> shortlist(["a", "b"], 2), shortlist([0, 1, 2, 3], 2)
+    ('a, b', '0, 1 and 2 more')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -54,7 +54,7 @@ def readme() -> str:
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Of a shell that knows nothing of any launcher, and in which no etcd is found."""
-    return {"HOME": os.environ.get("HOME", "/"), "PATH": "/nowhere", "PYTHONPATH": str(ROOT), **more}
+    return {"HOME": os.environ.get("HOME", "/"), "PATH": "/nowhere", **more}
 
 
 def start(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:

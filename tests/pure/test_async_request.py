@@ -116,7 +116,7 @@ def test_ranks_at_different_calls_are_not_in_step(indexes: tuple[int, ...]) -> N
 def test_the_ranks_out_of_step_are_named_first() -> None:
     assert describe_out_of_step([3, 3, 2, 3]) == "rank 2 is at call 2; ranks 0, 1, 3 are at call 3"
     assert describe_out_of_step([4, 5]) == "rank 0 is at call 4; rank 1 is at call 5"
-    assert describe_out_of_step([1] * 10 + [2]).endswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and more are at call 1")
+    assert describe_out_of_step([1] * 10 + [2]).endswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more are at call 1")
 
 
 @pytest.mark.parametrize(("cpu", "io"), [(20, None), (-21, None), (0, 4), (0, -1)])

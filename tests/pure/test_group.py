@@ -7,5 +7,5 @@ from torchelastic.group.naming import describe_calls, listed
 
 def test_who_calls_what_is_said_briefly() -> None:
     assert listed([1]) == "rank 1"
-    assert listed(list(range(20))).endswith("7 and more")
+    assert listed(list(range(20))).endswith("7 and 12 more")
     assert describe_calls(["save(5)", "load()", "save(5)"]) == "rank 1 calls load(); ranks 0, 2 call save(5)"

@@ -41,7 +41,7 @@ def test_several_odd_ones_are_named_with_their_places_first() -> None:
     stands = [Stand(rank, 7, HERE) for rank in range(12)] + [Stand(12, 9, "x.py:1 f"), Stand(13, 8, "y.py:2 g")]
     text = describe(stands)
     assert text.startswith("rank 12 was in x.py:1 f (step 9), rank 13 in y.py:2 g (step 8), ranks 0, 1, 2")
-    assert "and more" in text
+    assert "and 4 more" in text
 
 
 @given(st.integers(0, 9999), st.integers(0, 2**40), st.text(max_size=300))

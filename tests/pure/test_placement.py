@@ -118,9 +118,9 @@ def test_the_order_of_the_roster_does_not_matter() -> None:
 def test_what_is_wrong_with_a_roster_is_said() -> None:
     with pytest.raises(ValueError, match="roster is empty"):
         FailureDomains.from_roster([])
-    with pytest.raises(ValueError, match=r"rank\(s\) 1 are in the roster twice"):
+    with pytest.raises(ValueError, match=r"in the roster twice: rank 1; each"):
         FailureDomains.from_roster([(0, "a"), (1, "a"), (1, "b")])
-    with pytest.raises(ValueError, match=r"rank\(s\) 1 have no rack; label their hosts"):
+    with pytest.raises(ValueError, match=r"no rack is known of rank 1: label their hosts"):
         FailureDomains.from_roster([(0, "a"), (1, "b")], racks={"a": "x"}).pairs("rack")
     with pytest.raises(ValueError, match="'row' is no level"):
         one_rank_each(2).groups("row")  # type: ignore[arg-type]

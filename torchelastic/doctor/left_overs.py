@@ -10,7 +10,7 @@ from pathlib import Path
 from torchelastic.checkpoint.memory.dead import find_dead
 from torchelastic.checkpoint.memory.job import DEFAULT_ROOT, ROOT_VARIABLE
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.text import bytes_text
+from torchelastic.text import bytes_text, shortlist
 
 NAME = "left-overs"
 #: As a part of the file system: from here on they are in the way of the next job.
@@ -39,10 +39,8 @@ def judge_left_overs(facts: LeftOverFacts) -> Finding:
     total_bytes = sum(size_bytes for _, size_bytes in facts.jobs)
     is_much = facts.size_bytes is not None and total_bytes > MUCH * facts.size_bytes
     run_ids = list(dict.fromkeys(run_id or "(no run id)" for run_id, _ in facts.jobs))
-    names = ", ".join(run_ids[:5])
-    more = f" and {len(run_ids) - 5} more" if len(run_ids) > 5 else ""
     what = f"{len(facts.jobs)} dead job(s) hold {bytes_text(total_bytes)} in {facts.root}"
-    because = f"of {names}{more}; a job that comes back (requeued, say) wants its memory"
+    because = f"of {shortlist(run_ids, 5)}; a job that comes back (requeued, say) wants its memory"
     remedy = f"torchelastic checkpoint prune --dead {facts.root}"
     return Finding(NAME, Level.WARNING if is_much else Level.NOTE, what, because, remedy)
 

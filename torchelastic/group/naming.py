@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchelastic.text import shortlist
+
 _NAMED_RANKS = 8
 
 
@@ -13,8 +15,7 @@ def listed(ranks: Sequence[int]) -> str:
     >>> listed([1]), listed([0, 3])
     ('rank 1', 'ranks 0, 3')
     """
-    names = ", ".join(map(str, ranks[:_NAMED_RANKS])) + (" and more" if len(ranks) > _NAMED_RANKS else "")
-    return f"rank{'' if len(ranks) == 1 else 's'} {names}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {shortlist(ranks, _NAMED_RANKS)}"
 
 
 def describe_calls(calls: Sequence[str], one: str = "calls", several: str = "call") -> str:

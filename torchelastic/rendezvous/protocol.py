@@ -34,11 +34,10 @@ from typing import Any
 
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, rank_members
 from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting
+from torchelastic.text import shortlist
 
 #: How many tombstones are cleared away with one decision: etcd takes 128 operations in a transaction by default.
 MAX_FORGOTTEN = 100
-#: More names than this are not listed in a text for people.
-MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -142,26 +141,26 @@ def _break_on_loss(view: View, now_s: float) -> tuple[Action, ...]:
         return ()
     if view.is_orphaned:
         return _say_that_it_is_orphaned(view, now_s)
-    return _broken(view, f"lost {_names([name for name in view.round.roster if name in gone])}")
+    return _broken(view, f"lost {shortlist([name for name in view.round.roster if name in gone])}")
 
 
 def _say_that_it_is_orphaned(view: View, _now_s: float) -> tuple[Action, ...]:
     """Nobody of the group is there, and none is known to have ended: name the wait, and how to shorten it."""
     if not view.is_orphaned or view.round.orphaned:
         return ()
-    because = _why_orphaned(view.round.number, _names(view.round.roster), view.settings.orphan_timeout_s)
+    because = _why_orphaned(view.round.number, shortlist(view.round.roster), view.settings.orphan_timeout_s)
     return _broken(view, because, orphaned=True)
 
 
 def _break_on_request(view: View, _now_s: float) -> tuple[Action, ...]:
     """A member left the running round without having been asked to."""
-    return _broken(view, f"{_names(sorted(view.ready))} asked for a new round") if view.ready else ()
+    return _broken(view, f"{shortlist(sorted(view.ready))} asked for a new round") if view.ready else ()
 
 
 def _break_on_failure(view: View, _now_s: float) -> tuple[Action, ...]:
     """While all were asked to stop at an agreed step, one of them failed instead."""
     failed = sorted(name for name in view.ready if view.members[name].failed)
-    return _broken(view, f"{_names(failed)} failed") if failed else ()
+    return _broken(view, f"{shortlist(failed)} failed") if failed else ()
 
 
 def _admit(view: View, now_s: float) -> tuple[Action, ...]:
@@ -185,7 +184,7 @@ def _let_leave(view: View, _now_s: float) -> tuple[Action, ...]:
         return ()
     leaving = tuple(name for name in view.round.roster if name in view.leaving)
     waiting = min(_room(view) + len(leaving), len(view.waiting_since_s))
-    because = f"{_names(leaving)} asked to leave"
+    because = f"{shortlist(leaving)} asked to leave"
     change = {"state": RoundState.GATHERING, "waiting": waiting, "leaving": leaving, "because": because}
     return (Publish(_amended(view, **change)),)
 
@@ -229,7 +228,7 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
     if names <= _released(view.round):
         return ()
     ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.worth, reverse=True))
-    because = f"{_names(ordered)} left; fewer than min_workers={view.settings.min_workers} are here"
+    because = f"{shortlist(ordered)} left; fewer than min_workers={view.settings.min_workers} are here"
     change = {"state": RoundState.BROKEN, "waiting": 0, "leaving": ordered, "hopeless": view.round.hopeless}
     return (Publish(_amended(view, **change, because=because)),)
 
@@ -245,7 +244,7 @@ def _give_up(view: View, _now_s: float) -> tuple[Action, ...]:
     is_hopeless = bool(lost and here) and len(here) + may_come < view.settings.min_workers
     if is_hopeless == view.round.hopeless or (lost and not here):
         return ()
-    because = f"{_names(lost)} failed for good; the others are fewer than min_workers={view.settings.min_workers}"
+    because = f"{shortlist(lost)} failed for good; the others are fewer than min_workers={view.settings.min_workers}"
     because = because if is_hopeless else "more workers have come"
     return (Publish(_amended(view, leaving=view.round.leaving, because=because, hopeless=is_hopeless)),)
 
@@ -258,7 +257,7 @@ def _evict(view: View, unready: Sequence[Member]) -> tuple[Action, ...]:
     evicted = tuple(member.member_id for member in unready)
     if not evicted or evicted == view.round.evicted:
         return ()
-    because = f"{_names(evicted)} did not get ready in time"
+    because = f"{shortlist(evicted)} did not get ready in time"
     return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, evicted=evicted, because=because)),)
 
 
@@ -372,12 +371,6 @@ def _amended(view: View, **changes: Any) -> Round:
 
 def _broken(view: View, because: str, *, orphaned: bool = False) -> tuple[Action, ...]:
     return (Publish(_amended(view, state=RoundState.BROKEN, waiting=0, because=because, orphaned=orphaned)),)
-
-
-def _names(names: Sequence[str]) -> str:
-    """For people: not all of 10,000."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _why_orphaned(number: int, names: str, orphan_timeout_s: float) -> str:

@@ -9,6 +9,7 @@ from torchelastic.ledger.events import Join
 from torchelastic.report.model import LifeRow
 from torchelastic.report.part import Part
 from torchelastic.report.told import Told
+from torchelastic.text import shortlist
 
 #: What has happened so shortly before the end of the journals may not be written down by every agent yet.
 _NOT_WRITTEN_YET_NS = 10_000_000_000
@@ -34,9 +35,10 @@ def lacks_of(
         if max(ends_ns.values()) - min(ends_ns.values()) > _NOT_WRITTEN_YET_NS:
             until += f" on {min(ends_ns, key=lambda host: ends_ns[host])}, and later on others"
         agents = "agent was" if len(hosts) == 1 else "agents were"
+        verb = "is" if len(names) == 1 else "are"
         yield (
-            f"{_listed(names)} without an end: the run goes on, or the {agents} lost ({_listed(hosts, verb=False)}). "
-            f"What is known ends at {until}."
+            f"{shortlist(names, 4)} {verb} without an end: the run goes on, or the {agents} lost "
+            f"({shortlist(hosts, 4)}). What is known ends at {until}."
         )
     for part in parts:
         wrong = part.book.why_wrong(part.now_ns)
@@ -80,8 +82,3 @@ def _complete_from(part: Part) -> int:
     if part.journal.before.counts.first_ns is None or not part.journal.events:
         return 0
     return part.since_began(min(event.at_ns for event in part.journal.events)) + _NOT_WRITTEN_YET_NS
-
-
-def _listed(names: Sequence[str], most: int = 4, *, verb: bool = True) -> str:
-    some = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-    return f"{some} {'is' if len(names) == 1 else 'are'}" if verb else some

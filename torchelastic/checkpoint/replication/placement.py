@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchelastic.group.naming import listed
+
 Level = Literal["host", "rack", "slice"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
@@ -58,7 +60,7 @@ class FailureDomains:
             raise ValueError("the roster is empty; give at least one (rank, host)")
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) < len(ranks) else []
         if twice:
-            raise ValueError(f"rank(s) {_listed(twice)} are in the roster twice; each rank runs on one host")
+            raise ValueError(f"in the roster twice: {listed(twice)}; each rank runs on one host")
         return cls(tuple(members))
 
     @property
@@ -77,7 +79,7 @@ class FailureDomains:
         unlabelled = [member.rank for member in self.members if not getattr(member, level)]
         if unlabelled:
             raise ValueError(
-                f"rank(s) {_listed(unlabelled)} have no {level}; label their hosts (FailureDomains.from_roster(.., "
+                f"no {level} is known of {listed(unlabelled)}: label their hosts (FailureDomains.from_roster(.., "
                 f'{level}s=..)) or place across level "host"'
             )
         found: dict[str, list[int]] = {}
@@ -154,8 +156,3 @@ def partners(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
         following = (names[own + 1 :] + names[:own])[: factor - 1]
         place = groups[hosts[rank]].index(rank)
         return [groups[name][place % len(groups[name])] for name in following]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f", .. ({len(ranks)} in all)" if len(ranks) > 8 else "")

@@ -17,6 +17,7 @@ from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.reading import ShardReader, is_plain_memory
 from torchelastic.checkpoint.shards.tensors import copyable, dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import NamedTensor, flatten, tensor_names, unflatten
+from torchelastic.text import shortlist
 
 #: How many names an error lists before it only counts.
 MAX_NAMED = 5
@@ -41,7 +42,10 @@ def read_tree(shards: Sequence[ShardReader], *, allow_pickles: bool = False) -> 
     pieces = _pieces_by_name(shards)
     missing = sorted(name for name in tensor_names(structure) if name not in pieces)
     if missing:
-        raise CheckpointError(f"{_places(shards)} lack {_listed(missing)}: the shards of other ranks are missing")
+        raise CheckpointError(
+            f"{_places(shards)} lack {shortlist([repr(name) for name in missing], MAX_NAMED)}: "
+            "the shards of other ranks are missing"
+        )
     return unflatten(structure, read_tensors(shards), allow_pickles=allow_pickles)
 
 
@@ -199,9 +203,9 @@ def _require_same(wanted: Sequence[NamedTensor], pieces: _Pieces, strict: bool) 
     missing = [named.name for named in wanted if named.name not in pieces]
     unexpected = sorted(pieces.keys() - {named.name for named in wanted})
     if strict and missing:
-        faults.append(f"the checkpoint lacks {_listed(missing)}")
+        faults.append(f"the checkpoint lacks {shortlist([repr(name) for name in missing], MAX_NAMED)}")
     if strict and unexpected:
-        faults.append(f"the state lacks {_listed(unexpected)}")
+        faults.append(f"the state lacks {shortlist([repr(name) for name in unexpected], MAX_NAMED)}")
     for named in wanted:
         if named.name in pieces:
             entry = pieces[named.name][0][1]
@@ -217,11 +221,6 @@ def _require_same(wanted: Sequence[NamedTensor], pieces: _Pieces, strict: bool) 
             f"the checkpoint does not fit this state: {'; '.join(shown)}. Nothing was loaded; build the state as it "
             "was when it was saved" + ("" if not (missing or unexpected) else ", or pass strict=False")
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(map(repr, names[:MAX_NAMED])) + more
 
 
 def _places(shards: Sequence[ShardReader]) -> str:

@@ -47,10 +47,6 @@ class Candidate:
     reads: tuple[Read, ...]
     alternatives: Mapping[int, tuple[Read, ...]]
 
-    def reads_of(self, reader: int) -> list[Read]:
-        """What one rank has to read."""
-        return [read for read in self.reads if read.reader == reader]
-
 
 def candidates(inventories: Sequence[Inventory], tier_order: Sequence[str]) -> list[Candidate]:
     """All checkpoints that the group can restore, the newest first: take the first, and the next if it proves damaged.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.text import shortlist
 
 #: Shape and dtype of a tensor; None for a value that is no tensor.
 Look = tuple[tuple[int, ...], str] | None
@@ -31,11 +32,10 @@ def require_fitting(
     Raises:
         CheckpointError: names, shapes, dtypes or groups differ; names them.
     """
-    faults = (
-        [f"the checkpoint lacks {listed(sorted(live.keys() - saved.keys()))}"] if live.keys() - saved.keys() else []
-    )
-    if saved.keys() - live.keys():
-        faults.append(f"the model lacks {listed(sorted(saved.keys() - live.keys()))}")
+    faults = []
+    for who, lacking in (("checkpoint", live.keys() - saved.keys()), ("model", saved.keys() - live.keys())):
+        if lacking:
+            faults.append(f"the {who} lacks {shortlist([repr(name) for name in sorted(lacking)], _NAMED)}")
     different = [name for name in saved if name in live and saved[name] != live[name]]
     faults += [f"{name!r} was {_words(saved[name])} and is {_words(live[name])}" for name in different[:_NAMED]]
     if len(different) > _NAMED:
@@ -62,13 +62,3 @@ def _group_faults(saved_groups: Sequence[GroupNames], groups: Sequence[GroupName
 
 def _words(look: Look) -> str:
     return "a plain value" if look is None else f"a {look[1].removeprefix('torch.')} of shape {look[0]}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for people.
-
-    >>> listed(["a", "b"])
-    "'a', 'b'"
-    """
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(map(repr, names[:_NAMED])) + more

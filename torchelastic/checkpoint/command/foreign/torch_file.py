@@ -13,6 +13,7 @@ from torchelastic.checkpoint.command.errors import CommandError, underlying
 from torchelastic.checkpoint.command.structures import places_of
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.verification import damage_of_torch_file
+from torchelastic.text import shortlist
 
 _PICKLE_PROTOCOL_2_OR_LATER = b"\x80"
 _ZIP = b"PK\x03\x04"
@@ -64,9 +65,8 @@ def check(structure: Any, *, allow_pickles: bool) -> None:
         return
     refused = [f"{place!r} is {_REFUSED[kind]}" for place, kind in places_of(structure, _REFUSED)]
     if refused:
-        more = f", and {len(refused) - 3} more" if len(refused) > 3 else ""
         raise CommandError(
-            f"torch.load(weights_only=True) could not read this state back: {', '.join(refused[:3])}{more}; use "
+            f"torch.load(weights_only=True) could not read this state back: {shortlist(refused)}; use "
             "--to shard, or --allow-pickles to write a file that needs weights_only=False"
         )
 
