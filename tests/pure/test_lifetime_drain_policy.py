@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import random
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.lifetime import drain_policy
 from torchelastic.lifetime.bounds import guess
 from torchelastic.lifetime.decision import Tier
 from torchelastic.lifetime.drain_policy import (
@@ -165,10 +163,6 @@ def test_whatever_the_deadlines_nobody_is_there_at_its_own_and_the_run_is_saved_
             assert len(present) >= min(min_workers, 4)
             return
     raise AssertionError("it goes on for ever")
-
-
-def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(drain_policy).failed == 0
 
 
 def test_a_rank_that_does_not_know_when_it_ends_leaves_at_once_if_the_others_can_go_on() -> None:

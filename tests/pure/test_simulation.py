@@ -101,6 +101,12 @@ def test_drains_alone_break_no_round_and_cost_no_step() -> None:
     assert left > 500
 
 
+def test_a_run_is_given_up_where_too_few_may_come_back_and_goes_on_when_enough_have_come() -> None:
+    # that all train in the end is what each run ends with
+    verbs = ("a worker fails for good", "kill a worker")
+    assert sum(run_random(seed, hosts=3, nproc=2, events=3000, verbs=verbs).hopeless for seed in range(80)) > 5
+
+
 def test_equal_seeds_give_equal_histories() -> None:
     first, second = (run_random(7, events=3000, traced=True) for _ in range(2))
     assert first == second

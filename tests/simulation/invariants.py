@@ -51,6 +51,8 @@ class Invariants:
         self.broken = 0
         #: how often a step was committed that an earlier round had committed
         self.repeated = 0
+        #: how often the leader said that those who are left wait in vain
+        self.hopeless = 0
         #: how many members have left the run in order
         self.left = 0
         #: who holds the leader's key in the store
@@ -64,6 +66,8 @@ class Invariants:
         #: by lineage: the highest step that was committed, and in which round
         self._highest: dict[int, tuple[int, int]] = {}
         self._records: dict[str, Member] = {}
+        #: by member: when it was registered
+        self._since_s: dict[str, float] = {}
         #: by agent: the members that the record names which outlives it
         self._named: dict[str, frozenset[str]] = {}
         self._buried: set[str] = set()
@@ -136,6 +140,13 @@ class Invariants:
         self.require(0 not in now.stale, "rank 0 must be a source")
         self.require(now.state in MAY_FOLLOW[before.state], f"{now.state} follows {before.state}")
         self.require(now.edition == before.edition + 1, f"edition {now.edition} follows {before.edition}")
+        if now.hopeless:
+            self.hopeless += 1
+            # what has come a moment ago the leader may not have seen yet: it takes its word back when it does
+            before_s = self._engine.now_s - self._settings.ttl_s
+            here = {name for name, m in self._records.items() if not (m.departed or m.leaving)}
+            seen = [name for name in here if self._since_s.get(name, 0.0) < before_s]
+            self.require(len(seen) < self._settings.min_workers, f"{seen} are here, and the run is given up")
         self._asked_to_stop |= frozenset(now.leaving)
         if now.number == before.number:
             self.require(now.roster == before.roster, f"round {now.number} has changed its roster")
@@ -176,6 +187,7 @@ class Invariants:
             if before is not None:
                 self.require(now.ready_for >= before.ready_for, f"{name}: an older record has come after a newer one")
         self._records[name] = now
+        self._since_s.setdefault(name, self._engine.now_s)
 
     # --- the workers --------------------------------------------------------------------------------------------------
 

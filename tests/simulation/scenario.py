@@ -17,7 +17,7 @@ Verb = Callable[[World], object]
 
 @dataclass(frozen=True)
 class Report:
-    """What happened in one random run; `broken`, `repeated` and `left` as in `Invariants`."""
+    """What happened in one random run; `broken`, `repeated`, `left` and `hopeless` as in `Invariants`."""
 
     seed: int
     events: int
@@ -28,6 +28,7 @@ class Report:
     broken: int
     repeated: int
     left: int
+    hopeless: int
     verbs: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -88,6 +89,11 @@ def _stop(world: World, place: Place) -> None:
 def _kill(world: World, place: Place) -> None:
     if place.workers:
         world.kill_worker(place, world.engine.chance.choice(place.workers))
+
+
+def _give_up(world: World, place: Place) -> None:
+    if place.workers:
+        world.give_up_worker(place, world.engine.chance.choice(place.workers))
 
 
 def _hang(world: World, place: Place) -> None:
@@ -158,6 +164,7 @@ def _skew(world: World, place: Place) -> None:
 
 VERBS: dict[str, tuple[float, Verb]] = {
     "kill a worker": (4.0, _with_host(_kill)),
+    "a worker fails for good": (1.0, _with_host(_give_up)),
     "hang a worker": (1.0, _with_host(_hang)),
     "hang a worker for good": (0.5, _with_host(_hang_for_good)),
     "fail a step": (2.0, lambda world: _all_groups(world, "fails_next_step")),
@@ -275,6 +282,7 @@ def _report(world: World, verbs: Mapping[str, int]) -> Report:
         invariants.broken,
         invariants.repeated,
         invariants.left,
+        invariants.hopeless,
         dict(verbs),
     )
 

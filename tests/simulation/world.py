@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.simulation.agent import SimulatedAgent
 from tests.simulation.engine import Engine
@@ -186,6 +187,10 @@ class World:
                 self.kill_worker(place, worker)
             else:
                 worker.hear(round_)
+        if round_.hopeless and any(worker.name in round_.members for worker in place.workers):
+            # as its launcher does, with exit code 1; after a while somebody gives the command again
+            self.engine.after(0.0, self.stop, place)
+            self.engine.after(self.rest_s, self.boot, place)
 
     def _on_contact(self, place: Place, agent: SimulatedAgent, contact: Contact) -> None:
         if place.agent is agent and not math.isinf(contact.commit_until_s):
@@ -239,6 +244,18 @@ class World:
         agent.deliver(agent.host.withdraw, worker.name)
         if self.restarts:
             self.engine.after(self.restart_delay_s, agent.deliver, self._start_worker, place)
+
+    def give_up_worker(self, place: Place, worker: Worker) -> None:
+        """End one worker's process for good: its agent does not start it again; after a while somebody else does."""
+        agent = place.agent
+        if agent is None or not worker.is_alive:
+            return
+        self.engine.note(worker.name, "fails for good")
+        worker.die()
+        place.workers.remove(worker)
+        agent.deliver(partial(agent.host.withdraw, worker.name, for_good=True))
+        if self.restarts:
+            self.engine.after(self.rest_s, agent.deliver, self._start_worker, place)
 
     def hang_worker(self, worker: Worker) -> None:
         """It lives and does nothing any more."""
