@@ -13,7 +13,7 @@ from torchelastic.agent import control_sequences
 from torchelastic.agent.control_sequences import last_state, plain_text, shown_of, without_sequences
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker_environment import terminal_variables
+from torchelastic.agent.worker_environment import terminal_variables, thread_variables
 
 RED, OFF = "\x1b[31m", "\x1b[0m"
 
@@ -152,3 +152,19 @@ def test_workers_know_of_colours_and_width_unless_the_user_says_otherwise(
 ) -> None:
     assert terminal_variables(given_, nproc, os.terminal_size((100, 40))) == wanted
     assert terminal_variables(given_, nproc, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("given_", "nproc", "cores", "wanted"),
+    [
+        ({}, 1, 16, {}),
+        ({}, 4, 16, {"OMP_NUM_THREADS": "4"}),
+        ({}, 3, 16, {"OMP_NUM_THREADS": "5"}),
+        ({}, 4, 2, {"OMP_NUM_THREADS": "1"}),
+        ({"OMP_NUM_THREADS": "7"}, 4, 16, {}),
+    ],
+)
+def test_workers_of_a_host_share_its_cores_unless_the_user_says_otherwise(
+    given_: dict[str, str], nproc: int, cores: int, wanted: dict[str, str]
+) -> None:
+    assert thread_variables(given_, nproc, cores) == wanted

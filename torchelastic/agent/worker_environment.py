@@ -19,6 +19,7 @@ def worker_environment(options: AgentOptions, nproc: int, size: os.terminal_size
     return (
         environment
         | terminal_variables(environment, nproc, size)
+        | thread_variables(environment, nproc, len(os.sched_getaffinity(0)))
         | {
             wire.SOCKET_VARIABLE: str(options.socket_path),
             wire.INIT_METHOD_VARIABLE: str(options.url),
@@ -34,6 +35,24 @@ def worker_environment(options: AgentOptions, nproc: int, size: os.terminal_size
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
     )
+
+
+def thread_variables(given: Mapping[str, str], nproc: int, cores: int) -> dict[str, str]:
+    """How many threads each worker computes with: without it each would take all cores, and they would wait in turns.
+
+    torchrun sets 1; here the workers share the cores that this process may use. Pure.
+
+    Args:
+        given: the launcher's environment: what it says is kept.
+        nproc: how many workers the launcher has; a single one has all cores anyway.
+        cores: that the launcher may run on.
+
+    >>> thread_variables({}, 4, 16), thread_variables({}, 4, 2), thread_variables({}, 1, 16)
+    ({'OMP_NUM_THREADS': '4'}, {'OMP_NUM_THREADS': '1'}, {})
+    """
+    if nproc == 1 or "OMP_NUM_THREADS" in given:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
 
 
 def terminal_variables(given: Mapping[str, str], nproc: int, size: os.terminal_size | None) -> dict[str, str]:
