@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,15 @@ def _state(step: int, size_bytes: int = 4000) -> BasicTensorAwareStateDict:
 def save(root: Path, step: int) -> None:
     """Save a step."""
     _manager(root).save(_state(step), step)
+
+
+def save_as_if_on(root: Path, hosts: str, step: int) -> None:
+    """Save a step; ranks with the same letter are lost together, and no jump is given."""
+    host = hosts[_rank()]
+    os.environ |= {"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_WORLD_SIZE": str(hosts.count(host))}
+    strategy = LazyCliqueReplicationStrategy()
+    manager = LocalCheckpointManager(root / f"host-{_rank()}", repl_strategy=strategy, timeout_s=30)
+    manager.save(_state(step), step)
 
 
 def save_two(root: Path) -> None:

@@ -28,11 +28,11 @@ from torchelastic.checkpoint.local import (
     TensorAwareStateDict,
 )
 from torchelastic.checkpoint.local.names import Save, Shard
-from torchelastic.checkpoint.local.neighbours import own_address
 from torchelastic.checkpoint.local.shard_folder import Held
-from torchelastic.checkpoint.local.shard_write import Peers
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
+from torchelastic.checkpoint.replication.addresses import own_address
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
+from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import Disk
 
 
@@ -543,7 +543,7 @@ def test_the_token_is_not_shown_and_the_work_of_a_request_pickles(manager: Local
     request = manager.save(state(1), 1, is_async=True)
     assert request is not None
     (write,) = request.async_fn_args
-    secret = replace(write, peers=Peers({1: ("host", 1)}, "not for anybody's eyes"))
+    secret = replace(write, peers=PeerTopology(0, ("a", "b"), token="not for anybody's eyes"))
     assert "not for" not in repr(secret)
     assert pickle.loads(pickle.dumps(secret)).peers == secret.peers
 

@@ -19,13 +19,13 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.local.names import Shard
-from torchelastic.checkpoint.replication import (
+from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     PeerLostError,
     PeerStalledError,
     ReplicaBusyError,
-    ReplicaClient,
 )
+from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import Disk, Entry, Header, Stage
 from torchelastic.checkpoint.shards.batches import over_batches
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header, encode_preamble
@@ -41,25 +41,6 @@ _UNREACHABLE = (PeerLostError, PeerStalledError, AuthenticationError, ReplicaBus
 
 
 @dataclass(frozen=True)
-class Peers:
-    """The ranks that get a copy.
-
-    Attributes:
-        addresses: of their replica servers, by rank.
-        token: the secret of this group of managers; not shown.
-        timeout_s: how long a peer may be silent.
-    """
-
-    addresses: dict[int, tuple[str, int]] = field(default_factory=dict)
-    token: str = field(default="", repr=False)
-    timeout_s: float = 10.0
-
-    def client(self, rank: int, retry_s: float) -> ReplicaClient:
-        """Reaches one of them; one that is lost or busy is tried again for so many seconds."""
-        return ReplicaClient(self.addresses[rank], self.token, timeout_s=self.timeout_s, retry_s=retry_s)
-
-
-@dataclass(frozen=True)
 class ShardWrite:
     """One rank's shard on its way; it pickles.
 
@@ -72,7 +53,7 @@ class ShardWrite:
         meta: what the header says besides.
         checksums: of the tensors, if they were computed already.
         generation: of the save.
-        peers: who gets a copy.
+        peers: the ranks, and which of them get a copy.
         disk: what touches files.
         stage: the file as this process has it in its memory; left behind when it is pickled.
     """
@@ -85,7 +66,7 @@ class ShardWrite:
     meta: dict[str, Any]
     checksums: tuple[str, ...] | None
     generation: int
-    peers: Peers
+    peers: PeerTopology
     disk: Disk
     stage: Stage | None = field(default=None, compare=False, repr=False)
 
@@ -97,7 +78,7 @@ class ShardWrite:
 
         A peer that cannot be reached costs its replica and not the save: a warning names it, and the metric
         checkpoint.replication.failures counts it. It is retried for `PUSH_RETRY_S` at most, and no wait for it takes
-        longer than the peers' `timeout_s`.
+        longer than they may be silent.
 
         Raises:
             CheckpointError: the disk failed, or a peer refused the replica. The shard is removed here; peers may have
@@ -155,18 +136,17 @@ class ShardWrite:
             return f"{xxhash.xxh3_64_intdigest(data):016x}"
 
     def _send(self, content: memoryview) -> None:
-        for rank, (host, port) in self.peers.addresses.items():
-            client = self.peers.client(rank, min(PUSH_RETRY_S, self.peers.timeout_s))
+        for rank in self.peers.partners:
+            client = self.peers.client(rank, min(PUSH_RETRY_S, self.peers.retry.timeout_seconds))
             try:
                 client.push(self.target.name, content, token_round=self.generation)
             except _UNREACHABLE as error:
                 publish_metric("torchelastic", "checkpoint.replication.failures", 1)
                 log.warning(
-                    "%s has no replica on rank %d at %s:%d, which could not be reached (%s): it is saved without",
+                    "%s has no replica on rank %d at %s, which could not be reached (%s): it is saved without",
                     Shard.parse(self.target.name) or self.target.name,
                     rank,
-                    host,
-                    port,
+                    client.peer,
                     error,
                 )
             except CheckpointError as error:
