@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from torchelastic.checkpoint.replication import LazyCliqueReplicationStrategy
+from torchelastic.checkpoint.replication import CliqueReplicationStrategy, LazyCliqueReplicationStrategy
 
 MIB = 2**20
 #: For how long a save that is held back has to wait.
@@ -43,7 +43,7 @@ def save_as_if_on(root: Path, hosts: str, step: int) -> None:
     """Save a step; ranks with the same letter are lost together, and no jump is given."""
     host = hosts[_rank()]
     os.environ |= {"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_WORLD_SIZE": str(hosts.count(host))}
-    strategy = LazyCliqueReplicationStrategy()
+    strategy = CliqueReplicationStrategy.from_replication_params()
     manager = LocalCheckpointManager(root / f"host-{_rank()}", repl_strategy=strategy, timeout_s=30)
     manager.save(_state(step), step)
 

@@ -15,7 +15,7 @@ from torchelastic.checkpoint.local.choice import Holding
 from torchelastic.checkpoint.local.image import tensors_of
 from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.local.shard_folder import ShardFolder
-from torchelastic.checkpoint.replication.client import ReplicaClient
+from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.writing import hidden_path
@@ -77,20 +77,12 @@ def from_any(
 
 def _fetch(shard: Shard, client: ReplicaClient, files: ShardFolder) -> ShardReader:
     """Gets a shard into the own folder; it takes its name only when all of it is good."""
-    name, images = shard.file_name, []
+    name = shard.file_name
 
-    def destination(size_bytes: int) -> memoryview:
-        view = files.destination(name, size_bytes)
-        images.append(torch.frombuffer(view, dtype=torch.uint8))
-        return view
+    def check(view: memoryview) -> None:
+        tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
 
-    try:
-        incoming = client.pull(name, destination)
-        tensors_of(images[-1], f"the copy of {name} at {client.peer}")
-        incoming.release()
-        files.received(name, incoming.digest)
-    finally:
-        files.abandon(name)  # nothing to do where it was received
+    pull_into(files, name, client, check)
     log.info("fetched %s from %s", shard, client.peer)
     return ShardReader(files.path_of(shard, files.rank))
 

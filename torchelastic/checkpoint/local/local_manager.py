@@ -245,24 +245,23 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
         stage: Stage = prepared.stage
-        checksums: tuple[str, ...] | None = None
+        header: Header = replace(
+            prepared.header, meta={**prepared.header.meta, **shard.meta(self.session_id), "saved_s": saved_s}
+        )
         try:
             if is_async:
                 stage.copy(prepared.sources)
             else:
-                checksums = tuple(stage.copy_and_hash(prepared.sources))
+                header = header.with_checksums(stage.copy_and_hash(prepared.sources))
         except BaseException:
             self._files.give_back(stage)
             raise
-        meta = {**prepared.header.meta, **shard.meta(self.session_id), "saved_s": saved_s}
         write = ShardWrite(
             hidden=stage.slot.path or Path(),
             target=self._files.path_of(shard, self.rank),
             data_offset=stage.data_offset,
-            structure=prepared.header.structure,
-            entries=prepared.header.entries,
-            meta=meta,
-            checksums=checksums,
+            header=header,
+            has_checksums=not is_async,
             generation=shard.save.generation,
             peers=self._peers,
             disk=self._disk,

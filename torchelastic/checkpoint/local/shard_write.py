@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.replication.errors import (
@@ -26,9 +24,9 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaBusyError,
 )
 from torchelastic.checkpoint.replication.topology import PeerTopology
-from torchelastic.checkpoint.shards import Disk, Entry, Header, Stage
-from torchelastic.checkpoint.shards.batches import over_batches
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header, encode_preamble
+from torchelastic.checkpoint.shards import Disk, Header, Stage
+from torchelastic.checkpoint.shards.batches import checksums_in
+from torchelastic.checkpoint.shards.stage import seal
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -48,10 +46,8 @@ class ShardWrite:
         hidden: the file that the tensors were copied into.
         target: the name that it gets.
         data_offset: where the data begins in it, in bytes.
-        structure: the plain values of the state.
-        entries: its tensors.
-        meta: what the header says besides.
-        checksums: of the tensors, if they were computed already.
+        header: of the shard.
+        has_checksums: whether they are in the header; else they are computed here.
         generation: of the save.
         peers: the ranks, and which of them get a copy.
         disk: what touches files.
@@ -61,10 +57,8 @@ class ShardWrite:
     hidden: Path
     target: Path
     data_offset: int
-    structure: Any
-    entries: tuple[Entry, ...]
-    meta: dict[str, Any]
-    checksums: tuple[str, ...] | None
+    header: Header
+    has_checksums: bool
     generation: int
     peers: PeerTopology
     disk: Disk
@@ -119,21 +113,13 @@ class ShardWrite:
 
     def _seal(self, view: memoryview) -> int:
         """Writes header and preamble, the preamble last, and returns how long the shard is."""
-        checksums = self.checksums or over_batches(
-            self.entries, lambda batch: [self._hash(view, self.entries[index]) for index in batch]
-        )
-        header = Header(self.structure, self.entries, self.meta).with_checksums(checksums)
-        encoded = encode_header(header)
-        if PREAMBLE_BYTES + len(encoded) > self.data_offset:
-            raise CheckpointError(f"a header of {len(encoded)} bytes does not fit in front of {self.data_offset}")
-        self.disk.store(view, PREAMBLE_BYTES, encoded)
-        self.disk.store(view, 0, encode_preamble(encoded, self.data_offset, header.data_bytes))
-        return self.data_offset + header.data_bytes
-
-    def _hash(self, view: memoryview, entry: Entry) -> str:
-        begin = self.data_offset + entry.offset_bytes
-        with view[begin : begin + entry.size_bytes] as data:
-            return f"{xxhash.xxh3_64_intdigest(data):016x}"
+        header = self.header
+        if not self.has_checksums:
+            header = header.with_checksums(checksums_in(view, header.entries, self.data_offset))
+        try:
+            return seal(view, header, self.data_offset, self.disk)
+        except ValueError as error:
+            raise CheckpointError(f"this save has far more plain values than the last: {error}") from error
 
     def _send(self, content: memoryview) -> None:
         for rank in self.peers.partners:
