@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
-from torchelastic.checkpoint.replication import LazyCliqueReplicationStrategy
+from torchelastic.checkpoint.replication import CliqueReplicationStrategy, LazyCliqueReplicationStrategy
 
 MIB = 2**20
 #: For how long a save that is held back has to wait.
@@ -36,6 +37,15 @@ def _state(step: int, size_bytes: int = 4000) -> BasicTensorAwareStateDict:
 def save(root: Path, step: int) -> None:
     """Save a step."""
     _manager(root).save(_state(step), step)
+
+
+def save_as_if_on(root: Path, hosts: str, step: int) -> None:
+    """Save a step; ranks with the same letter are lost together, and no jump is given."""
+    host = hosts[_rank()]
+    os.environ |= {"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_WORLD_SIZE": str(hosts.count(host))}
+    strategy = CliqueReplicationStrategy.from_replication_params()
+    manager = LocalCheckpointManager(root / f"host-{_rank()}", repl_strategy=strategy, timeout_s=30)
+    manager.save(_state(step), step)
 
 
 def save_two(root: Path) -> None:

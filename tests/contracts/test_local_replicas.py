@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.contracts import local_ranks
 from tests.process.forked_ranks import run_ranks, values
 
@@ -24,6 +26,17 @@ def test_a_job_of_cliques_of_two_goes_on_with_three_ranks_of_four(tmp_path: Path
         told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3, preload=PRELOAD))
         assert [(one["found"], one["loaded"]) for one in told] == [(8, 8)] * 3
         values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3, preload=PRELOAD))
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_hosts_of_unequal_size_keep_copies_for_each_other(tmp_path: Path, lost: str) -> None:
+    hosts = "aab"
+    values(run_ranks(local_ranks.save_as_if_on, tmp_path, hosts, 7, ranks=3, preload=PRELOAD))
+    for rank, host in enumerate(hosts):
+        if host == lost:
+            shutil.rmtree(tmp_path / f"host-{rank}")
+    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3, preload=PRELOAD))
+    assert [(one["found"], one["loaded"]) for one in told] == [(7, 7)] * 3
 
 
 def test_the_copies_that_were_lost_with_a_host_are_made_again_when_the_job_resumes(tmp_path: Path) -> None:

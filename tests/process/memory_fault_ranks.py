@@ -31,13 +31,8 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE
-from torchelastic.checkpoint.replication import (
-    ReplicationError,
-    ReplicationManager,
-    ReplicationRetryConfig,
-    server,
-    transfer,
-)
+from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
+from torchelastic.checkpoint.replication.protocol import Connection
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -114,7 +109,7 @@ def kind_of(path: Path | None) -> str:
 
 def _strike_while_receiving(fault: Fault) -> None:
     """Half of the last chunk is there, and not what was sent."""
-    receive = transfer.receive_chunks
+    receive = Connection.receive_object
 
     def receive_and_strike(connection: Any, incoming: Any) -> None:
         what = "commit" if incoming.object_id.endswith(COMMIT_FILE) else "shard"
@@ -131,7 +126,7 @@ def _strike_while_receiving(fault: Fault) -> None:
             connection.fill = fill_half
         receive(connection, incoming)
 
-    vars(server)["receive_chunks"] = receive_and_strike
+    Connection.receive_object = receive_and_strike  # type: ignore[assignment,method-assign]
 
 
 # --- what ranks do ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from types import TracebackType
 from unittest import mock
 
 from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
-from torchelastic.checkpoint.replication.wire import Connection
+from torchelastic.checkpoint.replication.protocol import Connection
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0

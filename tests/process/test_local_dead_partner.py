@@ -25,9 +25,9 @@ from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from tests.process.replica_relays import UNBOUNDED, relay_to
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError, neighbours
-from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer
-from torchelastic.checkpoint.replication.incoming import IncomingObject
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
+from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, topology
+from torchelastic.checkpoint.replication.receive import IncomingObject
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards import Disk
 from torchelastic.checkpoint.shards.disk import REAL_DISK
@@ -154,7 +154,7 @@ def save_without_partner(
     configure(metrics, "torchelastic")
     if rank == 1:
         RelayedServer.port, RelayedServer.port_file = port, root / "port"
-        neighbours.ReplicaServer = RelayedServer  # type: ignore[attr-defined]
+        topology.ReplicaServer = RelayedServer  # type: ignore[attr-defined]
     try:
         manager = manager_at(root, rank)
         save(manager, 3, rank, is_async)
@@ -173,7 +173,7 @@ def save_without_partner(
         manager.close()
         return took_s, warnings, metrics.count, saved, found, is_state_of(state, rank, 4)
     finally:
-        neighbours.ReplicaServer = ReplicaServer  # type: ignore[attr-defined]
+        topology.ReplicaServer = ReplicaServer  # type: ignore[attr-defined]
         initialize_metrics()
 
 

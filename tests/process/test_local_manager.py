@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import tempfile
@@ -28,11 +29,11 @@ from torchelastic.checkpoint.local import (
     TensorAwareStateDict,
 )
 from torchelastic.checkpoint.local.names import Save, Shard
-from torchelastic.checkpoint.local.neighbours import own_address
 from torchelastic.checkpoint.local.shard_folder import Held
-from torchelastic.checkpoint.local.shard_write import Peers
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
+from torchelastic.checkpoint.replication.addresses import own_address
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
+from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import Disk
 
 
@@ -201,7 +202,7 @@ def test_a_closed_manager_can_be_used_again(manager: LocalCheckpointManager) -> 
 
 
 class Boxed(TensorAwareStateDict):
-    """A state that only a pickle can hold."""
+    """A state with no more than NVRx asks for."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.content: list[Any] = [tensor, "note"]
@@ -248,18 +249,39 @@ def test_a_class_of_your_own_is_stored_by_its_tree(manager: LocalCheckpointManag
     assert loaded.content[0].tolist() == [1.0, 1.0]
 
 
-def test_one_without_a_tree_is_pickled_only_if_that_is_allowed(manager: LocalCheckpointManager, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="allow_pickles=True"):
-        manager.save(Boxed(torch.ones(2)), 1)
-    trusting = LocalCheckpointManager(tmp_path, allow_pickles=True)
+def test_one_without_a_tree_is_stored_by_its_attributes(manager: LocalCheckpointManager) -> None:
     boxed = Boxed(torch.ones(2))
-    trusting.save(boxed, 1)
+    manager.save(boxed, 1)
     assert not boxed.is_hollow
+    boxed.content[0] += 1
+    loaded, _ = manager.load()
+    assert type(loaded) is Boxed
+    assert (loaded.content[0].tolist(), loaded.content[1]) == ([1.0, 1.0], "note")
+
+
+def test_an_attribute_that_is_not_plain_is_pickled_only_if_that_is_allowed(
+    manager: LocalCheckpointManager, tmp_path: Path
+) -> None:
+    boxed = Boxed(torch.ones(2))
+    boxed.content[1] = re.compile("a+")
+    with pytest.raises(TypeError, match="allow_pickles=True"):
+        manager.save(boxed, 1)
+    trusting = LocalCheckpointManager(tmp_path, allow_pickles=True)
+    trusting.save(boxed, 1)
     loaded, _ = trusting.load()
     assert isinstance(loaded, Boxed)
-    assert (loaded.content[0].tolist(), loaded.content[1]) == ([1.0, 1.0], "note")
+    assert (loaded.content[0].tolist(), loaded.content[1]) == ([1.0, 1.0], re.compile("a+"))
     with pytest.raises(CheckpointError, match="allow_pickles=True"):
         manager.load()
+
+
+class Slotted(Boxed):
+    __slots__ = ("more",)
+
+
+def test_attributes_that_would_be_lost_are_refused(manager: LocalCheckpointManager) -> None:
+    with pytest.raises(TypeError, match="Slotted has __slots__: write its to_tree and from_tree"):
+        manager.save(Slotted(torch.ones(2)), 1)
 
 
 def test_a_class_that_is_not_defined_is_named_and_never_imported(manager: LocalCheckpointManager) -> None:
@@ -543,7 +565,7 @@ def test_the_token_is_not_shown_and_the_work_of_a_request_pickles(manager: Local
     request = manager.save(state(1), 1, is_async=True)
     assert request is not None
     (write,) = request.async_fn_args
-    secret = replace(write, peers=Peers({1: ("host", 1)}, "not for anybody's eyes"))
+    secret = replace(write, peers=PeerTopology(0, ("a", "b"), token="not for anybody's eyes"))
     assert "not for" not in repr(secret)
     assert pickle.loads(pickle.dumps(secret)).peers == secret.peers
 

@@ -114,16 +114,17 @@ def use_group() -> bool:
 def test_the_jump_is_the_number_of_ranks_on_a_host_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = LazyCliqueReplicationStrategy()
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert (default_jump(), lazy.clique(0, 4)) == (1, [0, 1])
+    assert (default_jump(), lazy.clique(0, list("aabb"))) == (1, [0, 1])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert (default_jump(), lazy.clique(0, 4)) == (2, [0, 2])
-    assert [lazy.clique(rank, 6) for rank in (0, 4)] == [[0, 2], [0, 4]]  # no multiple of 4: around the world
+    lazy = LazyCliqueReplicationStrategy()
+    assert (default_jump(), lazy.clique(0, list("aabb"))) == (2, [0, 2])
+    assert [lazy.clique(rank, list("aabbb")) for rank in (0, 4)] == [[0, 2], [0, 4]]  # no multiple of 4: across hosts
 
 
 def test_a_strategy_for_one_group_knows_no_other_ranks() -> None:
     strategy = CliqueReplicationStrategy(GroupWrapper(ranks=[0, 1]))
-    assert strategy.clique(1, 2) == [0, 1]
+    assert strategy.clique(1, ["a", "b"]) == [0, 1]
     with pytest.raises(ValueError, match="rank 2 of 4 is not in the clique"):
-        strategy.clique(2, 4)
+        strategy.clique(2, list("abcd"))
     with pytest.raises(ValueError, match="either a process group or the ranks"):
         GroupWrapper()

@@ -41,7 +41,7 @@ from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.replication.incoming import digest_of
+from torchelastic.checkpoint.replication.receive import digest_of
 from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
 
 

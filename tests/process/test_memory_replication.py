@@ -33,8 +33,8 @@ from torchelastic.checkpoint.replication import (
     ReplicationManager,
     ReplicationRetryConfig,
 )
-from torchelastic.checkpoint.replication.circle import Circle
 from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
+from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.metrics import MetricData, MetricHandler, NullMetricHandler, configure
 from torchelastic.network.ports import unused_ports
 
@@ -57,9 +57,9 @@ class Metrics(MetricHandler):
 
 
 def address_of(each: Member, rank: int) -> tuple[str, int]:
-    circle = each.replication._circle
-    assert circle is not None
-    return circle.addresses[rank]
+    topology = each.replication._topology
+    assert topology is not None
+    return topology.addresses[rank]
 
 
 def everything_below(root: Path) -> list[str]:
@@ -184,15 +184,15 @@ def intrude(root: str, hosts: str) -> list[str]:
 
         def try_all() -> None:
             good = str(ObjectName(JOB, 5, str(ShardName(0, 2, save_id_of(0, 7)))))
-            circle = each.replication._circle
-            assert circle is not None
+            topology = each.replication._topology
+            assert topology is not None
             stranger = ReplicaClient(address_of(each, 1), "x" * 32, timeout_s=5, retry_s=0)
             for _ in range(2):
                 with pytest.raises(AuthenticationError):
                     stranger.push(good, b"evil", token_round=0)
                 with pytest.raises(AuthenticationError):
                     stranger.ids()
-            friend = ReplicaClient(address_of(each, 1), circle.token, timeout_s=5, retry_s=0)
+            friend = ReplicaClient(address_of(each, 1), topology.token, timeout_s=5, retry_s=0)
             for name in TRICKS:
                 with pytest.raises(ValueError, match="no id of an object"):
                     friend.push(name, b"evil", token_round=0)
@@ -333,9 +333,10 @@ def test_a_transfer_that_breaks_is_tried_again_as_often_as_the_configuration_say
 
         thread = threading.Thread(target=hang_up, daemon=True)
         thread.start()
-        circle = Circle(0, ("a",), (listener.getsockname(),), (), "t" * 32, ReplicationRetryConfig(retries, 30.0))
+        retry = ReplicationRetryConfig(retries, 30.0)
+        topology = PeerTopology(0, ("a",), (listener.getsockname(),), (), "t" * 32, retry)
         with pytest.raises(PeerLostError):
-            circle.client(0).push("a/b", b"x", token_round=0)
+            topology.client(0).push("a/b", b"x", token_round=0)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(5)
     assert len(accepted) == retries + 1
@@ -357,7 +358,7 @@ def initialize_without(root: str) -> str:
 def test_a_rank_that_does_not_initialize_is_named(crew: Crew, root: Path) -> None:
     answers = crew.run(initialize_without, str(root), ranks=2)
     assert isinstance(answers[0], Failed)
-    assert "rank 1 did not come to ReplicationManager.initialize() within 1 s" in answers[0].text
+    assert "rank 1 did not come to ReplicationManager.initialize(), meeting within 1 s" in answers[0].text
 
 
 def work_long(root: str, hosts: str) -> list[Any]:

@@ -53,7 +53,7 @@ def test_an_object_goes_there_and_comes_back(server: ReplicaServer, shelf: Recor
     sent = client.push("iter_7/rank_0", content, token_round=1)
     assert (sent.size_bytes, sent.sent_bytes, sent.digest) == (size_bytes, size_bytes, digest_of(content))
     assert shelf.bytes_of("iter_7/rank_0") == content
-    pulled = client.pull("iter_7/rank_0", lambda _: back, expected_digest=sent.digest)
+    pulled = client.pull("iter_7/rank_0", lambda _: back)
     assert back == content
     assert (pulled.size_bytes, pulled.digest) == (size_bytes, sent.digest)
 
@@ -173,7 +173,5 @@ def test_content_that_changes_while_it_is_sent_is_not_published(server: ReplicaS
     words = r"x changed while it was sent to .*; send a copy that nobody writes"
     with between_chunks(lambda: content.__setitem__(-1, 0)), pytest.raises(CorruptReplicaError, match=words):
         client_of(server).push("x", content, token_round=1)
-    with pytest.raises(CorruptReplicaError, match="damaged where it came from"):
-        client_of(server).push("y", content, token_round=1, digest=digest_of(content_of(1)))
     assert shelf.ids() == []
-    wait_until(lambda: shelf.abandoned == ["x", "y"], "both are given back")
+    wait_until(lambda: shelf.abandoned == ["x"], "it is given back")

@@ -31,8 +31,14 @@ from torchelastic.checkpoint.replication import (
     ReplicaServer,
     digest_of,
 )
-from torchelastic.checkpoint.replication.handshake import greet_client, token_bytes
-from torchelastic.checkpoint.replication.wire import MESSAGE, PROTOCOL, Connection, encode_header
+from torchelastic.checkpoint.replication.protocol import (
+    MESSAGE,
+    PROTOCOL,
+    Connection,
+    encode_header,
+    greet_client,
+    token_bytes,
+)
 
 
 @pytest.fixture
@@ -190,9 +196,10 @@ def test_as_many_pulls_as_are_allowed(shelf: RecordingShelf) -> None:
     assert backs == [content_of(1)]
 
 
-def test_claims_that_are_too_large_are_refused(shelf: RecordingShelf) -> None:
-    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_object_bytes=1000) as server:
-        with pytest.raises(ReplicaRefusedError, match="x has 1001 bytes, and this server takes 1000 at most"):
+def test_what_is_larger_than_the_shelf_is_refused_before_it_is_sent() -> None:
+    shelf = RecordingShelf(capacity_bytes=1000)
+    with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
+        with pytest.raises(ReplicaRefusedError, match="x has 1001 bytes, and this shelf holds 1000 in all"):
             client_of(server).push("x", bytes(1001), token_round=1)
         assert shelf.places == {}
         client_of(server).push("x", bytes(1000), token_round=1)

@@ -28,7 +28,6 @@ from torchelastic.checkpoint.memory.plans import Note, collect_notes, tensor_byt
 from torchelastic.checkpoint.memory.room import held_bytes
 from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.policy.arguments import text
-from torchelastic.checkpoint.replication import FailureDomains
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.shards.header import (
     Header,
@@ -164,12 +163,6 @@ def test_a_step_whose_beginning_nobody_saw_is_not_timed() -> None:
 
 
 # --- replicas and tiers -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("factor", [0, -1])
-def test_nobody_holds_no_copy(factor: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        FailureDomains.from_roster([(0, "a"), (1, "b")]).cliques_across(factor)
 
 
 def test_shards_of_ranks_that_there_are_not_make_nothing_complete() -> None:

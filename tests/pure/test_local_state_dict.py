@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorPlaceholder
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict, TensorPlaceholder
 from torchelastic.checkpoint.local.encoding import decode, encode
 from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
@@ -109,3 +110,8 @@ def test_a_tensor_of_a_gpu_goes_back_to_this_processes_gpu_or_stays_where_there_
     assert decoded._devices == (torch.device("cuda"),)
     header.meta["devices"][:] = [["cuda:3", 1]]
     assert not wrapped.is_hollow
+
+
+def test_attributes_that_are_none_are_damage() -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"TensorAwareStateDict is a list"):
+        TensorAwareStateDict.from_tree([1], [])

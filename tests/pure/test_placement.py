@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 from torchelastic.checkpoint.replication import (
     ExchangePlan,
     ExchangePlanEntry,
-    FailureDomains,
     NoReplicasAvailableError,
     parse_group_sequence,
+    partners,
     retrieve_plan,
 )
-from torchelastic.checkpoint.replication.placement import Level
-
-
-def one_rank_each(hosts: int) -> FailureDomains:
-    return FailureDomains.from_roster([(rank, f"host{rank:03}") for rank in range(hosts)])
-
+from torchelastic.checkpoint.replication.placement import holders_of
 
 # --- NVRx's rule ------------------------------------------------------------------------------------------------------
 
@@ -72,60 +67,53 @@ def test_impossible_numbers_are_named(arguments: tuple[int, int, int], message: 
 # --- failure domains --------------------------------------------------------------------------------------------------
 
 
-def test_hosts_of_equal_size_are_partners_as_a_whole() -> None:
-    domains = FailureDomains.from_roster([(rank, "abcd"[rank // 2]) for rank in range(8)])
-    assert domains.pairs() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+@pytest.mark.parametrize(
+    ("hosts", "copies", "expected"),
+    [
+        ("aabbccdd", 1, [[4], [5], [6], [7], [0], [1], [2], [3]]),  # hosts of equal size are partners as a whole
+        ("abcd", 1, [[2], [3], [0], [1]]),
+        ("abc", 1, [[1], [2], [0]]),  # an odd world: each of three gives to the next, so nobody holds more than two
+        ("abcde", 1, [[2], [3], [4], [1], [0]]),
+        ("abc", 2, [[1, 2], [0, 2], [0, 1]]),
+        ("aabbcc", 2, [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]]),
+        ("aaab", 1, [[3], [3], [3], [0]]),  # no pairs: one host has more than half of the ranks
+        ("ab", 3, [[1], [0]]),
+        ("aaa", 1, [[], [], []]),
+        ("a", 2, [[]]),
+    ],
+)
+def test_who_gets_the_copies(hosts: str, copies: int, expected: list[list[int]]) -> None:
+    assert [partners(hosts, rank, copies) for rank in range(len(hosts))] == expected
 
 
-def test_racks_are_crossed_when_they_are_named() -> None:
-    hosts = [(rank, f"host{rank}") for rank in range(4)]
-    domains = FailureDomains.from_roster(hosts, racks={"host0": "x", "host1": "x", "host2": "y", "host3": "y"})
-    assert domains.groups("rack") == {"x": (0, 1), "y": (2, 3)}
-    assert domains.pairs("rack") == [[0, 2], [1, 3]]
-    assert domains.domain_of("rack") == {0: "x", 1: "x", 2: "y", 3: "y"}
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=16), st.integers(0, 4))
+def test_copies_lie_on_as_many_other_hosts_as_were_asked_for_or_are_there(hosts: list[str], copies: int) -> None:
+    number = min(copies, len(set(hosts)) - 1)
+    received = dict.fromkeys(range(len(hosts)), 0)
+    for rank, host in enumerate(hosts):
+        others = partners(hosts, rank, copies)
+        assert len(others) == len({hosts[other] for other in others} - {host}) == number
+        for other in others:
+            received[other] += 1
+    if max(map(hosts.count, hosts)) <= len(hosts) // (number + 1):
+        assert set(received.values()) == {number}, "nobody holds more than he would in a clique"
 
 
-def test_an_odd_world_gets_one_larger_clique() -> None:
-    assert one_rank_each(5).pairs() == [[0, 2, 4], [1, 3]]
-    assert one_rank_each(3).pairs() == [[0, 1, 2]]
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=16), st.integers(1, 4), st.sampled_from(["host", "rack"]))
-def test_cliques_never_meet_in_a_domain(homes: list[int], factor: int, level: Level) -> None:
-    roster = [(rank, f"host{home}") for rank, home in enumerate(homes)]
-    domains = FailureDomains.from_roster(roster, racks={f"host{home}": f"rack{home % 3}" for home in homes})
-    home_of = domains.domain_of(level)
-    number = len(homes) // factor
-    fits = number > 0 and max(map(len, domains.groups(level).values())) <= number
-    if not fits:
-        with pytest.raises(ValueError, match="lower the"):
-            domains.cliques_across(factor, level)
-        return
-    cliques = domains.cliques_across(factor, level)
-    assert sorted(rank for clique in cliques for rank in clique) == list(range(len(homes)))
-    assert len(cliques) == number
-    for clique in cliques:
-        assert factor <= len(clique) == len({home_of[rank] for rank in clique})
-    sizes = [len(clique) for clique in cliques]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_the_order_of_the_roster_does_not_matter() -> None:
-    roster = [(rank, f"host{rank % 3}") for rank in range(9)]
-    assert FailureDomains.from_roster(roster) == FailureDomains.from_roster(reversed(roster))
-
-
-def test_what_is_wrong_with_a_roster_is_said() -> None:
-    with pytest.raises(ValueError, match="roster is empty"):
-        FailureDomains.from_roster([])
-    with pytest.raises(ValueError, match=r"in the roster twice: rank 1; each"):
-        FailureDomains.from_roster([(0, "a"), (1, "a"), (1, "b")])
-    with pytest.raises(ValueError, match=r"no rack is known of rank 1: label their hosts"):
-        FailureDomains.from_roster([(0, "a"), (1, "b")], racks={"a": "x"}).pairs("rack")
-    with pytest.raises(ValueError, match="'row' is no level"):
-        one_rank_each(2).groups("row")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="host 'a' has 2 of 3 ranks"):
-        FailureDomains.from_roster([(0, "a"), (1, "a"), (2, "b")]).pairs()
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=13), st.integers(1, 3), st.integers(1, 4))
+def test_any_world_has_holders_of_every_shard(hosts: list[str], jump: int, factor: int) -> None:
+    """As NVRx says where it can cut the world, else on as many hosts as the factor says."""
+    for rank in range(len(hosts)):
+        found = holders_of(rank, jump, factor, hosts)
+        if len(hosts) % (jump * factor) == 0:
+            assert found in parse_group_sequence(jump, factor, len(hosts))
+        elif len(set(hosts)) >= factor:
+            assert len(found) == len({hosts[holder] for holder in found}) == factor
+        else:
+            assert len(found) == len({holder // jump for holder in found}) == min(factor, -(-len(hosts) // jump))
+        assert rank in found
+        assert found == sorted(found)
+    with pytest.raises(ValueError, match="replication_factor is 0"):
+        holders_of(0, jump, 0, hosts)
 
 
 # --- retrieval --------------------------------------------------------------------------------------------------------

@@ -15,22 +15,23 @@ from torchelastic.checkpoint.replication import (
     PeerStalledError,
     ProtocolError,
 )
-from torchelastic.checkpoint.replication.handshake import proof_of, token_bytes
-from torchelastic.checkpoint.replication.transfer import check_limits
-from torchelastic.checkpoint.replication.wire import (
+from torchelastic.checkpoint.replication.protocol import (
     CHUNK,
     HEADER_BYTES,
     MESSAGE,
     MOST_CHUNK_BYTES,
     MOST_MESSAGE_BYTES,
-    check_object_id,
+    check_limits,
     decode_header,
     decode_message,
     encode_header,
     encode_message,
     number_in,
+    proof_of,
     text_in,
+    token_bytes,
 )
+from torchelastic.checkpoint.replication.receive import check_object_id
 
 # --- frames -----------------------------------------------------------------------------------------------------------
 

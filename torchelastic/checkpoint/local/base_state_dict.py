@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+
 Self = TypeVar("Self", bound="TensorAwareStateDict")
 
 
@@ -40,8 +42,8 @@ class TensorAwareStateDict(ABC):
     """The interface between a local checkpoint and whoever knows how a state is built. Names and meanings are NVRx's.
 
     None of it is a collective. `BasicTensorAwareStateDict` is the one for nested dicts, lists and tuples. A subclass of
-    your own says how it is stored with `to_tree` and `from_tree`, or is pickled where the manager has
-    `allow_pickles=True`; it has to be defined (imported) in the process that loads it.
+    your own is stored by its attributes, or as `to_tree` and `from_tree` say if it has them; it has to be defined
+    (imported) in the process that loads it.
     """
 
     _classes: ClassVar[dict[str, type[TensorAwareStateDict]]] = {}
@@ -114,10 +116,15 @@ class TensorAwareStateDict(ABC):
     def to_tree(self) -> Any:
         """The state as dicts, lists, tuples, plain values and tensors; it shares the tensors with this object.
 
+        Without a method of its own a class gives its attributes. What else is in there is pickled, if that is allowed.
+
         Raises:
-            NotImplementedError: this class has no such form, and is pickled instead, if that is allowed.
+            TypeError: the class has attributes in `__slots__` too, and so has to write this method and `from_tree`.
         """
-        raise NotImplementedError
+        slotted = [kind.__qualname__ for kind in type(self).__mro__ if getattr(kind, "__slots__", ()) not in ((), [])]
+        if slotted:
+            raise TypeError(f"{self.class_name()} has __slots__: write its to_tree and from_tree")
+        return dict(self.__dict__)
 
     @classmethod
     def from_tree(cls: type[Self], tree: Any, devices: Sequence[torch.device]) -> Self:
@@ -125,6 +132,12 @@ class TensorAwareStateDict(ABC):
 
         Args:
             tree: what `to_tree` made, its tensors on the CPU.
-            devices: where `restore_tensor_device` is to move the tensors, in the order of `tensors`.
+            devices: where `restore_tensor_device` is to move the tensors, in the order of `tensors`. Without a method
+                of its own a class has to know them by itself, as its attributes say.
         """
-        raise NotImplementedError
+        if not isinstance(tree, dict):
+            raise CorruptCheckpointError(f"the saved state of {cls.class_name()} is a {type(tree).__qualname__}")
+        del devices  # for those who write this method
+        made = cls.__new__(cls)
+        made.__dict__.update(tree)
+        return made

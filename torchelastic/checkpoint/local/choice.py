@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchelastic.checkpoint.local.names import Save, Shard
-from torchelastic.checkpoint.policy import KeepPolicy, KeptCheckpoint
+from torchelastic.checkpoint.policy import KeepPolicy, KeptCheckpoint, prunable
 
 
 @dataclass(frozen=True, order=True)
@@ -149,14 +149,9 @@ def to_prune(
         busy: what is still being written; stays.
     """
     saves = sorted(complete)
+    if not saves:
+        return set()
     times = itertools.accumulate((complete[save] for save in saves), _later)
     oldest_first = [_Kept(save.iteration, saved_s, save=save) for save, saved_s in zip(saves, times, strict=True)]
-    kept = {
-        checkpoint.save
-        for checkpoint, decision in zip(oldest_first, policy.decide(oldest_first), strict=True)
-        if decision.keep
-    }
-    newest = max(complete, default=None)
-    if newest is None:
-        return set()
-    return {save for save in held if save <= newest and save not in kept and save not in busy}
+    kept = set(saves) - {checkpoint.save for checkpoint in prunable(policy, oldest_first)}
+    return {save for save in held if save <= saves[-1] and save not in kept and save not in busy}

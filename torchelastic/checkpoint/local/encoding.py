@@ -14,7 +14,7 @@ from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareState
 from torchelastic.checkpoint.shards import Header, unflatten
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
 
-_CLASS, _PICKLED, _DEVICES = "state_class", "is_pickled", "devices"
+_CLASS, _DEVICES = "state_class", "devices"
 
 
 def encode(
@@ -25,7 +25,7 @@ def encode(
     Args:
         state: not hollow.
         layout: of this state, if it is saved again and again; else a new one.
-        allow_pickles: pickle what is neither plain nor a tensor, and a state without `to_tree`.
+        allow_pickles: pickle what is neither plain nor a tensor.
 
     Returns:
         The layout of the shard, with what `decode` needs to know, and the tensors in the order of its entries.
@@ -41,15 +41,7 @@ def encode(
     if state.is_hollow:
         raise RuntimeError("the tensors of this state were taken out: insert_tensors() before it is saved")
     meta = {_CLASS: state.class_name(), _DEVICES: _encode_devices([tensor.device for tensor in state.tensors])}
-    try:
-        tree = state.to_tree()
-    except NotImplementedError:
-        if not allow_pickles:
-            raise TypeError(
-                f"{state.class_name()} has no to_tree and from_tree: write them, or give the manager allow_pickles=True"
-            ) from None
-        return _encode_pickled(state, {**meta, _PICKLED: True})
-    return layout.lay_out(tree, meta, allow_pickles=allow_pickles)
+    return layout.lay_out(state.to_tree(), meta, allow_pickles=allow_pickles)
 
 
 def decode(header: Header, tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool) -> TensorAwareStateDict:
@@ -69,30 +61,12 @@ def decode(header: Header, tensors: Mapping[str, torch.Tensor], *, allow_pickles
     if state_class is None:
         raise CheckpointError(f"the saved state is a {name}, which is not defined in this process: import it first")
     tree = unflatten(header.structure, tensors, allow_pickles=allow_pickles)
-    if header.meta.get(_PICKLED):
-        return _unpickled(tree)
     return state_class.from_tree(tree, _devices_here(_decode_devices(header.meta.get(_DEVICES, []))))
 
 
 def plain_basic(tree: Any) -> Any:
     """A tree as `BasicTensorAwareStateDict` stores it, for a template to read into."""
     return tree.to_tree() if isinstance(tree, BasicTensorAwareStateDict) else tree
-
-
-def _encode_pickled(state: TensorAwareStateDict, meta: dict[str, Any]) -> tuple[Header, list[torch.Tensor]]:
-    tensors = list(state.pop_tensors())
-    try:
-        return RecurringLayout().lay_out({"hollow": state, "tensors": tensors}, meta, allow_pickles=True)
-    finally:
-        state.insert_tensors(tensors)
-
-
-def _unpickled(tree: Any) -> TensorAwareStateDict:
-    state = tree["hollow"] if isinstance(tree, dict) else None
-    if not isinstance(state, TensorAwareStateDict):
-        raise CorruptCheckpointError("the pickled state is no TensorAwareStateDict")
-    state.insert_tensors(tree["tensors"])
-    return state
 
 
 def _encode_devices(devices: Sequence[torch.device]) -> list[list[Any]]:

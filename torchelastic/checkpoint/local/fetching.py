@@ -14,8 +14,9 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.local.choice import Holding
 from torchelastic.checkpoint.local.image import tensors_of
 from torchelastic.checkpoint.local.names import Shard
-from torchelastic.checkpoint.local.neighbours import Neighbours
 from torchelastic.checkpoint.local.shard_folder import ShardFolder
+from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
+from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.writing import hidden_path
 
@@ -30,7 +31,8 @@ def from_any(
     use: Callable[[ShardReader], Used],
     *,
     files: ShardFolder,
-    neighbours: Neighbours,
+    peers: PeerTopology,
+    roots: Sequence[str],
     keep: bool,
 ) -> Used:
     """Opens a shard at the first of several places where it can be used; the bad ones are named in warnings.
@@ -40,7 +42,8 @@ def from_any(
         places: where it lies, best first.
         use: reads and checks it; the reader stays open. A `CorruptCheckpointError` means: try the next place.
         files: of this rank.
-        neighbours: of this rank.
+        peers: how the others are reached.
+        roots: see `Survey.places`.
         keep: what is fetched from another host is kept here, in place of a damaged copy.
 
     Returns:
@@ -53,7 +56,11 @@ def from_any(
     for place in places:
         reader: ShardReader | None = None
         try:
-            reader = _open(shard, place, files, neighbours, keep)
+            if roots[place.rank] == roots[files.rank]:
+                reader = ShardReader(files.path_of(shard, place.folder))
+            else:
+                client = peers.client(place.rank, peers.retry.timeout_seconds)
+                reader = (_fetch if keep else _fetch_unnamed)(shard, client, files)
             return use(reader)
         except CorruptCheckpointError as error:
             reason = str(error)
@@ -68,35 +75,19 @@ def from_any(
     raise CorruptCheckpointError(f"no good copy of {shard} is left ({'; '.join(failures) or 'nobody holds one'})")
 
 
-def _open(shard: Shard, place: Holding, files: ShardFolder, neighbours: Neighbours, keep: bool) -> ShardReader:
-    if neighbours.roots[place.rank] == neighbours.roots[files.rank]:
-        return ShardReader(files.path_of(shard, place.folder))
-    if not keep:
-        return _fetch_unnamed(shard, place.rank, files, neighbours)
-    _fetch(shard, place.rank, files, neighbours)
-    log.info("fetched %s from rank %d", shard, place.rank)
+def _fetch(shard: Shard, client: ReplicaClient, files: ShardFolder) -> ShardReader:
+    """Gets a shard into the own folder; it takes its name only when all of it is good."""
+    name = shard.file_name
+
+    def check(view: memoryview) -> None:
+        tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
+
+    pull_into(files, name, client, check)
+    log.info("fetched %s from %s", shard, client.peer)
     return ShardReader(files.path_of(shard, files.rank))
 
 
-def _fetch(shard: Shard, rank: int, files: ShardFolder, neighbours: Neighbours) -> None:
-    """Gets a shard into the own folder; it takes its name only when all of it is good."""
-    name, images = shard.file_name, []
-
-    def destination(size_bytes: int) -> memoryview:
-        view = files.destination(name, size_bytes)
-        images.append(torch.frombuffer(view, dtype=torch.uint8))
-        return view
-
-    try:
-        incoming = neighbours.peers.client(rank, neighbours.peers.timeout_s).pull(name, destination)
-        tensors_of(images[-1], f"the copy of {name} at rank {rank}")
-        incoming.release()
-        files.received(name, incoming.digest)
-    finally:
-        files.abandon(name)  # nothing to do where it was received
-
-
-def _fetch_unnamed(shard: Shard, rank: int, files: ShardFolder, neighbours: Neighbours) -> ShardReader:
+def _fetch_unnamed(shard: Shard, client: ReplicaClient, files: ShardFolder) -> ShardReader:
     """Gets a shard into a file without a name, which goes with its reader."""
     path = hidden_path(files.path)
 
@@ -109,7 +100,7 @@ def _fetch_unnamed(shard: Shard, rank: int, files: ShardFolder, neighbours: Neig
             os.close(descriptor)  # and with it the lock that would keep the reader out
 
     try:
-        neighbours.peers.client(rank, neighbours.peers.timeout_s).pull(shard.file_name, destination)
+        client.pull(shard.file_name, destination)
         return ShardReader(path)
     finally:
         files.disk.remove(path)

@@ -6,11 +6,9 @@ import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards import Header, Slot, Stage
-from torchelastic.checkpoint.shards.batches import over_batches
+from torchelastic.checkpoint.shards.batches import checksums_in
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_header, decode_preamble
-from torchelastic.checkpoint.shards.stage import capacity_for
-from torchelastic.checkpoint.shards.tensors import dtype_named
-from torchelastic.checkpoint.shards.writing import checksum_of
+from torchelastic.checkpoint.shards.stage import capacity_for, tensor_at
 
 
 def image_of(header: Header, sources: list[torch.Tensor]) -> torch.Tensor:
@@ -55,14 +53,9 @@ def tensors_of(image: torch.Tensor, name: str) -> tuple[Header, dict[str, torch.
     Raises:
         CorruptCheckpointError: it is no shard, or it was cut or damaged.
     """
-    header, data_offset = read_header(memoryview(image.numpy()), name)  # type: ignore[arg-type]
-    tensors = []
-    for entry in header.entries:
-        begin = data_offset + entry.offset_bytes
-        data = image[begin : begin + entry.size_bytes]
-        tensors.append(data.view(dtype_named(entry.dtype)).view(entry.box.sizes))
-    found = over_batches(header.entries, lambda batch: [checksum_of(tensors[index]) for index in batch])
-    for entry, checksum in zip(header.entries, found, strict=True):
+    memory = memoryview(image.numpy())  # type: ignore[arg-type]
+    header, data_offset = read_header(memory, name)
+    for entry, checksum in zip(header.entries, checksums_in(memory, header.entries, data_offset), strict=True):
         if checksum != entry.checksum:
             raise CorruptCheckpointError(f"{name} is damaged: the checksum of {entry.name!r} does not match")
-    return header, {entry.name: tensor for entry, tensor in zip(header.entries, tensors, strict=True)}
+    return header, {entry.name: tensor_at(image, data_offset, entry) for entry in header.entries}

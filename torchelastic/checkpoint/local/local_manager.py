@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,10 +21,11 @@ from torchelastic.checkpoint.local.choice import folders_of, to_prune
 from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
 from torchelastic.checkpoint.local.fetching import from_any
 from torchelastic.checkpoint.local.names import CkptID, Save, Shard
-from torchelastic.checkpoint.local.neighbours import Neighbours, meet
 from torchelastic.checkpoint.local.shard_folder import Held, ShardFolder
-from torchelastic.checkpoint.local.shard_write import Peers, ShardWrite, write_shard
+from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
+from torchelastic.checkpoint.replication.addresses import root_id
+from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet
 from torchelastic.checkpoint.shards import Disk, Header, ShardReader, Stage, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, is_in_memory
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
@@ -34,11 +35,17 @@ from torchelastic.group.rank_group import RankGroup
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.strategies import ReplicationStrategy
 
 log = logging.getLogger(__name__)
 
 Used = TypeVar("Used")
+
+#: For how long a peer may be silent in a transfer, at most.
+_MOST_SILENCE_S = 30.0
+#: And as a part of the manager's timeout: whoever gives up on a silent peer must not be missed by the others meanwhile.
+_SILENCE_PART = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,12 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._keep = keep if isinstance(keep, KeepPolicy) else KeepLast(keep)
         self._allow_pickles, self._replica_host, self._disk = allow_pickles, replica_host, disk
         self._folder: ShardFolder | None = None
-        self._neighbours: Neighbours | None = None
-        self._copies_to = Peers()
+        self._server: ReplicaServer | None = None
+        self._peers = PeerTopology(0, ("",))
+        self._roots: list[str] = [""]
         self._cliques: list[list[int]] = [[]]
         self._layout = RecurringLayout()
-        self._dropped = _when_dropped(self, None, None, self._ranks)
+        self._dropped = _when_dropped(self, self._ranks)
         disk.make_folder(self._root)
 
     @property
@@ -166,39 +174,48 @@ class LocalCheckpointManager(BaseCheckpointManager):
         Files stay. The object can be used on, by all ranks.
         """
         self._dropped.detach()
-        _let_go(self._neighbours, self._folder, None)
-        self._neighbours = self._folder = None
+        _let_go(self._server, self._folder)
+        self._server = self._folder = None
         super().close()
 
     # --- meeting ------------------------------------------------------------------------------------------------------
 
     def _arrive(self, call: str) -> None:
-        if self._neighbours is not None:
-            self._neighbours.close()
-            self._neighbours = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._folder is not None and self._folder.rank != self.rank:
             self._folder.close()
             self._folder = None
 
-        def own_folder() -> list[int]:
+        def open_folder() -> str:
             require_own_folder(self._root, Kind.LOCAL)
             self._folder = self._folder or ShardFolder(self._root, self.rank, self.session_id, self._disk)
-            return self._clique()
+            return root_id(self._root)
 
-        self._cliques = cliques = self._ranks.run_on_all(f"{call}, arriving", own_folder)
-        self._neighbours = meet(self._files, self._ranks, call, self._timeout_s, self._replica_host)
+        silence_s = min(_SILENCE_PART * self._timeout_s, _MOST_SILENCE_S)
+        peers, self._server, self._roots = meet(
+            self._ranks,
+            call,
+            lambda: self._files,
+            ReplicationRetryConfig(timeout_seconds=silence_s),
+            tell=open_folder,
+            replica_host=self._replica_host,
+        )
         self._dropped.detach()
-        self._dropped = _when_dropped(self, self._neighbours, self._folder, self._ranks)
-        clique = [rank for rank in cliques[self.rank] if rank != self.rank]
-        self._copies_to = self._neighbours.peers_of(clique)
+        self._dropped = _when_dropped(self, self._server, self._folder, self._ranks)
+        hosts = peers.hosts
+        self._cliques = self._ranks.run_on_all(f"{call}, choosing", lambda: self._clique(hosts))
+        clique = [rank for rank in self._cliques[self.rank] if rank != self.rank]
+        self._peers = replace(peers, partners=tuple(clique))
         if self.repl_strategy is not None and not clique:
             log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
-        hosts = self._neighbours.hosts
         if clique and self.rank < min(clique) and len({hosts[rank] for rank in [self.rank, *clique]}) == 1:
-            log.warning("%s keep copies of each other on one host, and are lost with it", listed(cliques[self.rank]))
+            listed_ranks = listed(self._cliques[self.rank])
+            log.warning("%s keep copies of each other on one host, and are lost with it", listed_ranks)
 
-    def _clique(self) -> list[int]:
-        return [] if self.repl_strategy is None else sorted(self.repl_strategy.clique(self.rank, self.world_size))
+    def _clique(self, hosts: Sequence[str]) -> list[int]:
+        return [] if self.repl_strategy is None else sorted(self.repl_strategy.clique(self.rank, hosts))
 
     @property
     def _files(self) -> ShardFolder:
@@ -207,8 +224,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return self._folder
 
     def _folders(self) -> list[int]:
-        roots = self._neighbours.roots if self._neighbours is not None else [""]
-        return folders_of(self.rank, roots, self._files.folders())
+        return folders_of(self.rank, self._roots, self._files.folders())
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -229,26 +245,25 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
         stage: Stage = prepared.stage
-        checksums: tuple[str, ...] | None = None
+        header: Header = replace(
+            prepared.header, meta={**prepared.header.meta, **shard.meta(self.session_id), "saved_s": saved_s}
+        )
         try:
             if is_async:
                 stage.copy(prepared.sources)
             else:
-                checksums = tuple(stage.copy_and_hash(prepared.sources))
+                header = header.with_checksums(stage.copy_and_hash(prepared.sources))
         except BaseException:
             self._files.give_back(stage)
             raise
-        meta = {**prepared.header.meta, **shard.meta(self.session_id), "saved_s": saved_s}
         write = ShardWrite(
             hidden=stage.slot.path or Path(),
             target=self._files.path_of(shard, self.rank),
             data_offset=stage.data_offset,
-            structure=prepared.header.structure,
-            entries=prepared.header.entries,
-            meta=meta,
-            checksums=checksums,
+            header=header,
+            has_checksums=not is_async,
             generation=shard.save.generation,
-            peers=self._copies_to,
+            peers=self._peers,
             disk=self._disk,
             stage=stage,
         )
@@ -282,8 +297,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._from_any(shard, _verified, keep=True).close()
 
     def _make_copies_again(self, call: str, save: Save) -> None:
-        roots = self._neighbours.roots if self._neighbours is not None else [""]
-        lost = self._survey.lost_copies(save, roots, self._cliques)
+        lost = self._survey.lost_copies(save, self._roots, self._cliques)
 
         def fetch() -> None:
             for shard in lost.get(self.rank, ()):
@@ -307,23 +321,21 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return self._from_any(shard, use, keep=keep)
 
     def _from_any(self, shard: Shard, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
-        if self._neighbours is None:
-            raise CheckpointError("this manager was closed while it was in use")
-        places = self._survey.places(shard, self.rank, self._neighbours.roots)
-        return from_any(shard, places, use, files=self._files, neighbours=self._neighbours, keep=keep)
+        places = self._survey.places(shard, self.rank, self._roots)
+        return from_any(shard, places, use, files=self._files, peers=self._peers, roots=self._roots, keep=keep)
 
 
 def _when_dropped(
-    manager: LocalCheckpointManager, neighbours: Neighbours | None, folder: ShardFolder | None, ranks: RankGroup
+    manager: LocalCheckpointManager, *held: ReplicaServer | ShardFolder | RankGroup | None
 ) -> weakref.finalize[Any, LocalCheckpointManager]:
     """Lets everything go with the last reference to a manager; not when the interpreter ends, which frees it all."""
-    dropped = weakref.finalize(manager, _let_go, neighbours, folder, ranks)
+    dropped = weakref.finalize(manager, _let_go, *held)
     dropped.atexit = False
     return dropped
 
 
-def _let_go(neighbours: Neighbours | None, folder: ShardFolder | None, ranks: RankGroup | None) -> None:
-    for one in (neighbours, folder, ranks):
+def _let_go(*held: ReplicaServer | ShardFolder | RankGroup | None) -> None:
+    for one in held:
         if one is not None:
             one.close()
 

@@ -19,7 +19,8 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.local.image import read_header
 from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
-from torchelastic.checkpoint.shards import Box, Disk, Entry, Header, ShardReader, SlotPool, Stage
+from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
+from torchelastic.checkpoint.shards import Disk, Header, ShardReader, SlotPool, Stage
 from torchelastic.checkpoint.shards.pool import remove_left_overs
 
 log = logging.getLogger(__name__)
@@ -68,12 +69,9 @@ class ShardFolder:
         disk.make_folder(self.path)
         for number in self.folders():
             remove_left_overs(root / str(number), disk)
-        self._own, self._replicas = SlotPool(self.path, disk=disk), SlotPool(self.path, disk=disk)
+        self._own, self._replicas = SlotPool(self.path, disk=disk), SlotShelf(self.path, disk)
         self._lock = threading.RLock()  # guards the rest; the server's threads come here too
         self._in_flight: dict[Shard, tuple[Stage, ShardWrite]] = {}
-        self._incoming: dict[str, Stage] = {}
-        self._digests: dict[str, str] = {}
-        self._replica_paths: set[Path] = set()
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
@@ -139,16 +137,14 @@ class ShardFolder:
             self._own.close()
             self._replicas.close()
             self.disk.make_folder(self.path)
-            self._own, self._replicas = SlotPool(self.path, disk=self.disk), SlotPool(self.path, disk=self.disk)
-            self._replica_paths.clear()
-            self._digests.clear()
+            self._own, self._replicas = SlotPool(self.path, disk=self.disk), SlotShelf(self.path, self.disk)
 
     # --- own saves ----------------------------------------------------------------------------------------------------
 
     def take(self, header: Header) -> Stage:
         """A warm place for the tensors of a save. Raises: CheckpointError if there is no room for it."""
         self._require_folder()
-        return _take(self._own, header)
+        return self._own.take(header)
 
     def give_back(self, stage: Stage) -> None:
         """The save was called off before it was begun."""
@@ -162,8 +158,8 @@ class ShardFolder:
     @property
     def busy(self) -> set[Save]:
         """The saves that are being written here, or received."""
+        coming = {shard.save for name in self._replicas.incoming() if (shard := Shard.parse(name))}
         with self._lock:
-            coming = {shard.save for name in self._incoming if (shard := Shard.parse(name))}
             return {shard.save for shard in self._in_flight} | coming
 
     def wait_for_turn(self, bound_s: float) -> None:
@@ -225,14 +221,12 @@ class ShardFolder:
         with self._lock:
             for folder in folders:
                 for shard in [shard for shard in self._shards_in(folder) if shard.save in doomed]:
-                    self._digests.pop(shard.file_name, None)
                     self._retire(self.path_of(shard, folder))
 
     def _retire(self, path: Path) -> None:
-        pool = self._replicas if path in self._replica_paths else self._own
-        self._replica_paths.discard(path)
         try:
-            pool.retire(path)
+            if not self._replicas.retire(path):
+                self._own.retire(path)
         except CheckpointError as error:
             log.warning("a local checkpoint could not be removed: %s", error)
 
@@ -248,12 +242,8 @@ class ShardFolder:
         """See `ReplicaShelf`: a warm slot. Raises: ValueError if that is no shard's name."""
         if Shard.parse(object_id) is None:
             raise ValueError(f"{object_id!r} is no name of a shard")
-        whole = Entry("shard", "uint8", (size_bytes,), Box.whole((size_bytes,)), 0, size_bytes)
         self._require_folder()
-        stage = _take(self._replicas, Header(None, (whole,)))
-        with self._lock:
-            self._incoming[object_id] = stage
-        return stage.slot.view()[:size_bytes]
+        return self._replicas.take(object_id, size_bytes)
 
     def received(self, object_id: str, digest: str) -> None:
         """See `ReplicaShelf`: gives it its name, in place of what has it already.
@@ -263,30 +253,23 @@ class ShardFolder:
         Raises:
             CorruptCheckpointError: it is not the shard that its name says.
         """
-        shard = Shard.parse(object_id)
-        with self._lock:
-            stage = self._incoming.pop(object_id)
-            try:
-                if shard is None:
-                    raise CorruptCheckpointError(f"{object_id!r} is no name of a shard")
-                name = f"what was received as {object_id}"
-                self._check(read_header(stage.slot.view(), name)[0], shard, name)
+        shard, name = Shard.parse(object_id), f"what was received as {object_id}"
+        try:
+            if shard is None:
+                raise CorruptCheckpointError(f"{object_id!r} is no name of a shard")
+            self._check(read_header(self._replicas.incoming()[object_id], name)[0], shard, name)
+            with self._lock:
                 target = self.path_of(shard, self.rank)
                 if target.exists():
                     self._retire(target)
-                self._replicas.publish(stage, target)
-            except BaseException:
-                self._replicas.give_back(stage)
-                raise
-            self._replica_paths.add(target)
-            self._digests[object_id] = digest
+                self._replicas.publish(object_id, target, shard.rank, digest)
+        except BaseException:
+            self._replicas.abandon(object_id)
+            raise
 
     def abandon(self, object_id: str) -> None:
         """See `ReplicaShelf`."""
-        with self._lock:
-            stage = self._incoming.pop(object_id, None)
-            if stage is not None:
-                self._replicas.give_back(stage)
+        self._replicas.abandon(object_id)
 
     def source(self, object_id: str) -> memoryview | None:
         """See `ReplicaShelf`: from any rank's folder on this host, the own one first."""
@@ -305,8 +288,7 @@ class ShardFolder:
 
     def digest(self, object_id: str) -> str | None:
         """See `ReplicaShelf`."""
-        with self._lock:
-            return self._digests.get(object_id)
+        return self._replicas.digest(self.path / object_id)
 
     def ids(self) -> list[str]:
         """See `ReplicaShelf`."""
@@ -321,12 +303,3 @@ class ShardFolder:
             self._in_flight.clear()
             self._own.close()
             self._replicas.close()
-
-
-def _take(pool: SlotPool, header: Header) -> Stage:
-    """A stage whose file is still there: somebody may have removed it from outside."""
-    while True:
-        stage = pool.take(header)
-        if stage.slot.path is None or stage.slot.path.exists():
-            return stage
-        stage.slot.close()

@@ -15,20 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.local.names import Shard
-from torchelastic.checkpoint.replication import (
+from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     PeerLostError,
     PeerStalledError,
     ReplicaBusyError,
-    ReplicaClient,
 )
-from torchelastic.checkpoint.shards import Disk, Entry, Header, Stage
-from torchelastic.checkpoint.shards.batches import over_batches
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header, encode_preamble
+from torchelastic.checkpoint.replication.topology import PeerTopology
+from torchelastic.checkpoint.shards import Disk, Header, Stage
+from torchelastic.checkpoint.shards.batches import checksums_in
+from torchelastic.checkpoint.shards.stage import seal
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -41,25 +39,6 @@ _UNREACHABLE = (PeerLostError, PeerStalledError, AuthenticationError, ReplicaBus
 
 
 @dataclass(frozen=True)
-class Peers:
-    """The ranks that get a copy.
-
-    Attributes:
-        addresses: of their replica servers, by rank.
-        token: the secret of this group of managers; not shown.
-        timeout_s: how long a peer may be silent.
-    """
-
-    addresses: dict[int, tuple[str, int]] = field(default_factory=dict)
-    token: str = field(default="", repr=False)
-    timeout_s: float = 10.0
-
-    def client(self, rank: int, retry_s: float) -> ReplicaClient:
-        """Reaches one of them; one that is lost or busy is tried again for so many seconds."""
-        return ReplicaClient(self.addresses[rank], self.token, timeout_s=self.timeout_s, retry_s=retry_s)
-
-
-@dataclass(frozen=True)
 class ShardWrite:
     """One rank's shard on its way; it pickles.
 
@@ -67,12 +46,10 @@ class ShardWrite:
         hidden: the file that the tensors were copied into.
         target: the name that it gets.
         data_offset: where the data begins in it, in bytes.
-        structure: the plain values of the state.
-        entries: its tensors.
-        meta: what the header says besides.
-        checksums: of the tensors, if they were computed already.
+        header: of the shard.
+        has_checksums: whether they are in the header; else they are computed here.
         generation: of the save.
-        peers: who gets a copy.
+        peers: the ranks, and which of them get a copy.
         disk: what touches files.
         stage: the file as this process has it in its memory; left behind when it is pickled.
     """
@@ -80,12 +57,10 @@ class ShardWrite:
     hidden: Path
     target: Path
     data_offset: int
-    structure: Any
-    entries: tuple[Entry, ...]
-    meta: dict[str, Any]
-    checksums: tuple[str, ...] | None
+    header: Header
+    has_checksums: bool
     generation: int
-    peers: Peers
+    peers: PeerTopology
     disk: Disk
     stage: Stage | None = field(default=None, compare=False, repr=False)
 
@@ -97,7 +72,7 @@ class ShardWrite:
 
         A peer that cannot be reached costs its replica and not the save: a warning names it, and the metric
         checkpoint.replication.failures counts it. It is retried for `PUSH_RETRY_S` at most, and no wait for it takes
-        longer than the peers' `timeout_s`.
+        longer than they may be silent.
 
         Raises:
             CheckpointError: the disk failed, or a peer refused the replica. The shard is removed here; peers may have
@@ -138,35 +113,26 @@ class ShardWrite:
 
     def _seal(self, view: memoryview) -> int:
         """Writes header and preamble, the preamble last, and returns how long the shard is."""
-        checksums = self.checksums or over_batches(
-            self.entries, lambda batch: [self._hash(view, self.entries[index]) for index in batch]
-        )
-        header = Header(self.structure, self.entries, self.meta).with_checksums(checksums)
-        encoded = encode_header(header)
-        if PREAMBLE_BYTES + len(encoded) > self.data_offset:
-            raise CheckpointError(f"a header of {len(encoded)} bytes does not fit in front of {self.data_offset}")
-        self.disk.store(view, PREAMBLE_BYTES, encoded)
-        self.disk.store(view, 0, encode_preamble(encoded, self.data_offset, header.data_bytes))
-        return self.data_offset + header.data_bytes
-
-    def _hash(self, view: memoryview, entry: Entry) -> str:
-        begin = self.data_offset + entry.offset_bytes
-        with view[begin : begin + entry.size_bytes] as data:
-            return f"{xxhash.xxh3_64_intdigest(data):016x}"
+        header = self.header
+        if not self.has_checksums:
+            header = header.with_checksums(checksums_in(view, header.entries, self.data_offset))
+        try:
+            return seal(view, header, self.data_offset, self.disk)
+        except ValueError as error:
+            raise CheckpointError(f"this save has far more plain values than the last: {error}") from error
 
     def _send(self, content: memoryview) -> None:
-        for rank, (host, port) in self.peers.addresses.items():
-            client = self.peers.client(rank, min(PUSH_RETRY_S, self.peers.timeout_s))
+        for rank in self.peers.partners:
+            client = self.peers.client(rank, min(PUSH_RETRY_S, self.peers.retry.timeout_seconds))
             try:
                 client.push(self.target.name, content, token_round=self.generation)
             except _UNREACHABLE as error:
                 publish_metric("torchelastic", "checkpoint.replication.failures", 1)
                 log.warning(
-                    "%s has no replica on rank %d at %s:%d, which could not be reached (%s): it is saved without",
+                    "%s has no replica on rank %d at %s, which could not be reached (%s): it is saved without",
                     Shard.parse(self.target.name) or self.target.name,
                     rank,
-                    host,
-                    port,
+                    client.peer,
                     error,
                 )
             except CheckpointError as error:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName
 from torchelastic.checkpoint.replication.exchange import retrieve_plan
-from torchelastic.checkpoint.replication.placement import FailureDomains
-from torchelastic.checkpoint.replication.planner import missing_copies
+from torchelastic.checkpoint.replication.placement import missing_copies
 
 
 @dataclass(frozen=True, order=True)
@@ -209,9 +208,8 @@ def _missing_copies(
                 owners = [rank for rank in ranks if candidate.files_of([rank]) == [file]]
                 sender = owners[0] if owners else ranks[index % len(ranks)]
                 held.setdefault(sender, {})[file] = after[folder][file]
-    domains = FailureDomains.from_roster(enumerate(roster.hosts))
     found = []
-    for copy in missing_copies(held, domains, losses=copies):
+    for copy in missing_copies(held, roster.hosts, losses=copies):
         others = [
             rank
             for rank, folder in enumerate(roster.folders)

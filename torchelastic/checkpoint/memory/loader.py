@@ -12,7 +12,6 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.local.neighbours import root_id
 from torchelastic.checkpoint.memory.choice import (
     Candidate,
     Listing,
@@ -35,6 +34,7 @@ from torchelastic.checkpoint.memory.inventory import (
 from torchelastic.checkpoint.memory.names import COMMIT_FILE
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.memory.retrieval import ReplicaMaking, Retrieval
+from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.metrics import publish_metric

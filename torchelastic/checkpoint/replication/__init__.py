@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.replication.circle import ReplicationRetryConfig
     from torchelastic.checkpoint.replication.client import ReplicaClient, Sent, pull_from_any
-    from torchelastic.checkpoint.replication.cliques import parse_group_sequence
     from torchelastic.checkpoint.replication.errors import (
         AuthenticationError,
         CorruptReplicaError,
@@ -29,10 +27,14 @@ if TYPE_CHECKING:
     )
     from torchelastic.checkpoint.replication.exchange import ExchangePlan, ExchangePlanEntry, retrieve_plan
     from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
-    from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
     from torchelastic.checkpoint.replication.manager import ReplicationManager
-    from torchelastic.checkpoint.replication.pairwise import PairwiseReplicationStrategy
-    from torchelastic.checkpoint.replication.placement import FailureDomains, Level, Member, partners
+    from torchelastic.checkpoint.replication.placement import (
+        PairwiseReplicationStrategy,
+        missing_copies,
+        parse_group_sequence,
+        partners,
+    )
+    from torchelastic.checkpoint.replication.receive import IncomingObject, digest_of
     from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.shelf import MemoryShelf, ReplicaShelf
     from torchelastic.checkpoint.replication.strategies import (
@@ -41,12 +43,11 @@ if TYPE_CHECKING:
         LazyReplicationStrategyBuilder,
         ReplicationStrategy,
     )
+    from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig
 
 #: The module of each name; to add one, name it here and above.
 _NAMES_OF_HOME = {
-    "circle": ("ReplicationRetryConfig",),
     "client": ("ReplicaClient", "Sent", "pull_from_any"),
-    "cliques": ("parse_group_sequence",),
     "errors": (
         "AuthenticationError",
         "CorruptReplicaError",
@@ -63,10 +64,9 @@ _NAMES_OF_HOME = {
     ),
     "exchange": ("ExchangePlan", "ExchangePlanEntry", "retrieve_plan"),
     "group_wrapper": ("GroupWrapper",),
-    "incoming": ("IncomingObject", "digest_of"),
+    "receive": ("IncomingObject", "digest_of"),
     "manager": ("ReplicationManager",),
-    "pairwise": ("PairwiseReplicationStrategy",),
-    "placement": ("FailureDomains", "Level", "Member", "partners"),
+    "placement": ("PairwiseReplicationStrategy", "missing_copies", "parse_group_sequence", "partners"),
     "server": ("ReplicaServer",),
     "shelf": ("MemoryShelf", "ReplicaShelf"),
     "strategies": (
@@ -75,6 +75,7 @@ _NAMES_OF_HOME = {
         "LazyReplicationStrategyBuilder",
         "ReplicationStrategy",
     ),
+    "topology": ("ReplicationRetryConfig",),
 }
 _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
 
@@ -85,13 +86,10 @@ __all__ = [
     "DamagedFrameError",
     "ExchangePlan",
     "ExchangePlanEntry",
-    "FailureDomains",
     "GroupWrapper",
     "IncomingObject",
     "LazyCliqueReplicationStrategy",
     "LazyReplicationStrategyBuilder",
-    "Level",
-    "Member",
     "MemoryShelf",
     "NoReplicasAvailableError",
     "OutdatedRoundError",
@@ -111,6 +109,7 @@ __all__ = [
     "Sent",
     "TransferError",
     "digest_of",
+    "missing_copies",
     "parse_group_sequence",
     "partners",
     "pull_from_any",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.errors import (
     CorruptReplicaError,
     DamagedFrameError,
@@ -20,19 +21,24 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaBusyError,
     ReplicationError,
 )
-from torchelastic.checkpoint.replication.handshake import greet_server, token_bytes
-from torchelastic.checkpoint.replication.incoming import IncomingObject, digest_of
-from torchelastic.checkpoint.replication.transfer import check_limits, receive_chunks, running_digests, send_chunks
-from torchelastic.checkpoint.replication.wire import (
+from torchelastic.checkpoint.replication.protocol import (
     CHUNK_BYTES,
     Connection,
     Message,
-    check_object_id,
+    check_limits,
+    greet_server,
     number_in,
     text_in,
+    token_bytes,
 )
-
-Destination = Callable[[int], "memoryview | bytearray"]
+from torchelastic.checkpoint.replication.receive import (
+    Destination,
+    IncomingObject,
+    check_object_id,
+    digest_of,
+    running_digests,
+)
+from torchelastic.checkpoint.replication.shelf import ReplicaShelf
 
 
 @dataclass(frozen=True)
@@ -93,29 +99,25 @@ class ReplicaClient:
         check_limits(timeout_s, chunk_bytes)
         self._chunk_bytes = chunk_bytes
 
-    def push(
-        self, object_id: str, content: memoryview | bytearray | bytes, *, token_round: int, digest: str | None = None
-    ) -> Sent:
+    def push(self, object_id: str, content: memoryview | bytearray | bytes, *, token_round: int) -> Sent:
         """Sends an object; when this returns, the peer has verified and published it.
 
         Args:
             object_id: its name: parts of letters, digits and ``_.:=@+,-`` with slashes between.
             content: its bytes, contiguous. They must not change before this returns; if they do, the peer notices.
             token_round: the number of the sender's round: the fencing token (see `ReplicaServer.fence`).
-            digest: `digest_of` the content, if it is known; else it is computed first.
 
         Raises:
             OutdatedRoundError: the peer has seen a newer round: this process was replaced.
-            CorruptReplicaError: the content does not have this digest (any more).
+            CorruptReplicaError: the content was changed meanwhile.
             ReplicaRefusedError, ReplicaBusyError, PeerLostError, PeerStalledError, AuthenticationError: as they say.
             ValueError: this is no id.
         """
         check_object_id(object_id)
         view = memoryview(content)
         view = view.cast("B") if view.nbytes else memoryview(b"")
-        digests = running_digests(view, self._chunk_bytes) if digest is None else None
-        if digest is None:
-            digest = f"{digests[-1]:016x}" if digests else digest_of(b"")
+        digests = running_digests(view, self._chunk_bytes)
+        digest = f"{digests[-1]:016x}" if digests else digest_of(b"")
         request: Message = {"op": "push", "id": object_id, "size": view.nbytes, "digest": digest, "round": token_round}
         for attempt in self._attempts():
             with attempt, self._connected() as connection:
@@ -125,32 +127,35 @@ class ReplicaClient:
                     raise ProtocolError(f"{self.peer} sent no truth value as 'is_here'")
                 if not is_here:
                     try:
-                        send_chunks(connection, view, self._chunk_bytes, digests)
+                        connection.send_object(view, self._chunk_bytes, digests)
                         number_in(connection.receive(), "received")
-                    except DamagedFrameError:
-                        self._check_unchanged(object_id, view, digest)
+                    except DamagedFrameError as error:
+                        if digest_of(view) != digest:
+                            raise CorruptReplicaError(
+                                f"{object_id} changed while it was sent to {self.peer}; send a copy that nobody "
+                                f"writes to"
+                            ) from error
                         raise
         return Sent(object_id, view.nbytes, digest, 0 if is_here else view.nbytes)
 
-    def pull(self, object_id: str, destination: Destination, *, expected_digest: str = "") -> IncomingObject:
+    def pull(self, object_id: str, destination: Destination) -> IncomingObject:
         """Fetches an object.
 
         Args:
             object_id: its name.
             destination: called once with the size in bytes; returns the writable, contiguous buffer to receive into.
                 If this raises, anything may be in it.
-            expected_digest: the only digest that is accepted, if it is known.
 
         Returns:
             The object, complete and verified, with its size and digest.
 
         Raises:
             NoReplicasAvailableError: the peer does not have it.
-            CorruptReplicaError: the peer's copy is damaged, or it is not the one that is expected.
+            CorruptReplicaError: the peer's copy is damaged.
             ReplicaBusyError, PeerLostError, PeerStalledError, AuthenticationError: as they say.
             ValueError: this is no id.
         """
-        incoming = IncomingObject(check_object_id(object_id), destination, expected_digest=expected_digest)
+        incoming = IncomingObject(check_object_id(object_id), destination)
         self._pull(incoming)
         return incoming
 
@@ -161,7 +166,7 @@ class ReplicaClient:
                 connection.send({"op": "pull", "id": incoming.object_id})
                 answer = connection.receive()
                 incoming.announce(number_in(answer, "size"), text_in(answer, "digest"))
-                receive_chunks(connection, incoming)
+                connection.receive_object(incoming)
                 incoming.finish()
 
     def ids(self) -> list[str]:
@@ -178,12 +183,6 @@ class ReplicaClient:
             found += page
             if not page or not answer.get("more"):
                 return found
-
-    def _check_unchanged(self, object_id: str, content: memoryview, digest: str) -> None:
-        if digest_of(content) != digest:
-            raise CorruptReplicaError(
-                f"{object_id} changed while it was sent to {self.peer}; send a copy that nobody writes to"
-            )
 
     def _attempts(self) -> Retrying:
         failed_s: list[float] = []
@@ -224,22 +223,19 @@ class ReplicaClient:
             connection.close()
 
 
-def pull_from_any(
-    clients: Sequence[ReplicaClient], object_id: str, destination: Destination, *, expected_digest: str = ""
-) -> IncomingObject:
+def pull_from_any(clients: Sequence[ReplicaClient], object_id: str, destination: Destination) -> IncomingObject:
     """Fetches an object from the first of several holders that can give it.
 
     Args:
         clients: the holders, best first (see `ExchangePlan.candidates`).
         object_id: its name.
         destination: see `ReplicaClient.pull`; called once.
-        expected_digest: the only digest that is accepted, if it is known.
 
     Raises:
         NoReplicasAvailableError: none of them could; tells why of each.
         ValueError: this is no id.
     """
-    incoming = IncomingObject(check_object_id(object_id), destination, expected_digest=expected_digest)
+    incoming = IncomingObject(check_object_id(object_id), destination)
     failures = []
     for client in clients:
         try:
@@ -249,3 +245,37 @@ def pull_from_any(
         else:
             return incoming
     raise NoReplicasAvailableError(f"nobody could give {object_id}: {'; '.join(failures) or 'no holder is known'}")
+
+
+def pull_into(
+    shelf: ReplicaShelf, object_id: str, client: ReplicaClient, check: Callable[[memoryview], None] | None = None
+) -> None:
+    """Fetches an object onto a shelf of this process, on which it is seen when all of it is good.
+
+    Args:
+        shelf: where it goes.
+        object_id: its name.
+        client: who has it.
+        check: raises CheckpointError if this is not what was wanted.
+
+    Raises:
+        CheckpointError: there is no room for it, or what `check`, the shelf and `ReplicaClient.pull` raise.
+    """
+    views: list[memoryview] = []
+
+    def destination(size_bytes: int) -> memoryview:
+        buffer = shelf.destination(object_id, size_bytes)
+        if buffer is None:
+            raise CheckpointError(f"there is no room for the {size_bytes} bytes of {object_id}")
+        views.append(memoryview(buffer))
+        return views[-1]
+
+    try:
+        incoming = client.pull(object_id, destination)
+        incoming.release()
+        if check is not None:
+            check(views[-1])
+        shelf.received(object_id, incoming.digest)
+    except BaseException:
+        shelf.abandon(object_id)
+        raise

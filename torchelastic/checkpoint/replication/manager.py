@@ -1,46 +1,41 @@
 """The ranks of a job as holders of each other's objects: who is where, who receives what, and how they are reached.
 
-Objects are named by ids; where they lie is known to the shelf (see `ReplicaShelf`). Each rank runs a server. They are
-told apart from servers of other jobs, and of former groups of the same job, by a random token that rank 0 makes anew in
-each `initialize` and that travels in the process group only.
+Objects are named by ids; where they lie is known to the shelf (see `ReplicaShelf`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local.neighbours import address_among, network_id
-from torchelastic.checkpoint.replication.bulk import BulkRetrieval, done_of
-from torchelastic.checkpoint.replication.circle import (
-    Circle,
+from torchelastic.checkpoint.replication.client import ReplicaClient, pull_from_any, pull_into
+from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
+from torchelastic.checkpoint.replication.receive import Destination, IncomingObject
+from torchelastic.checkpoint.replication.server import ReplicaServer
+from torchelastic.checkpoint.replication.topology import (
+    FAILURE_DOMAIN_ENV,
     DestinationStrategy,
     ObjectManager,
+    PeerTopology,
     ReplicationRetryConfig,
     destinations,
+    meet,
 )
-from torchelastic.checkpoint.replication.client import Destination, ReplicaClient, pull_from_any
-from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
-from torchelastic.checkpoint.replication.incoming import IncomingObject
-from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.group.rank_group import Answer, RankGroup, begun
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.identity import host_id
 
 log = logging.getLogger(__name__)
 
-#: Names what this rank fails with, if that is not its host.
-FAILURE_DOMAIN_ENV = "TORCHELASTIC_FAILURE_DOMAIN"
-
-_LEAST_TRANSFERS = 16
+_COMMIT = "/commit.shard"
 _MOST_THREADS = 16
 #: How many ranks of another host are tried for what only one of them has to take.
 _TRIES_PER_HOST = 2
@@ -56,7 +51,7 @@ class ReplicationManager:
     """
 
     def __init__(self) -> None:
-        self._circle: Circle | None = None
+        self._topology: PeerTopology | None = None
         self._objects: ObjectManager | None = None
         self._ranks = RankGroup(None, _WAIT_S)
         self._prepare()
@@ -111,89 +106,59 @@ class ReplicationManager:
             raise ValueError(f"copies is {copies} and timeout_s {timeout_s}: give 0 or more, and more than 0 s")
         self.shutdown()
         self._objects, self._ranks = checkpoint_object_manager, RankGroup(process_group, timeout_s)
-        host = host or os.environ.get(FAILURE_DOMAIN_ENV) or host_id()
-        told = {"network": network_id(), "host": host, "token": secrets.token_hex(32)}
-        found = self.run_on_all("ReplicationManager.initialize()", lambda: told)
-        hosts = tuple(str(each["host"]) for each in found)
-        self._circle = Circle(self._ranks.rank, hosts, retry=retry_config or ReplicationRetryConfig())
-        if len(hosts) > 1:
-            networks = [str(each["network"]) for each in found]
+        call, retry = "ReplicationManager.initialize()", retry_config or ReplicationRetryConfig()
+        shelf = checkpoint_object_manager.shelf
+        met, self._server, _ = meet(
+            self._ranks, call, lambda: shelf, retry, host=host, port=listen_port, replica_host=replica_host
+        )
+        self._topology = met
+        if len(met.hosts) > 1:
             try:
-                self._serve(str(found[0]["token"]), networks, listen_port, replica_host, repl_strategy, copies)
+                answers = self.run_on_all(f"{call}, choosing", lambda: destinations(repl_strategy, met, copies))
             except BaseException:
                 self.shutdown()
                 raise
-
-    def _serve(
-        self,
-        token: str,
-        networks: Sequence[str],
-        port: int,
-        replica_host: str | None,
-        strategy: DestinationStrategy | None,
-        copies: int,
-    ) -> None:
-        circle, objects = self._require_circle(), self._objects
-        rank, retry = circle.rank, circle.retry
-        call = "ReplicationManager.initialize()"
-
-        def listen() -> list[Any]:
-            assert objects is not None
-            address = replica_host or address_among(networks)
-            self._server = ReplicaServer(
-                objects.shelf,
-                token,
-                host=address,
-                port=port + networks[:rank].count(networks[rank]) if port else 0,
-                timeout_s=retry.timeout_seconds,
-                max_transfers=max(_LEAST_TRANSFERS, len(networks)),  # all may ask one at once
-                max_connections=2 * max(_LEAST_TRANSFERS, len(networks)),
-            )
-            self._server.start()
-            return list(self._server.address)
-
-        addresses = tuple((str(each[0]), int(each[1])) for each in self.run_on_all(f"{call}, listening", listen))
-        chosen = self.run_on_all(f"{call}, choosing", lambda: destinations(strategy, circle, addresses, copies))[rank]
-        self._circle = Circle(rank, circle.hosts, addresses, tuple(chosen), token, retry, copies)
-        if len(chosen) < copies and strategy is None and rank == 0:
-            log.warning("each object gets %d replica(s) and not %d: there are too few hosts", len(chosen), copies)
+            chosen = tuple(answers[met.rank])
+            self._topology = replace(met, partners=chosen, copies=copies)
+            if len(chosen) < copies and repl_strategy is None and met.rank == 0:
+                log.warning("each object gets %d replica(s) and not %d: there are too few hosts", len(chosen), copies)
 
     # --- who is where -------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """The own rank."""
-        return self._circle.rank if self._circle is not None else self._ranks.rank
+        return self._topology.rank if self._topology is not None else self._ranks.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return len(self._circle.hosts) if self._circle is not None else self._ranks.world_size
+        return len(self._topology.hosts) if self._topology is not None else self._ranks.world_size
 
     @property
     def is_initialized(self) -> bool:
         """Whether `initialize` was called."""
-        return self._circle is not None
+        return self._topology is not None
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The host of each rank; before `initialize`, one for all."""
-        if self._circle is not None:
-            return self._circle.hosts
+        if self._topology is not None:
+            return self._topology.hosts
         return (os.environ.get(FAILURE_DOMAIN_ENV) or host_id(),) * self.world_size
 
     @property
     def partners(self) -> tuple[int, ...]:
         """Who receives the objects of this rank."""
-        if self._circle is None and self.world_size > 1 and not self._has_warned:
+        if self._topology is None and self.world_size > 1 and not self._has_warned:
             self._has_warned = True
             log.warning("objects get no replicas: call ReplicationManager.initialize() on all ranks first")
-        return self._circle.partners if self._circle is not None else ()
+        return self._topology.partners if self._topology is not None else ()
 
     @property
     def copies(self) -> int:
         """On how many other hosts each object is to be; 0 before `initialize`."""
-        return self._circle.copies if self._circle is not None else 0
+        return self._topology.copies if self._topology is not None else 0
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -217,9 +182,9 @@ class ReplicationManager:
             OutOfStepError: a rank calls something else, or did not come within the time limit; names it.
             CheckpointError: the process group was formed anew since `initialize`.
         """
-        circle, ranks = self._circle, self._ranks
+        topology, ranks = self._topology, self._ranks
         now = (ranks.rank, ranks.world_size)
-        if circle is not None and ranks.source is not None and now != (circle.rank, len(circle.hosts)):
+        if topology is not None and ranks.source is not None and now != (topology.rank, len(topology.hosts)):
             raise CheckpointError(
                 "the process group was formed anew: call ReplicationManager.initialize() again on all ranks"
             )
@@ -242,13 +207,12 @@ class ReplicationManager:
 
     # --- moving objects -----------------------------------------------------------------------------------------------
 
-    def push(self, object_id: str, content: memoryview, digest: str | None = None) -> int:
+    def push(self, object_id: str, content: memoryview) -> int:
         """Sends an object to all partners; when this returns, they have verified and published it.
 
         Args:
             object_id: its name.
             content: its bytes, which must not change meanwhile.
-            digest: `digest_of` the content, if it is known.
 
         Returns:
             How many copies were made; 0 without partners.
@@ -258,7 +222,7 @@ class ReplicationManager:
         """
         for rank in self.partners:
             try:
-                self._push_to(rank, object_id, content, digest)
+                self._push_to(rank, object_id, content)
             except ReplicationError as error:
                 raise ReplicationError(
                     f"rank {rank} on {self.host_of(rank)} has no copy of {object_id}: {error}"
@@ -271,7 +235,7 @@ class ReplicationManager:
         Returns:
             The hosts that did not take it; why is logged.
         """
-        by_host = self._circle.other_hosts() if self._circle is not None else {}
+        by_host = self._topology.other_hosts() if self._topology is not None else {}
         if not by_host:
             return []
         with ThreadPoolExecutor(min(_MOST_THREADS, len(by_host)), thread_name_prefix="replication") as threads:
@@ -331,15 +295,22 @@ class ReplicationManager:
         Returns:
             Whether all of it is here now; what failed is logged.
         """
-        retrieval = BulkRetrieval(self._client(source_global_rank), self._require_objects())
-        have_objects = done_of(object_ids_to_retrieve, lambda one: retrieval.objects([one]), retrieved_object_ids)
-        have_containers = done_of(container_ids_to_retrieve, retrieval.container, retrieved_container_ids)
-        return have_objects and have_containers
+        client, all_done = self._client(source_global_rank), True
+        for wanted, retrieve, retrieved in (
+            (object_ids_to_retrieve, self._retrieve_object, retrieved_object_ids),
+            (container_ids_to_retrieve, self._retrieve_container, retrieved_container_ids),
+        ):
+            for each in wanted:
+                is_done = retrieve(client, each)
+                all_done = all_done and is_done
+                if is_done and retrieved is not None:
+                    retrieved.append(each)
+        return all_done
 
     def shutdown(self) -> None:
         """Stops serving and forgets the others. Not a collective; `initialize` may follow."""
         server = self._server
-        self._server = self._circle = None
+        self._server = self._topology = None
         if server is not None:
             server.close()
         self._ranks.close()
@@ -347,11 +318,11 @@ class ReplicationManager:
     # --- how ----------------------------------------------------------------------------------------------------------
 
     def _client(self, rank: int) -> ReplicaClient:
-        return self._require_circle().client(rank)
+        return self._require_topology().client(rank)
 
-    def _push_to(self, rank: int, object_id: str, content: memoryview, digest: str | None) -> int:
+    def _push_to(self, rank: int, object_id: str, content: memoryview) -> int:
         try:
-            sent = self._client(rank).push(object_id, content, token_round=0, digest=digest)
+            sent = self._client(rank).push(object_id, content, token_round=0)
         except ReplicationError:
             publish_metric("torchelastic", "checkpoint.replication.failures", 1)
             raise
@@ -361,7 +332,7 @@ class ReplicationManager:
     def _push_to_one(self, ranks: Sequence[int], object_id: str, content: memoryview) -> bool:
         for rank in ranks[:_TRIES_PER_HOST]:
             try:
-                self._push_to(rank, object_id, content, None)
+                self._push_to(rank, object_id, content)
             except ReplicationError as error:
                 log.warning("rank %d on %s has not taken %s: %s", rank, self.host_of(rank), object_id, error)
             else:
@@ -372,12 +343,34 @@ class ReplicationManager:
         content = self._require_objects().shelf.source(object_id)
         if content is None:
             raise NoReplicasAvailableError(f"{object_id} is not here: close its buffer before it is replicated")
-        return self._push_to(rank, object_id, content, None)
+        return self._push_to(rank, object_id, content)
 
-    def _require_circle(self) -> Circle:
-        if self._circle is None:
+    def _retrieve_object(self, client: ReplicaClient, wanted: Any) -> bool:
+        """Whether it could be fetched; why not is logged."""
+        objects = self._require_objects()
+        try:
+            pull_into(objects.shelf, str(objects.names_of(wanted)), client)
+        except CheckpointError as error:
+            log.warning("could not retrieve %s from %s: %s", wanted, client.peer, error)
+            return False
+        return True
+
+    def _retrieve_container(self, client: ReplicaClient, wanted: Any) -> bool:
+        """Whether all objects of the container of a step could be fetched, and there was one; the commit comes last."""
+        begin = str(self._require_objects().names_of(f"{wanted}{_COMMIT}")).removesuffix(_COMMIT) + "/"
+        try:
+            there = [one for one in client.ids() if one.startswith(begin)]
+        except ReplicationError as error:
+            log.warning("%s does not tell what is in %s: %s", client.peer, wanted, error)
+            return False
+        there.sort(key=lambda object_id: object_id.endswith(_COMMIT))
+        files = [one.rpartition("/")[2] for one in there]
+        return bool(files) and all(self._retrieve_object(client, f"{wanted}/{file}") for file in files)
+
+    def _require_topology(self) -> PeerTopology:
+        if self._topology is None:
             raise NoReplicasAvailableError("call ReplicationManager.initialize() on all ranks first")
-        return self._circle
+        return self._topology
 
     def _require_objects(self) -> ObjectManager:
         if self._objects is None:
@@ -385,9 +378,9 @@ class ReplicationManager:
         return self._objects
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"circle": self._circle, "objects": self._objects, "timeout_s": self._ranks.timeout_s}
+        return {"topology": self._topology, "objects": self._objects, "timeout_s": self._ranks.timeout_s}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._circle, self._objects = state["circle"], state["objects"]
+        self._topology, self._objects = state["topology"], state["objects"]
         self._ranks = RankGroup(None, state["timeout_s"])
         self._prepare()

@@ -1,158 +1,226 @@
-"""Where the members are, and cliques across failure domains. Pure: the same roster gives the same on every rank."""
+"""Who keeps copies of whose shards, and which copies are missing. Pure.
+
+Every rank computes the same from the same tables, so nobody has to be asked. A *failure domain* is what is lost at
+once: a host, or whatever else its ranks are named after (a rack, a spot pool).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Generic
 
-from torchelastic.group.naming import listed
-
-Level = Literal["host", "rack", "slice"]
-LEVELS: tuple[Level, ...] = get_args(Level)
+from torchelastic.checkpoint.replication.exchange import Id
 
 
-@dataclass(frozen=True, order=True)
-class Member:
-    """One rank and the domains that it fails with.
+def parse_group_sequence(replication_jump: int, replication_factor: int, world_size: int) -> list[list[int]]:
+    """Cuts the world into cliques of `replication_factor` ranks that are `replication_jump` apart.
 
-    Attributes:
-        rank: its rank in the roster.
-        host: the machine it runs on.
-        rack: what shares power or a switch with that machine; empty if nobody said so.
-        slice: what is taken away together with it (a TPU slice, an NVLink domain, a spot pool); empty if unknown.
+    Ranks of equal remainder modulo the jump are walked in order and cut into runs (the rule of NVIDIA's NVRx,
+    `local.replication.group_utils`): with 32 ranks, jump 8 and factor 2 the cliques are 0-8, 1-9, .. 7-15, 16-24, ..
+    With as many ranks per host as the jump, the members of a clique are on different hosts.
+
+    Args:
+        replication_jump: distance between two members of a clique; the number of ranks on a host, for example.
+        replication_factor: how many ranks hold each shard; 1 replicates nothing.
+        world_size: number of ranks.
+
+    Returns:
+        The cliques, sorted by their first rank; each rank is in exactly one.
+
+    Raises:
+        ValueError: a number is below 1, or the world is no multiple of jump times factor.
+    """
+    for name, value in (
+        ("replication_jump", replication_jump),
+        ("replication_factor", replication_factor),
+        ("world_size", world_size),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    block = replication_jump * replication_factor
+    if world_size % block:
+        raise ValueError(
+            f"world_size {world_size} is no multiple of replication_jump {replication_jump} times replication_factor "
+            f"{replication_factor} = {block}; run with a multiple of {block} ranks, or choose a smaller jump or factor"
+        )
+    return sorted(
+        list(range(first, first + block, replication_jump))
+        for start in range(0, world_size, block)
+        for first in range(start, start + replication_jump)
+    )
+
+
+def partners(domains: Sequence[str], rank: int, copies: int) -> list[int]:
+    """The ranks that receive a rank's shard, each in another failure domain; for any number of ranks.
+
+    Ranks are laid out domain by domain and cut into `copies` + 1 equal runs; those of equal place make a clique, in
+    which each gives to as many as are asked for. So hosts of equal size are partners as a whole, which leaves few sets
+    of hosts whose loss hurts. With domains of very different sizes it is one rank of each of the next ones by name.
+
+    Args:
+        domains: the failure domain of each rank.
+        rank: whose shard it is.
+        copies: how many are wanted; fewer are made if there are fewer other domains.
+    """
+    ranks_of = by_domain(domains)
+    copies = min(copies, len(ranks_of) - 1)
+    number = len(domains) // (copies + 1)
+    own = ranks_of[domains[rank]]
+    if max(map(len, ranks_of.values())) <= number:
+        laid_out = [each for ranks in ranks_of.values() for each in ranks]
+        clique = laid_out[laid_out.index(rank) % number :: number]
+        place = clique.index(rank) + 1
+        return sorted((clique[place:] + clique[:place])[:copies])
+    names = list(ranks_of)
+    place = names.index(domains[rank]) + 1
+    following = (names[place:] + names[:place])[:copies]
+    return [ranks_of[name][own.index(rank) % len(ranks_of[name])] for name in following]
+
+
+def holders_of(rank: int, replication_jump: int, replication_factor: int, domains: Sequence[str]) -> list[int]:
+    """The ranks that hold the shard of one, itself included, sorted; for any number of ranks.
+
+    Its clique, where `parse_group_sequence` can cut the world; else its `partners`, so that a job that has lost a rank
+    goes on. If there are too few failure domains for these, the ranks between two jumps count as one each.
+
+    Args:
+        rank: whose shard it is.
+        replication_jump: see `parse_group_sequence`.
+        replication_factor: see `parse_group_sequence`; fewer where the world is smaller.
+        domains: the failure domain of each rank.
+
+    Raises:
+        ValueError: a number is below 1.
+
+    >>> [holders_of(rank, 1, 2, ["a", "b", "c", "d"]) for rank in range(4)]
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
+    >>> [holders_of(rank, 1, 2, ["a", "b", "c"]) for rank in range(3)]
+    [[0, 1], [1, 2], [0, 2]]
+    """
+    numbers = replication_jump, replication_factor, len(domains)
+    if min(numbers) < 1 or len(domains) % (replication_jump * replication_factor) == 0:
+        return next(clique for clique in parse_group_sequence(*numbers) if rank in clique)
+    if len(set(domains)) < replication_factor:
+        domains = [f"{each // replication_jump:012}" for each in range(len(domains))]
+    return sorted([rank, *partners(domains, rank, replication_factor - 1)])
+
+
+def by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks of each failure domain; both sorted."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(range(len(domains)), key=lambda rank: (domains[rank], rank)):
+        found.setdefault(domains[rank], []).append(rank)
+    return found
+
+
+class PairwiseReplicationStrategy:
+    """The partner of a rank is the rank of the same place on the other host of its pair.
+
+    Hosts 0 and 1 are a pair, 2 and 3, and so on. If their number is odd, each of the last three gives to the next of
+    the three. A single host has no partner.
+
+    Args:
+        addresses: of the replica servers ("host:port"), by rank; the ranks of a host are neighbours.
+        processes_per_node: how many ranks a host has.
+
+    Raises:
+        ValueError: there are no addresses, or their number is no multiple of `processes_per_node`.
     """
 
-    rank: int
-    host: str
-    rack: str = ""
-    slice: str = ""
+    def __init__(self, addresses: Sequence[str], processes_per_node: int) -> None:
+        if not addresses:
+            raise ValueError("addresses is empty: give the address of each rank's server")
+        if processes_per_node < 1 or len(addresses) % processes_per_node:
+            raise ValueError(
+                f"{len(addresses)} addresses are no multiple of processes_per_node={processes_per_node}: every host "
+                "has to have as many ranks as the others; without repl_strategy that is not needed"
+            )
+        self._addresses = list(addresses)
+        self._per_host = processes_per_node
+
+    def get_replication_service_addresses(self) -> list[str]:
+        """The addresses, by rank."""
+        return list(self._addresses)
+
+    def get_destination_ranks(self, global_rank: int) -> list[int]:
+        """Who receives the objects of a rank.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= global_rank < len(self._addresses):
+            raise ValueError(f"there is no rank {global_rank} among {len(self._addresses)}")
+        hosts = len(self._addresses) // self._per_host
+        host, place = divmod(global_rank, self._per_host)
+        if hosts == 1:
+            return []
+        ring = hosts - 3 if hosts % 2 else hosts  # where the last three begin
+        partner = host ^ 1 if host < ring else ring + (host - ring + 1) % 3
+        return [partner * self._per_host + place]
+
+    def get_destination_addresses(self, global_rank: int) -> list[str]:
+        """The addresses of `get_destination_ranks`."""
+        return [self._addresses[rank] for rank in self.get_destination_ranks(global_rank)]
 
 
 @dataclass(frozen=True)
-class FailureDomains:
-    """Which members fail together. Make one with `from_roster`; `members` are sorted by rank."""
+class Copy(Generic[Id]):
+    """One shard to be copied from a rank that holds it to one that does not."""
 
-    members: tuple[Member, ...]
-
-    @classmethod
-    def from_roster(
-        cls,
-        roster: Iterable[tuple[int, str]],
-        *,
-        racks: Mapping[str, str] | None = None,
-        slices: Mapping[str, str] | None = None,
-    ) -> FailureDomains:
-        """Builds the domains of a roster.
-
-        Args:
-            roster: pairs (rank, host).
-            racks: the rack of each host, if known.
-            slices: the slice of each host, if known.
-
-        Raises:
-            ValueError: the roster is empty, or a rank is named twice.
-        """
-        racks, slices = racks or {}, slices or {}
-        members = sorted(Member(rank, host, racks.get(host, ""), slices.get(host, "")) for rank, host in roster)
-        ranks = [member.rank for member in members]
-        if not ranks:
-            raise ValueError("the roster is empty; give at least one (rank, host)")
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) < len(ranks) else []
-        if twice:
-            raise ValueError(f"in the roster twice: {listed(twice)}; each rank runs on one host")
-        return cls(tuple(members))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks, sorted."""
-        return tuple(member.rank for member in self.members)
-
-    def groups(self, level: Level = "host") -> dict[str, tuple[int, ...]]:
-        """The ranks of each domain of a level; both sorted.
-
-        Raises:
-            ValueError: the level is unknown, or members have no label of it.
-        """
-        if level not in LEVELS:
-            raise ValueError(f"{level!r} is no level of failure domains; choose one of {', '.join(LEVELS)}")
-        unlabelled = [member.rank for member in self.members if not getattr(member, level)]
-        if unlabelled:
-            raise ValueError(
-                f"no {level} is known of {listed(unlabelled)}: label their hosts (FailureDomains.from_roster(.., "
-                f'{level}s=..)) or place across level "host"'
-            )
-        found: dict[str, list[int]] = {}
-        for member in self.members:
-            found.setdefault(getattr(member, level), []).append(member.rank)
-        return {name: tuple(found[name]) for name in sorted(found)}
-
-    def domain_of(self, level: Level = "host") -> dict[int, str]:
-        """The domain of each rank at a level; raises as `groups` does."""
-        return {rank: name for name, ranks in self.groups(level).items() for rank in ranks}
-
-    def pairs(self, level: Level = "host") -> list[list[int]]:
-        """Cliques of two across a level (one of three if the number of ranks is odd); see `cliques_across`.
-
-        Of N members in pairs any two losses leave a copy of everything but for (N/2) of C(N, 2) choices; in a ring of
-        neighbours, with as many copies, but for N of them.
-        """
-        return self.cliques_across(2, level)
-
-    def cliques_across(self, factor: int, level: Level = "host") -> list[list[int]]:
-        """Cliques of at least `factor` ranks, no two of one clique in the same domain.
-
-        Ranks are laid out domain by domain and cut into `factor` equal runs; the i-th of each run make a clique. So
-        hosts of equal size are partners as a whole, which leaves few sets of hosts whose loss hurts. If the number of
-        ranks is no multiple of the factor, some cliques have more members than asked for.
-
-        Args:
-            factor: how many ranks hold each shard.
-            level: what no two members of a clique may share.
-
-        Returns:
-            The cliques, sorted by their lowest rank, each sorted; each rank is in exactly one.
-
-        Raises:
-            ValueError: there are too few ranks, one domain holds too many of them, or labels are missing.
-        """
-        groups = self.groups(level)
-        if factor < 1:
-            raise ValueError(f"the replication factor is {factor}; it must be at least 1")
-        number = len(self.members) // factor
-        if number < 1:
-            raise ValueError(f"{len(self.members)} rank(s) cannot hold {factor} copies; lower the replication factor")
-        largest = max(groups, key=lambda name: (len(groups[name]), name))
-        if len(groups[largest]) > number:
-            raise ValueError(
-                f"{level} {largest!r} has {len(groups[largest])} of {len(self.members)} ranks, and {number} cliques of "
-                f"{factor} with at most one rank of each {level} take {number} of them at most; spread the ranks over "
-                f"more {level}s, lower the factor, or place across a narrower level"
-            )
-        laid_out = [rank for ranks in groups.values() for rank in ranks]
-        return sorted(sorted(laid_out[first::number]) for first in range(number))
+    sender: int
+    receiver: int
+    shard: Id
+    size_bytes: int
 
 
-def partners(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
-    """The ranks on other hosts that receive a rank's shard. Pure; every rank computes the same plan.
+def missing_copies(held: Mapping[int, Mapping[Id, int]], domains: Sequence[str], *, losses: int) -> list[Copy[Id]]:
+    """Plans the fewest bytes after which any `losses` hosts may be lost and every shard is left somewhere.
 
-    Where the ranks can be cut into cliques across hosts, its clique (see `FailureDomains.cliques_across`); else, with
-    hosts of very different sizes, one rank on each of the next hosts by name.
+    A shard survives every such loss exactly if `losses` + 1 hosts hold it, so each lacks a number of copies of its own
+    and the sum is the least there is. The largest shards are placed first, each copy with the rank that receives least
+    so far; senders take turns.
 
     Args:
-        hosts: the host of each rank.
-        rank: whose shard it is.
-        copies: how many are wanted; fewer are made if there are fewer other hosts.
+        held: for each rank the shards that it holds, with their sizes in bytes.
+        domains: the failure domain of each rank. Those that hold nothing may receive.
+        losses: how many hosts may be lost at once. With fewer hosts than that and one more, each gets a copy: a job
+            that goes on with one host must not fail over this.
+
+    Returns:
+        The copies, sorted by receiver and shard.
     """
-    factor = min(copies + 1, len(set(hosts)))
-    domains = FailureDomains.from_roster(enumerate(hosts))
-    try:
-        cliques = domains.cliques_across(factor)
-        return [other for clique in cliques if rank in clique for other in clique if other != rank]
-    except ValueError:
-        groups = domains.groups()
-        names = list(groups)
-        own = names.index(hosts[rank])
-        following = (names[own + 1 :] + names[:own])[: factor - 1]
-        place = groups[hosts[rank]].index(rank)
-        return [groups[name][place % len(groups[name])] for name in following]
+    hosts_wanted = min(losses + 1, len(set(domains)))
+    sizes = {shard: size_bytes for shards in held.values() for shard, size_bytes in shards.items()}
+    holders = {shard: [rank for rank in sorted(held) if shard in held[rank]] for shard in sizes}
+    received = [(0, rank) for rank in range(len(domains))]  # a heap: who has received least is first
+    receivers: dict[Id, list[int]] = {}
+    for shard in sorted(sizes, key=lambda shard: (-sizes[shard], shard)):
+        hosts = {domains[rank] for rank in holders[shard]}
+        receivers[shard] = []
+        passed_over = []
+        while len(hosts) < hosts_wanted:
+            received_bytes, rank = heapq.heappop(received)
+            if domains[rank] not in hosts:
+                hosts.add(domains[rank])
+                receivers[shard].append(rank)
+                received_bytes += sizes[shard]
+            passed_over.append((received_bytes, rank))
+        for entry in passed_over:
+            heapq.heappush(received, entry)
+    return _with_senders(receivers, holders, sizes)
+
+
+def _with_senders(
+    receivers: Mapping[Id, list[int]], holders: Mapping[Id, list[int]], sizes: Mapping[Id, int]
+) -> list[Copy[Id]]:
+    """Those with the fewest holders first, then the largest; each from the holder that has sent least."""
+    sent: dict[int, int] = {}
+    copies: list[Copy[Id]] = []
+    for shard in sorted(receivers, key=lambda shard: (len(holders[shard]), -sizes[shard], shard)):
+        for receiver in receivers[shard]:
+            sender = min(holders[shard], key=lambda rank: (sent.get(rank, 0), rank))
+            sent[sender] = sent.get(sender, 0) + sizes[shard]
+            copies.append(Copy(sender, receiver, shard, sizes[shard]))
+    return sorted(copies, key=lambda copy: (copy.receiver, copy.shard))

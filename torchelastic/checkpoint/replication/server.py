@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchelastic.checkpoint.replication.complaints import Complaints
 from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     CorruptReplicaError,
@@ -19,26 +18,27 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaRefusedError,
     ReplicationError,
 )
-from torchelastic.checkpoint.replication.handshake import greet_client, token_bytes
-from torchelastic.checkpoint.replication.incoming import digest_of
-from torchelastic.checkpoint.replication.reception import Reception
-from torchelastic.checkpoint.replication.shelf import ReplicaShelf
-from torchelastic.checkpoint.replication.transfer import check_limits, receive_chunks, send_chunks
-from torchelastic.checkpoint.replication.wire import (
+from torchelastic.checkpoint.replication.protocol import (
     CHUNK_BYTES,
     MOST_MESSAGE_BYTES,
     Connection,
     Message,
-    check_object_id,
+    check_limits,
     error_message,
+    greet_client,
     number_in,
     text_in,
+    token_bytes,
 )
+from torchelastic.checkpoint.replication.receive import Reception, check_object_id, digest_of
+from torchelastic.checkpoint.replication.shelf import ReplicaShelf
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _GREETING_S = 5.0
+#: Between two lines of one kind in the log.
+_COMPLAINT_EVERY_S = 60.0
 #: What a member is told; after anything else it is not there to be told.
 _ANSWERED = (
     CorruptReplicaError,
@@ -64,7 +64,6 @@ class ReplicaServer:
         timeout_s: how long a peer may be silent within a transfer.
         max_transfers: how many objects may be on their way in at once, and as many out; more are told "busy".
         max_connections: how many connections there may be at once; more are closed at once.
-        max_object_bytes: how large an object may be.
         clock: seconds that only go forward.
 
     Raises:
@@ -82,14 +81,13 @@ class ReplicaServer:
         timeout_s: float = 10.0,
         max_transfers: int = 4,
         max_connections: int = 64,
-        max_object_bytes: int = 1 << 40,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_limits(timeout_s)
         self._shelf, self._token = shelf, token_bytes(token)
         self._timeout_s, self._max_connections = timeout_s, max_connections
-        self._reception = Reception(shelf, most_objects=max_transfers, most_object_bytes=max_object_bytes)
-        self._complaints = Complaints(log, clock)
+        self._reception = Reception(shelf, most_objects=max_transfers)
+        self._complaints = _Complaints(clock)
         self._outgoing = threading.BoundedSemaphore(max_transfers)
         self._lock = threading.Lock()  # guards `_serving`
         self._serving: dict[Connection, threading.Thread] = {}
@@ -227,7 +225,7 @@ class ReplicaServer:
             return
         try:
             connection.send({"is_here": False})
-            receive_chunks(connection, incoming)
+            connection.receive_object(incoming)
         except BaseException:
             self._reception.abandon(incoming)
             raise
@@ -246,7 +244,7 @@ class ReplicaServer:
             content = content.cast("B") if content.nbytes else memoryview(b"")
             digest = digest or digest_of(content)
             connection.send({"size": content.nbytes, "digest": digest})
-            send_chunks(connection, content, CHUNK_BYTES)
+            connection.send_object(content, CHUNK_BYTES)
         finally:
             self._outgoing.release()
 
@@ -269,3 +267,38 @@ def _id_in(request: Message) -> str:
         return check_object_id(text_in(request, "id"))
     except ValueError as error:
         raise ReplicaRefusedError(str(error)) from error
+
+
+class _Complaints:
+    """Logs what strangers do at an open port, seldom: whoever reaches it could else fill the log, and its disk.
+
+    The first line of a kind is logged at once, then one in `_COMPLAINT_EVERY_S` at most, with how many were left out.
+    Thread-safe.
+
+    Args:
+        clock: seconds that only go forward.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said_s: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def say(self, level: int, text: str, *arguments: object) -> None:
+        """Log a line, or count it.
+
+        Args:
+            level: as in `logging`.
+            text: the kind: with places for the arguments, as in `logging`.
+            *arguments: for it.
+        """
+        with self._lock:
+            now_s = self._clock()
+            if now_s - self._said_s.get(text, -_COMPLAINT_EVERY_S) < _COMPLAINT_EVERY_S:
+                self._left_out[text] = self._left_out.get(text, 0) + 1
+                return
+            self._said_s[text] = now_s
+            left_out = self._left_out.pop(text, 0)
+        more = f" (and {left_out} times since the last such line)" if left_out else ""
+        log.log(level, text + "%s", *arguments, more)

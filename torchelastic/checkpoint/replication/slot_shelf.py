@@ -9,10 +9,9 @@ import threading
 from pathlib import Path
 
 from torchelastic.checkpoint.collection import record_of
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.disk import Disk, lock_file
-from torchelastic.checkpoint.shards.slot import Slot
-from torchelastic.checkpoint.shards.writing import hidden_path
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.shards import Box, Disk, Entry, Header, SlotPool, Stage
+from torchelastic.checkpoint.shards.disk import lock_file
 
 
 class SlotShelf:
@@ -26,18 +25,15 @@ class SlotShelf:
     """
 
     def __init__(self, root: Path, disk: Disk) -> None:
-        self._root = root
         self._disk = disk
+        self._pool = SlotPool(root, disk=disk)
         self._lock = threading.Lock()
-        self._free: list[Slot] = []
-        self._incoming: dict[str, tuple[Slot, int]] = {}
-        self._published: dict[Path, Slot] = {}
-        self._digests: dict[Path, str] = {}
+        self._incoming: dict[str, tuple[Stage, int]] = {}
+        self._published: dict[Path, str | None] = {}  # and the digest that its sender gave
 
     def is_warm(self, size_bytes: int) -> bool:
         """Whether so many bytes can be received without new memory."""
-        with self._lock:
-            return any(slot.capacity_bytes >= size_bytes for slot in self._free)
+        return self._pool.is_warm(_row_of(size_bytes))
 
     def take(self, key: str, size_bytes: int) -> memoryview:
         """Where so many bytes are to be received; what was begun under this key is abandoned.
@@ -46,13 +42,15 @@ class SlotShelf:
             CheckpointError: there is no room for them.
         """
         self.abandon(key)
+        stage = self._pool.take(_row_of(size_bytes))
         with self._lock:
-            roomy = [slot for slot in self._free if slot.capacity_bytes >= size_bytes]
-            slot = min(roomy, key=lambda slot: slot.capacity_bytes) if roomy else self._new_slot(size_bytes)
-            if roomy:
-                self._free.remove(slot)
-            self._incoming[key] = (slot, size_bytes)
-            return slot.view()[:size_bytes]
+            self._incoming[key] = (stage, size_bytes)
+        return stage.slot.view()[:size_bytes]
+
+    def incoming(self) -> dict[str, memoryview]:
+        """What is on its way, by key."""
+        with self._lock:
+            return {key: stage.slot.view()[:size_bytes] for key, (stage, size_bytes) in self._incoming.items()}
 
     def publish(self, key: str, path: Path, rank: int, digest: str | None) -> None:
         """Gives what was received its name. What has that name already stays, being the same shard.
@@ -68,48 +66,41 @@ class SlotShelf:
             CheckpointError: it cannot be published.
         """
         with self._lock:
-            slot, size_bytes = self._incoming[key]
-            if record_of(slot.view()[:size_bytes], rank, path.name).size_bytes != size_bytes:
+            stage, size_bytes = self._incoming[key]
+            if record_of(stage.slot.view()[:size_bytes], rank, path.name).size_bytes != size_bytes:
                 raise CorruptCheckpointError(f"what was received as {path.name} has {size_bytes} bytes, and should not")
             if path.exists():
-                self._free.append(slot)
+                self._pool.give_back(stage)
             else:
                 self._disk.make_folder(path.parent)
-                slot.publish(path)
-                self._published[path] = slot
+                self._pool.publish(stage, path)
+                self._published[path] = digest
             del self._incoming[key]
-            if digest is not None:
-                self._digests[path] = digest
 
     def abandon(self, key: str) -> None:
         """What is on its way under this key, if anything, will not be completed."""
         with self._lock:
-            slot, _ = self._incoming.pop(key, (None, 0))
-            if slot is not None:
-                self._free.append(slot)
+            stage, _ = self._incoming.pop(key, (None, 0))
+        if stage is not None:
+            self._pool.give_back(stage)
 
     def digest(self, path: Path) -> str | None:
         """What was given to `publish`; None if the shard is not here, or was not received."""
         with self._lock:
-            return self._digests.get(path) if path.exists() else None
+            return self._published.get(path) if path.exists() else None
 
     def retire(self, path: Path) -> bool:
-        """Removes a shard if it was received here, and keeps its slot for the next; false if it is not ours."""
+        """Removes a shard if it was received here, and keeps its slot for the next; false if it is not ours.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        if not self.holds(path):
+            return False
+        self._pool.retire(path)
         with self._lock:
-            slot = self._published.pop(path, None)
-            self._digests.pop(path, None)
-            if slot is None:
-                return False
-            try:
-                is_free = slot.withdraw(hidden_path(self._root))
-            except CheckpointError:
-                slot.close()  # somebody else has removed it
-                return True
-            if is_free:
-                self._free.append(slot)
-            else:
-                self._drop(slot)
-            return True
+            self._published.pop(path, None)
+        return True
 
     def holds(self, path: Path) -> bool:
         """Whether this is a shard that was received here."""
@@ -118,26 +109,17 @@ class SlotShelf:
 
     def close(self) -> None:
         """Gives all memory back; published files stay, hidden ones go."""
+        self._pool.close()
         with self._lock:
-            for slot in [*self._free, *(slot for slot, _ in self._incoming.values())]:
-                self._drop(slot)
-            for slot in self._published.values():
-                slot.close()
-            self._free.clear()
+            for stage, _ in self._incoming.values():
+                self._pool.give_back(stage)
             self._incoming.clear()
             self._published.clear()
 
-    def _new_slot(self, size_bytes: int) -> Slot:
-        for slot in self._free:  # too small for what comes now: their memory is better given back
-            self._drop(slot)
-        self._free.clear()
-        return Slot(size_bytes, hidden_path(self._root), disk=self._disk)
 
-    def _drop(self, slot: Slot) -> None:
-        path = slot.path
-        slot.close()
-        if path is not None:
-            self._disk.remove(path)
+def _row_of(size_bytes: int) -> Header:
+    """The layout of so many bytes, for a pool: it counts what it has to have room for."""
+    return Header(None, (Entry("shard", "uint8", (size_bytes,), Box.whole((size_bytes,)), 0, size_bytes),))
 
 
 def sealed_bytes(path: Path, rank: int) -> memoryview | None:

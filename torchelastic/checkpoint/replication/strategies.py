@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from torchelastic.checkpoint.local.names import CkptID
-from torchelastic.checkpoint.replication.cliques import holders_of, parse_group_sequence
 from torchelastic.checkpoint.replication.exchange import ExchangePlan, retrieve_plan
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
+from torchelastic.checkpoint.replication.placement import holders_of, parse_group_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -69,15 +69,19 @@ class ReplicationStrategy(ABC):
             What this rank wanted.
         """
 
-    def clique(self, rank: int, world_size: int) -> list[int]:
+    def clique(self, rank: int, hosts: Sequence[str]) -> list[int]:
         """The ranks that keep copies of a rank's state, itself included. Not a collective.
+
+        Args:
+            rank: whose state.
+            hosts: the host of each rank; ranks with the same are lost together.
 
         Raises:
             NotImplementedError: this strategy has none, and cannot be used by `LocalCheckpointManager`.
         """
         raise NotImplementedError(
-            f"{type(self).__qualname__} has no method clique(rank, world_size), which tells a LocalCheckpointManager "
-            f"where the copies of rank {rank} of {world_size} go: write it, or derive from CliqueReplicationStrategy"
+            f"{type(self).__qualname__} has no method clique(rank, hosts), which tells a LocalCheckpointManager "
+            f"where the copies of rank {rank} of {len(hosts)} go: write it, or derive from CliqueReplicationStrategy"
         )
 
 
@@ -92,42 +96,46 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def __init__(
         self, local_group: dist.ProcessGroup | GroupWrapper, target_device: str | torch.device = "cpu"
     ) -> None:
-        self.local_group = GroupWrapper.wrap(local_group)
-        self.target_device = target_device
-        self._parameters: tuple[int, int] | None = None
+        self._local_group: GroupWrapper | None = GroupWrapper.wrap(local_group)
+        self._parameters = (0, 0)
+        self.target_device: str | torch.device = target_device
 
     @classmethod
     def from_replication_params(
         cls, replication_jump: int | None = None, replication_factor: int = 2
     ) -> CliqueReplicationStrategy:
-        """Cuts the world into cliques; see `parse_group_sequence`. Needs the default process group; no collective.
+        """Cuts the world into cliques; see `parse_group_sequence`, and `holders_of` for worlds that it cannot cut.
 
         Args:
             replication_jump: distance between two members; None: the number of ranks on a host (LOCAL_WORLD_SIZE, or 1
                 where no launcher set it), so that members are on different hosts.
             replication_factor: how many ranks hold each state.
-
-        Raises:
-            ValueError: the world is no multiple of jump times factor.
         """
-        jump = default_jump() if replication_jump is None else replication_jump
-        cliques = parse_group_sequence(jump, replication_factor, dist.get_world_size())
-        made = cls(GroupWrapper.from_list_of_groups(cliques))
-        made._parameters = jump, replication_factor
+        made = cls.__new__(cls)
+        made._local_group, made.target_device = None, "cpu"
+        made._parameters = default_jump() if replication_jump is None else replication_jump, replication_factor
         return made
 
-    def clique(self, rank: int, world_size: int) -> list[int]:
+    @property
+    def local_group(self) -> GroupWrapper:
+        """The clique of this rank. Raises: ValueError if the world is no multiple of jump times factor."""
+        if self._local_group is None:
+            cliques = parse_group_sequence(*self._parameters, dist.get_world_size())
+            self._local_group = GroupWrapper.from_list_of_groups(cliques)
+        return self._local_group
+
+    def clique(self, rank: int, hosts: Sequence[str]) -> list[int]:
         """See `ReplicationStrategy`.
 
         Raises:
-            ValueError: this is the strategy of another rank's clique.
+            ValueError: this is the strategy of another rank's clique, or a number that it was made with is below 1.
         """
-        if self._parameters is not None:  # the group may have been formed anew since
-            return holders_of(rank, *self._parameters, world_size)
+        if self._parameters != (0, 0):  # the group may have been formed anew since
+            return holders_of(rank, *self._parameters, hosts)
         ranks = self.local_group.ranks
-        if rank not in ranks or max(ranks) >= world_size:
+        if rank not in ranks or max(ranks) >= len(hosts):
             raise ValueError(
-                f"rank {rank} of {world_size} is not in the clique {ranks} of this strategy: make a new one"
+                f"rank {rank} of {len(hosts)} is not in the clique {ranks} of this strategy: make a new one"
             )
         return ranks
 
@@ -179,11 +187,15 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy):
 
     @property
     def replication_strategy(self) -> ReplicationStrategy:
-        """The strategy itself. Needs the default process group."""
-        here = (dist.get_rank(), dist.get_world_size())
+        """The strategy itself."""
+        here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if self._built is None or self._built_for != here:
             self._built, self._built_for = self._eager_build(), here
         return self._built
+
+    def clique(self, rank: int, hosts: Sequence[str]) -> list[int]:
+        """See `ReplicationStrategy`."""
+        return self.replication_strategy.clique(rank, hosts)
 
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: CkptID
@@ -211,11 +223,6 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder):
         super().__init__()
         self.replication_jump = replication_jump
         self.replication_factor = replication_factor
-
-    def clique(self, rank: int, world_size: int) -> list[int]:
-        """See `ReplicationStrategy` and `holders_of`; a process that is alone is its own clique."""
-        jump = default_jump() if self.replication_jump is None else self.replication_jump
-        return holders_of(rank, jump, self.replication_factor, world_size)
 
     def _eager_build(self) -> ReplicationStrategy:
         return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)

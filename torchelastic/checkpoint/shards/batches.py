@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import xxhash
+
 from torchelastic.checkpoint.shards.header import Entry
 
 #: How much is copied before it is hashed, so that the hash reads from the processor's cache.
@@ -52,3 +54,16 @@ def over_batches(
         return list(itertools.chain.from_iterable(map(work, runs)))
     with ThreadPoolExecutor(threads) as pool:
         return list(itertools.chain.from_iterable(pool.map(work, runs)))
+
+
+def checksums_in(
+    memory: memoryview, entries: Sequence[Entry], data_offset: int, threads: int | None = None
+) -> list[str]:
+    """The checksums of tensors that lie in memory where their entries say, behind `data_offset` bytes."""
+    begins = [data_offset + entry.offset_bytes for entry in entries]
+    pieces = [memory[begin : begin + entry.size_bytes] for begin, entry in zip(begins, entries, strict=True)]
+
+    def work(batch: range) -> list[str]:
+        return [f"{xxhash.xxh3_64_intdigest(pieces[index]):016x}" for index in batch]
+
+    return over_batches(entries, work, threads)

@@ -57,6 +57,7 @@ class SlotPool:
             return stage
 
     def _warm(self, header: Header) -> Stage | None:
+        self._free = [stage for stage in self._free if not _is_gone(stage.slot)]
         for stage in self._free:
             if stage.fits(header):
                 self._free.remove(stage)
@@ -167,6 +168,14 @@ class SlotPool:
         stage.slot.close()
         if path is not None:
             self._disk.remove(path)
+
+
+def _is_gone(slot: Slot) -> bool:
+    """Whether somebody else has removed its file; then its memory is given back."""
+    if slot.path is None or slot.path.exists():
+        return False
+    slot.close()
+    return True
 
 
 def remove_left_overs(folder: Path, disk: Disk = REAL_DISK) -> int:

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, over_batches
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksums_in, over_batches
 from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.header import (
     ALIGNMENT_BYTES,
@@ -139,17 +139,11 @@ class ShardReader:
             mapped = mmap.mmap(
                 self._descriptor, self.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
-        memory, entries = memoryview(mapped), self.header.entries
-        places = [
-            (self._data_offset + e.offset_bytes, self._data_offset + e.offset_bytes + e.size_bytes) for e in entries
-        ]
-
-        def work(batch: range) -> list[str]:
-            return [f"{xxhash.xxh3_64_intdigest(memory[slice(*places[index])]):016x}" for index in batch]
-
-        for entry, checksum in zip(entries, over_batches(entries, work, threads), strict=True):
+        entries, begin = self.header.entries, self._data_offset
+        checksums = checksums_in(memoryview(mapped), entries, begin, threads)
+        for entry, checksum in zip(entries, checksums, strict=True):
             self._compare(entry, checksum)
-        return {entry.name: _mapped(mapped, begin, entry) for entry, (begin, _) in zip(entries, places, strict=True)}
+        return {entry.name: _mapped(mapped, begin + entry.offset_bytes, entry) for entry in entries}
 
     def read_one(self, name: str) -> torch.Tensor:
         """Copies one tensor out of the file and checks it. Raises: KeyError if the shard has none of that name."""

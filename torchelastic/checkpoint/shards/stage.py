@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 import xxhash
 
-from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, over_batches
+from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksums_in, over_batches
+from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
     Entry,
@@ -60,7 +61,7 @@ class Stage:
         offset = _reserved_bytes(header)
         if slot.capacity_bytes < offset + header.data_bytes:
             raise ValueError(f"a slot of {slot.capacity_bytes} bytes is too small for {capacity_for(header)}")
-        places = tuple(_place(slot.memory, offset, entry) for entry in header.entries)
+        places = tuple(tensor_at(slot.memory, offset, entry) for entry in header.entries)
         return cls(slot, header, offset, places)
 
     def require_fitting(self, sources: Sequence[torch.Tensor]) -> None:
@@ -114,7 +115,7 @@ class Stage:
 
     def checksums(self, threads: int | None = None) -> list[str]:
         """The checksums of what is in the slot; for the background, since it lets the interpreter lock go."""
-        return over_batches(self.header.entries, lambda batch: [self._hash(index) for index in batch], threads)
+        return checksums_in(self.slot.view(), self.header.entries, self.data_offset, threads)
 
     def seal(self, header: Header) -> int:
         """Makes a shard of what was copied: writes the header, then the preamble; returns the length of the shard.
@@ -125,14 +126,7 @@ class Stage:
         Raises:
             ValueError: the header has grown out of its reserve; `SlotPool.seal` moves to a larger slot then.
         """
-        encoded = encode_header(header)
-        if PREAMBLE_BYTES + len(encoded) > self.data_offset:
-            raise ValueError(
-                f"a header of {len(encoded)} bytes does not fit in front of the data at {self.data_offset}"
-            )
-        self.slot.store(PREAMBLE_BYTES, encoded)
-        self.slot.store(0, encode_preamble(encoded, self.data_offset, header.data_bytes))
-        return self.data_offset + header.data_bytes
+        return seal(self.slot.view(), header, self.data_offset, self.slot.disk)
 
     def _hash(self, index: int) -> str:
         return f"{xxhash.xxh3_64_intdigest(self._bytes_of(index)):016x}"
@@ -164,6 +158,16 @@ class Stage:
         return self.header.entries is header.entries or self.header.entries == header.entries
 
 
+def seal(memory: memoryview, header: Header, data_offset: int, disk: Disk) -> int:
+    """Makes a shard of memory that holds its tensors; see `Stage.seal`."""
+    encoded = encode_header(header)
+    if PREAMBLE_BYTES + len(encoded) > data_offset:
+        raise ValueError(f"a header of {len(encoded)} bytes does not fit in front of the data at {data_offset}")
+    disk.store(memory, PREAMBLE_BYTES, encoded)
+    disk.store(memory, 0, encode_preamble(encoded, data_offset, header.data_bytes))
+    return data_offset + header.data_bytes
+
+
 def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies each source into its place; many small tensors cost half of what a loop of copies would."""
     with torch.no_grad():
@@ -174,6 +178,7 @@ def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
                 copyable(place).copy_(copyable(source))
 
 
-def _place(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:
+def tensor_at(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:
+    """The tensor of an entry where it lies in memory (uint8), behind `data_offset` bytes."""
     begin = data_offset + entry.offset_bytes
     return memory[begin : begin + entry.size_bytes].view(dtype_named(entry.dtype)).view(entry.box.sizes)

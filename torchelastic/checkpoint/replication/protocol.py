@@ -1,17 +1,27 @@
-"""Frames on a TCP connection between two hosts: small JSON messages, and chunks of an object. No pickle, no copies.
+"""What travels on a TCP connection between two hosts: proofs of the token, small JSON messages, chunks of an object.
+
+No pickle, and no copies.
 
 A frame is a header (two fixed letters, kind, length, check, and a check of all these) and its content. The check of a
 message is the XXH3 of its content, that of a chunk the running digest of the object (see `IncomingObject`). Lengths are
 bounded before anything is read or reserved. Each frame has to pass within the connection's time limit.
+
+Both ends prove to each other that they know the token, which itself never travels and is never logged: a challenge and
+response with HMAC-SHA256 over two fresh random numbers and the prover's role, so that neither an old answer nor the
+other end's own answer is of any use. It keeps strangers out; what follows is not encrypted.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import re
+import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import xxhash
@@ -29,12 +39,17 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaRefusedError,
     ReplicationError,
 )
+from torchelastic.checkpoint.replication.receive import IncomingObject
 
 PROTOCOL = "torchelastic-replica/2"
 MOST_MESSAGE_BYTES = 64 << 10
 MOST_CHUNK_BYTES = 4 << 20
 #: Two chunks of this size fit into a core's second-level cache: the digest costs next to nothing there.
 CHUNK_BYTES = 1 << 20
+#: Strangers may make us read no more than this.
+MOST_GREETING_BYTES = 1024
+LEAST_TOKEN_CHARACTERS = 16
+_LEAST_CHUNK_BYTES = 4096
 
 Message = dict[str, object]
 
@@ -45,8 +60,6 @@ HEADER_BYTES = _HEADER.size + _HEADER_CHECK.size
 _MAGIC = b"tR"
 MESSAGE, CHUNK = 1, 2
 _LIMITS = {MESSAGE: MOST_MESSAGE_BYTES, CHUNK: MOST_CHUNK_BYTES}
-
-_ID = re.compile(r"[\w.:=@+,-]{1,128}(?:/[\w.:=@+,-]{1,128}){0,7}", re.ASCII)
 
 #: What an error is called on the wire.
 _KINDS: dict[str, type[ReplicationError]] = {
@@ -59,20 +72,6 @@ _KINDS: dict[str, type[ReplicationError]] = {
     "protocol": ProtocolError,
     "refused": ReplicaRefusedError,
 }
-
-
-def check_object_id(object_id: str) -> str:
-    """Returns an id that may travel: up to eight parts of letters, digits and ``_.:=@+,-`` between slashes.
-
-    Raises:
-        ValueError: it is none, or one of its parts is "." or "..".
-    """
-    if not _ID.fullmatch(object_id) or not {".", ".."}.isdisjoint(object_id.split("/")):
-        raise ValueError(
-            f"{object_id[:200]!r} is no id of an object; use up to eight parts of at most 128 letters, digits and "
-            f"_.:=@+,- with slashes between, none of them . or .."
-        )
-    return object_id
 
 
 def encode_header(kind: int, length_bytes: int, check: int) -> bytes:
@@ -201,7 +200,7 @@ class Connection:
             pass  # it is gone, or it goes on sending: then it shall be reset
 
     def send_chunk(self, chunk: memoryview, running_digest: int) -> None:
-        """Sends a chunk of an object, straight from where it lies."""
+        """Sends a chunk of an object; see `send_object`."""
         self._send(encode_header(CHUNK, chunk.nbytes, running_digest), chunk)
 
     def receive(self, *, most_bytes: int | None = None) -> Message:
@@ -214,18 +213,6 @@ class Connection:
         if kind != MESSAGE:
             raise ProtocolError(f"{self.peer} sent data where an answer was due")
         return self._receive_message(length_bytes, check)
-
-    def receive_chunk_header(self) -> tuple[int, int]:
-        """Waits for the next chunk: its length in bytes and its running digest; `fill` takes the content.
-
-        Raises:
-            ReplicationError: the peer reports one instead; or the connection's own failure.
-        """
-        kind, length_bytes, check = self._receive_header(None)
-        if kind == MESSAGE:
-            self._receive_message(length_bytes, check)
-            raise ProtocolError(f"{self.peer} stopped in the middle of an object")
-        return length_bytes, check
 
     def fill(self, buffer: memoryview | bytearray) -> None:
         """Receives as many bytes as the buffer has, straight into it."""
@@ -243,16 +230,48 @@ class Connection:
             if filled < view.nbytes and time.monotonic() - start_s > self._timeout_s:
                 self._stalled(f"{view.nbytes - filled} of {view.nbytes} bytes were missing")
 
-    def raise_complaint(self) -> None:
-        """Raises what the peer has to say in the middle of an object, if it has said anything."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            pass  # the next call says the same
-        self.receive()
-        raise ProtocolError(f"{self.peer} sent a message in the middle of an object")
+    def send_object(self, content: memoryview, chunk_bytes: int, digests: Sequence[int] | None = None) -> None:
+        """Sends an object, chunk by chunk, straight from where it lies.
+
+        Args:
+            content: the whole object. If it is changed meanwhile, the receiver notices.
+            chunk_bytes: how large the chunks are.
+            digests: `running_digests` of the content, if they are known; that spares a pass over the bytes.
+
+        Raises:
+            ReplicationError: what the receiver complains about, or the connection's failure.
+        """
+        running = xxhash.xxh3_64()
+        for number, start in enumerate(range(0, content.nbytes, chunk_bytes)):
+            chunk = content[start : start + chunk_bytes]
+            if digests is None:
+                running.update(chunk)
+            self._raise_complaint()
+            try:
+                self.send_chunk(chunk, running.intdigest() if digests is None else digests[number])
+            except PeerLostError:
+                self._raise_complaint()  # its last word says more than the broken connection
+                raise
+
+    def receive_object(self, incoming: IncomingObject) -> None:
+        """Receives an announced object, straight into its destination.
+
+        Raises:
+            ReplicationError: a chunk is damaged, the sender stops and says why, or the connection fails.
+        """
+        while incoming.verified_bytes < incoming.size_bytes:
+            length_bytes, running_digest = self.receive_chunk_header()
+            chunk = incoming.place(length_bytes)
+            self.fill(chunk)
+            incoming.accept(chunk, running_digest)
+
+    def receive_chunk_header(self) -> tuple[int, int]:
+        """Waits for the next chunk: its length in bytes and its running digest; `fill` takes the content."""
+        kind, length_bytes, check = self._receive_header(None)
+        if kind == MESSAGE:
+            self._receive_message(length_bytes, check)
+            raise ProtocolError(f"{self.peer} stopped in the middle of an object")
+        return length_bytes, check
 
     def cut(self) -> None:
         """Ends both directions at once; who waits in another thread is woken. May be called from any thread."""
@@ -264,6 +283,17 @@ class Connection:
     def close(self) -> None:
         """Closes the socket."""
         self._socket.close()
+
+    def _raise_complaint(self) -> None:
+        """Raises what the peer has to say in the middle of an object, if it has said anything."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # the next call says the same
+        self.receive()
+        raise ProtocolError(f"{self.peer} sent a message in the middle of an object")
 
     def _send(self, *parts: bytes | memoryview) -> None:
         rest = [memoryview(part) for part in parts]
@@ -307,3 +337,79 @@ class Connection:
             f"{self.peer} stalled: {what} after {self._timeout_s:g} s; its process is stopped or overloaded, or the "
             f"network to it is cut"
         )
+
+
+def check_limits(timeout_s: float, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Raises ValueError if a wait for a peer had no bound, or chunks were too small or too large for a frame."""
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s}; every wait for a peer needs a bound above 0")
+    if not _LEAST_CHUNK_BYTES <= chunk_bytes <= MOST_CHUNK_BYTES:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}; choose {_LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES}")
+
+
+def token_bytes(token: str) -> bytes:
+    """The token as a key.
+
+    Raises:
+        ValueError: it is too short to be one.
+    """
+    if len(token) < LEAST_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"the token has {len(token)} characters; at least {LEAST_TOKEN_CHARACTERS} are needed, of a random one "
+            f"that all members share (secrets.token_hex(32))"
+        )
+    return token.encode()
+
+
+def proof_of(token: bytes, role: str, server_nonce: str, client_nonce: str) -> str:
+    """What only somebody who knows the token can answer to these two numbers in this role. Pure."""
+    return hmac.new(token, "\n".join((PROTOCOL, role, server_nonce, client_nonce)).encode(), hashlib.sha256).hexdigest()
+
+
+def greet_client(connection: Connection, token: bytes) -> None:
+    """The server's part.
+
+    Raises:
+        AuthenticationError: the client does not know the token; it was told so.
+        TransferError: it is silent, gone, or no client of ours.
+    """
+    server_nonce = secrets.token_hex(16)
+    connection.send({"protocol": PROTOCOL, "nonce": server_nonce})
+    answer = connection.receive(most_bytes=MOST_GREETING_BYTES)
+    client_nonce = _nonce_in(answer)
+    if not _is_equal(text_in(answer, "proof"), proof_of(token, "client", server_nonce, client_nonce)):
+        error = AuthenticationError(
+            "authentication failed: the client's token is not the one of this server; give both the token of their run"
+        )
+        connection.send(error_message(error))
+        raise error
+    connection.send({"proof": proof_of(token, "server", server_nonce, client_nonce)})
+
+
+def greet_server(connection: Connection, token: bytes) -> None:
+    """The client's part.
+
+    Raises:
+        AuthenticationError: the server does not accept our token, or does not know it itself.
+        TransferError: it is silent, gone, or no server of ours.
+    """
+    greeting = connection.receive(most_bytes=MOST_GREETING_BYTES)
+    if greeting.get("protocol") != PROTOCOL:
+        raise ProtocolError(f"{connection.peer} does not speak {PROTOCOL}; run the same release on all hosts")
+    server_nonce, client_nonce = _nonce_in(greeting), secrets.token_hex(16)
+    connection.send({"nonce": client_nonce, "proof": proof_of(token, "client", server_nonce, client_nonce)})
+    # a refusal may be a few words longer than a proof
+    answer = connection.receive(most_bytes=MOST_GREETING_BYTES)
+    if not _is_equal(text_in(answer, "proof"), proof_of(token, "server", server_nonce, client_nonce)):
+        raise AuthenticationError(f"{connection.peer} does not know this run's token: it is not one of our servers")
+
+
+def _nonce_in(message: Message) -> str:
+    nonce = text_in(message, "nonce")
+    if not re.fullmatch(r"[0-9a-f]{32}", nonce):
+        raise ProtocolError("sent no nonce of 32 hexadecimal digits")
+    return nonce
+
+
+def _is_equal(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
