@@ -12,14 +12,13 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
-from torchelastic.checkpoint.collection import Manifest
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import FencedError, OwnedError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.replication import ReplicaShelf
 from torchelastic.checkpoint.shards import read_tree
-from torchelastic.checkpoint.tiers import DiskTier, DurableTier, MemoryTier, Tier, TierContext, candidates
-from torchelastic.checkpoint.tiers.durable import without_credentials
+from torchelastic.checkpoint.store import DiskTier, DurableTier, Manifest, MemoryTier, Tier, TierContext, candidates
+from torchelastic.checkpoint.store.durable import without_credentials
+from torchelastic.checkpoint.store.fence import OwnedError
 
 KINDS = ["memory", "private", "shared", "file", "object"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.process.local_ranks import crew_of, succeeded
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
-from torchelastic.checkpoint.collection import list_checkpoints
+from torchelastic.checkpoint.store import list_checkpoints
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, Requeue, StoppedEarly, in_loop, nearest
 from torchelastic.p2p import agreement, watchdog
 from torchelastic.p2p.agreement import StepAgreement

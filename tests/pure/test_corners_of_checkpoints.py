@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
-from torchelastic.checkpoint.collection.manifest import CheckpointName, ShardRecord, shard_file_name
 from torchelastic.checkpoint.command.errors import underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
@@ -40,15 +39,14 @@ from torchelastic.checkpoint.shards.header import (
     lay_out,
 )
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry, candidates
+from torchelastic.checkpoint.store.save_id import shard_file_name
 from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, Patience
 from torchelastic.checkpoint.tiered.peers import Alone, Drawer
 from torchelastic.checkpoint.tiered.share import Share
-from torchelastic.checkpoint.tiers import TierContext
-from torchelastic.checkpoint.tiers.api import TierEntry
-from torchelastic.checkpoint.tiers.selection import candidates
 from torchelastic.testing.clock import FakeClock
 
-NAME = CheckpointName(1, 2, 3, 4)
+NAME = SaveId(1, 2, 3, 4)
 
 # --- names and records ------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.checkpoint.collection import CheckpointName, ShardRecord, shard_file_name
+from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
+from torchelastic.checkpoint.store.save_id import shard_file_name
 from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, NotPublishedError, Patience
 from torchelastic.checkpoint.tiered.peers import Drawer
-from torchelastic.checkpoint.tiers import TierContext
 from torchelastic.testing.clock import FakeClock
 
-NAME = CheckpointName(1, 2, 3, 4)
+NAME = SaveId(1, 2, 3, 4)
 
 
 class Rig:
@@ -27,7 +27,7 @@ class Rig:
             for rank in range(world_size)
         ]
 
-    def store(self, rank: int, name: CheckpointName = NAME) -> None:
+    def store(self, rank: int, name: SaveId = NAME) -> None:
         self.ranks[rank].stored(name, "disk", record(rank, len(self.ranks)))
 
 
@@ -111,7 +111,7 @@ def test_notes_do_not_pile_up() -> None:
     rig = Rig(2)
     left = []
     for generation in range(1, 6):
-        name = CheckpointName(1, 2, generation, generation)
+        name = SaveId(1, 2, generation, generation)
         rig.ranks[0].choose_tiers(name, ["disk"])
         for rank in (0, 1):
             rig.store(rank, name)

@@ -9,11 +9,12 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from torchelastic.checkpoint.collection.manifest import MANIFEST_NAME, CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.save_id import SaveId
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def may_hold_one(folder: str) -> bool:
     """
     is_number = folder.isdecimal() and folder == str(int(folder))
     is_step = CheckpointContainerId.parse_version_container_step(folder) is not None
-    return is_number or is_step or CheckpointName.find(folder) is not None
+    return is_number or is_step or SaveId.find(folder) is not None
 
 
 def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str | None]) -> Kind | None:
@@ -71,7 +72,7 @@ def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str |
         return None
     if any(Shard.parse(file) for file in files):
         return Kind.LOCAL
-    if CheckpointName.find(folder) is not None:
+    if SaveId.find(folder) is not None:
         stated = stated_kind()
         if stated is None:
             return None

@@ -1,4 +1,4 @@
-"""Checkpoints of several shards with a manifest, one folder each; see `torchelastic.checkpoint.collection`."""
+"""Checkpoints of several shards with a manifest, one folder each; see `torchelastic.checkpoint.store`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.collection.manifest import MANIFEST_NAME, CheckpointName, Manifest
-from torchelastic.checkpoint.collection.reading import list_checkpoints, open_checkpoint, open_shard, read_manifest
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
+from torchelastic.checkpoint.store.reading import list_checkpoints, open_checkpoint, open_shard, read_manifest
+from torchelastic.checkpoint.store.save_id import SaveId
 
 
 class ShardFolder(Format):
@@ -25,7 +26,7 @@ class ShardFolder(Format):
         """One folder of shards, or all that are in a folder."""
         if not path.is_dir():
             return []
-        if CheckpointName.find(path.name) is not None or _has_manifest(path):
+        if SaveId.find(path.name) is not None or _has_manifest(path):
             return [self._look_at(path)]
         return still_there(
             (info.folder, partial(self._found, info.folder, info.name, info.manifest, info.damage))
@@ -61,19 +62,19 @@ class ShardFolder(Format):
 
     def remove(self, found: Found) -> None:
         """Hidden first, then removed; a reader that has it open can go on."""
-        from torchelastic.checkpoint.collection.removal import remove_checkpoint
+        from torchelastic.checkpoint.store.pruning import remove_checkpoint
 
-        name = CheckpointName.parse(found.path.name)
+        name = SaveId.parse(found.path.name)
         remove_checkpoint(found.path.parent, name)
 
     def _look_at(self, folder: Path) -> Found:
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
-            return self._found(folder, CheckpointName.find(folder.name), None, str(error))
+            return self._found(folder, SaveId.find(folder.name), None, str(error))
         return self._found(folder, manifest.name, manifest, None)
 
-    def _found(self, folder: Path, name: CheckpointName | None, manifest: Manifest | None, damage: str | None) -> Found:
+    def _found(self, folder: Path, name: SaveId | None, manifest: Manifest | None, damage: str | None) -> Found:
         facts: dict[str, Any] = {}
         if name is not None:
             facts = {"fencing token": f"epoch {name.epoch}, round {name.round}", "generation": name.generation}

@@ -8,11 +8,11 @@ import os
 import threading
 from pathlib import Path
 
-from torchelastic.checkpoint.collection import record_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.disk import Disk, lock_file
 from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.shards.writing import hidden_path
+from torchelastic.checkpoint.store.reading import record_of
 
 
 class SlotShelf:

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord, decode_manifest, encode_manifest
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord, decode_manifest, encode_manifest
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import TierContext
 from torchelastic.checkpoint.tiered.peers import Mailbox
-from torchelastic.checkpoint.tiers.api import TierContext
 
 #: How often a note is looked for that is not there yet: soon at first, then ever more rarely.
 FIRST_LOOK_S = 0.002
@@ -63,9 +64,9 @@ class GroupAgreement:
         self.patience = patience
         self._mailbox = mailbox
         self._dropped_later: list[str] = []
-        self._last: CheckpointName | None = None
+        self._last: SaveId | None = None
 
-    def choose_tiers(self, name: CheckpointName, chosen: list[str] | None) -> list[str]:
+    def choose_tiers(self, name: SaveId, chosen: list[str] | None) -> list[str]:
         """Which tiers take part: rank 0 says it, the others hear it. Raises: GivenUpError."""
         key = f"{name}/tiers"
         if chosen is not None:
@@ -74,12 +75,12 @@ class GroupAgreement:
             return chosen
         return [str(tier) for tier in json.loads(self._wait(key, 0))]
 
-    def stored(self, name: CheckpointName, tier: str, record: ShardRecord | None, why_not: str = "") -> None:
+    def stored(self, name: SaveId, tier: str, record: ShardRecord | None, why_not: str = "") -> None:
         """This rank has stored its shard, or could not."""
         words = {"why_not": why_not} if record is None else {"record": asdict(record)}
         self._post(f"{name}/{tier}/{self.context.rank}", json.dumps(words).encode())
 
-    def gather(self, name: CheckpointName, tier: str, metrics: Mapping[str, float], saved_s: float) -> Manifest:
+    def gather(self, name: SaveId, tier: str, metrics: Mapping[str, float], saved_s: float) -> Manifest:
         """On rank 0: the manifest, once all have stored. Raises: GivenUpError if one has not."""
         records, refusals = [], []
         for rank in range(self.context.world_size):  # all of them: nobody writes any more when this one gives up
@@ -95,14 +96,14 @@ class GroupAgreement:
         self._drop_old_notes(name)
         return Manifest(name, self.context.run_id, self.context.world_size, tuple(records), metrics, saved_s)
 
-    def publish(self, name: CheckpointName, tier: str, manifest: Manifest | None, why_not: str = "") -> None:
+    def publish(self, name: SaveId, tier: str, manifest: Manifest | None, why_not: str = "") -> None:
         """On rank 0: the verdict."""
         words = {"why_not": why_not} if manifest is None else {"manifest": encode_manifest(manifest).decode()}
         key = f"{name}/{tier}"
         self._post(key, json.dumps(words).encode())
         self._dropped_later.append(key)
 
-    def hear(self, name: CheckpointName, tier: str) -> Manifest:
+    def hear(self, name: SaveId, tier: str) -> Manifest:
         """On the other ranks: the verdict of rank 0.
 
         Raises:
@@ -115,7 +116,7 @@ class GroupAgreement:
             raise NotPublishedError(words["why_not"])
         return decode_manifest(words["manifest"].encode())
 
-    def done(self, name: CheckpointName) -> None:
+    def done(self, name: SaveId) -> None:
         """This rank is done with a save, however it ended, and needs none of its notes any more."""
         if self.context.rank != 0:
             self._post(f"{name}/done/{self.context.rank}", b"1")
@@ -155,7 +156,7 @@ class GroupAgreement:
             patience.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_LOOK_S)
 
-    def _drop_old_notes(self, name: CheckpointName) -> None:
+    def _drop_old_notes(self, name: SaveId) -> None:
         """All ranks have stored something of this checkpoint, so they are done with those before it."""
         old = [key for key in self._dropped_later if not key.startswith(f"{name}/")]
         for key in old:

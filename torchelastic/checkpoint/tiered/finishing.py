@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torchelastic.checkpoint.collection import CheckpointName
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import SealedShard, Tier
 from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, NotPublishedError
 from torchelastic.checkpoint.tiered.api import Observe
 from torchelastic.checkpoint.tiered.replicas import Replicas
-from torchelastic.checkpoint.tiers.api import SealedShard, Tier
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Save:
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
     """
 
-    name: CheckpointName
+    name: SaveId
     header: Header
     stage: Stage
     pool: SlotPool
@@ -104,7 +104,7 @@ class Finisher:
         except GivenUpError as error:
             log.debug("nobody is there to hear that %s is done: %s", save.name, error)
 
-    def decline(self, name: CheckpointName, agreement: GroupAgreement, why_not: str) -> None:
+    def decline(self, name: SaveId, agreement: GroupAgreement, why_not: str) -> None:
         """This rank takes no part in a save: tell the others, who would wait for it."""
         if agreement.context.rank == 0:
             agreement.choose_tiers(name, [])

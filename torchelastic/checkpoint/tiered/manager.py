@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from torchelastic.checkpoint.api import Checkpoint
-from torchelastic.checkpoint.collection import CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import ForeignCheckpointsError
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.memory import MemoryTier
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import Tier, TierContext, agree_epoch
 from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, Patience
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
@@ -37,7 +39,6 @@ from torchelastic.checkpoint.tiered.streams import (
     streams_of,
 )
 from torchelastic.checkpoint.tiered.turns import TierTurns
-from torchelastic.checkpoint.tiers import MemoryTier, Tier, TierContext, agree_epoch
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -224,11 +225,11 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         assert self._agreement is not None
         return self._agreement
 
-    def _next_name(self, agreement: GroupAgreement, step: int) -> CheckpointName:
+    def _next_name(self, agreement: GroupAgreement, step: int) -> SaveId:
         self._generation += 1
-        return CheckpointName(agreement.context.epoch, agreement.context.round, self._generation, step)
+        return SaveId(agreement.context.epoch, agreement.context.round, self._generation, step)
 
-    def _copied(self, state: ElasticState, name: CheckpointName, peers: Peers) -> tuple[Header, Stage]:
+    def _copied(self, state: ElasticState, name: SaveId, peers: Peers) -> tuple[Header, Stage]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._reserve(name)
         try:
@@ -249,7 +250,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             raise
         return header, stage
 
-    def _reserve(self, name: CheckpointName) -> None:
+    def _reserve(self, name: SaveId) -> None:
         if self._background.is_full:
             began_s = self._monotonic()
             log.warning("%s waits: both slots are busy with saves that are not finished yet", name)
@@ -349,7 +350,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         """The newest of them that was taken at this step; streams count as a step each."""
         return next((one for one in self.list_checkpoints() if one.sequence_id == sequence_id), None)
 
-    def _save_streams(self, streams: Mapping[str, bytes]) -> CheckpointName:
+    def _save_streams(self, streams: Mapping[str, bytes]) -> SaveId:
         if self._agreement is not None and self._agreement.context.world_size > 1:
             raise CheckpointError(
                 "this manager saves together with a group: use save_step, or another manager for what one rank saves"
@@ -361,7 +362,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
         assert self._agreement is not None
-        return CheckpointName(*self._agreement.context.token, self._generation, step)
+        return SaveId(*self._agreement.context.token, self._generation, step)
 
 
 def _foreign_in(tiers: Sequence[Tier]) -> str:

@@ -8,9 +8,10 @@ import secrets
 import socket
 
 from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, partners
+from torchelastic.checkpoint.store.memory import MemoryTier
+from torchelastic.checkpoint.store.save_id import ShardId
+from torchelastic.checkpoint.store.tier import SealedShard
 from torchelastic.checkpoint.tiered.peers import Peers
-from torchelastic.checkpoint.tiers import MemoryTier, SealedShard
-from torchelastic.checkpoint.tiers.received import ShardId
 
 log = logging.getLogger(__name__)
 

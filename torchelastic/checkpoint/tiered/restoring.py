@@ -15,12 +15,13 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torchelastic.checkpoint.collection import CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.selection import Candidate, Read, candidates
+from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.checkpoint.tiered.peers import Peers
-from torchelastic.checkpoint.tiers import Candidate, Read, Tier, TierEntry, candidates
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Restored:
         tree: the state; None on the other ranks.
     """
 
-    name: CheckpointName
+    name: SaveId
     tiers: tuple[str, ...]
     kind: str | None
     tree: Any

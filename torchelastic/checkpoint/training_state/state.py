@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchelastic.checkpoint.collection import CheckpointName, ShardRecord
-from torchelastic.checkpoint.collection.reading import names_in
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.manifest import ShardRecord
+from torchelastic.checkpoint.store.reading import names_in
+from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
 from torchelastic.checkpoint.training_state.reading import Loaded, find, read
@@ -243,7 +244,7 @@ class BCPState:
             layout = self._layout(rank, world_size)
             epoch = self._claimed(path) if rank == 0 else 0
             stage = self._pool.take(layout.header)
-            name = CheckpointName(0, 0, 0, 0)  # not known yet
+            name = SaveId(0, 0, 0, 0)  # not known yet
             copied.append(Save(path, name, self._run_id or "", rank, world_size, layout.header, stage))
             stage.copy(layout.sources)
             is_checked = world_size > 1 and not self._objects.is_sharded and not self._objects.is_kept_equal
@@ -267,7 +268,7 @@ class BCPState:
             self._failure = None
         self._generation = max(int(generation) for _, generation, _ in answers) + 1
         (save,) = copied
-        save.name = CheckpointName(int(answers[0][0]), 0, self._generation, self._generation)
+        save.name = SaveId(int(answers[0][0]), 0, self._generation, self._generation)
         return save
 
     def _layout(self, rank: int, world_size: int) -> Layout:
@@ -284,7 +285,7 @@ class BCPState:
             fence = Fence(path, self._disk)
             epoch = fence.claim(self._run_id or "any", f"BCPState on {socket.gethostname()}")
             self._fences[path] = (fence, epoch)
-            names = filter(None, map(CheckpointName.find, names_in(path)))
+            names = filter(None, map(SaveId.find, names_in(path)))
             self._generation = max([self._generation, *(name.generation for name in names)])
         fence, epoch = self._fences[path]
         fence.check(epoch, 0)

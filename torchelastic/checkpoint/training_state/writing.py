@@ -12,17 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint import collection
-from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord, shard_file_name
-from torchelastic.checkpoint.collection.reading import names_in
+from torchelastic.checkpoint import store
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Header, decode_preamble
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.reading import names_in
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Save:
     """
 
     root: Path
-    name: CheckpointName
+    name: SaveId
     run_id: str
     rank: int
     world_size: int
@@ -78,7 +79,7 @@ class Writer:
 
     def begin(self, save: Save) -> None:
         """Makes the hidden folder; no rank writes before all have done it. Raises: CheckpointError."""
-        collection.begin(save.root, save.name, self._disk)
+        store.begin(save.root, save.name, self._disk)
 
     def write(self, save: Save) -> ShardRecord:
         """Writes this rank's shard, onto the disk. Raises: CheckpointError."""
@@ -87,26 +88,26 @@ class Writer:
         save.stage = self._pool.seal(save.stage, header)
         data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
         folder = save.root / save.name.staging_name  # not made here: if it is gone, the save was given up
-        return collection.write_shard(folder, save.rank, save.world_size, data, self._disk)
+        return store.write_shard(folder, save.rank, save.world_size, data, self._disk)
 
     def publish(self, save: Save, records: list[ShardRecord], fence: Fence) -> None:
         """On rank 0, when all have written: one rename, then what is not kept goes. Raises: CheckpointError."""
         manifest = Manifest(save.name, save.run_id, save.world_size, tuple(records), saved_s=time.time())
-        collection.commit(save.root, manifest, fence=fence, disk=self._disk)
+        store.commit(save.root, manifest, fence=fence, disk=self._disk)
         try:
             spare = partial(is_foreign, own=Kind.TRAINING_STATE)
-            collection.prune(save.root, self._keep, self._disk, spare=spare)
+            store.prune(save.root, self._keep, self._disk, spare=spare)
             for name in names_in(save.root):
-                staged = CheckpointName.find_staged(name)
+                staged = SaveId.find_staged(name)
                 if staged is not None and staged.token == save.name.token and staged < save.name:
-                    collection.abandon(save.root, staged, self._disk)  # of a save of this job that was given up
+                    store.abandon(save.root, staged, self._disk)  # of a save of this job that was given up
         except CheckpointError as error:  # what is saved is saved
             log.warning("%s is saved, and what is old could not be removed: %s", save.name, error)
 
     def abandon(self, save: Save) -> None:
         """Removes what was written; whoever waits for it sees that. Raises nothing."""
         try:
-            collection.abandon(save.root, save.name, self._disk)
+            store.abandon(save.root, save.name, self._disk)
         except CheckpointError:
             pass  # only left-overs, which the next job removes; the first error is the one to see
 
@@ -144,7 +145,7 @@ class Writer:
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
 
-def _given_up(name: CheckpointName) -> CheckpointError:
+def _given_up(name: SaveId) -> CheckpointError:
     return CheckpointError(f"{name} was given up by another rank, which could not write: see its log")
 
 

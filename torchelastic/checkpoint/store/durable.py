@@ -20,23 +20,22 @@ from urllib.parse import urlsplit, urlunsplit
 
 import fsspec  # type: ignore[import-untyped]
 
-from torchelastic.checkpoint.collection import (
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
+from torchelastic.checkpoint.kinds import SHARD_SUFFIX, Kind, kind_of, may_hold_one, require_own, stated_in
+from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.fence import FENCE_NAME, FenceState, decode_fence, encode_fence
+from torchelastic.checkpoint.store.manifest import (
     MANIFEST_NAME,
-    CheckpointInfo,
-    CheckpointName,
     Manifest,
     ShardRecord,
     decode_manifest,
     encode_manifest,
-    open_shard,
-    prunable_checkpoints,
 )
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import FENCE_NAME, FencedError, FenceState, decode_fence, encode_fence
-from torchelastic.checkpoint.kinds import SHARD_SUFFIX, Kind, kind_of, may_hold_one, require_own, stated_in
-from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry
+from torchelastic.checkpoint.store.pruning import prunable_checkpoints
+from torchelastic.checkpoint.store.reading import CheckpointInfo, open_shard
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 
 #: How much is handed over per call; object stores upload parts of at least 5 MiB.
 PART_BYTES = 16 * 2**20
@@ -160,7 +159,7 @@ class DurableTier(Tier):
         with self._explained("upload the manifest"):
             self._files.pipe_file(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
 
-    def abandon(self, name: CheckpointName) -> None:
+    def abandon(self, name: SaveId) -> None:
         """See `Tier`."""
         if not self._is_committed(name):
             self._remove(name)
@@ -179,7 +178,7 @@ class DurableTier(Tier):
             entries.append(self._entry(name, manifest))
         return entries
 
-    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """Downloads the shard into a temporary file, which has no name any more when this returns. See `Tier`."""
         try:
             manifest = self._read_manifest(name)
@@ -197,7 +196,7 @@ class DurableTier(Tier):
             place = self._shown(self._folder(name))
             raise CorruptCheckpointError(f"the shard of rank {shard_rank} is not in {place}") from None
 
-    def prune(self) -> list[CheckpointName]:
+    def prune(self) -> list[SaveId]:
         """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
         infos = []
         for name in self._own_names():
@@ -215,7 +214,7 @@ class DurableTier(Tier):
     def close(self) -> None:
         """See `Tier`; there is nothing to give back."""
 
-    def _entry(self, name: CheckpointName, manifest: Manifest) -> TierEntry:
+    def _entry(self, name: SaveId, manifest: Manifest) -> TierEntry:
         sizes = self._sizes(self._folder(name))
         found = {r.rank: r.size_bytes for r in manifest.shards if sizes.get(r.file) == r.size_bytes}
         missing = sorted(set(range(manifest.world_size)) - set(found))
@@ -241,14 +240,14 @@ class DurableTier(Tier):
                         return stated
         return None
 
-    def _folder(self, name: CheckpointName) -> str:
+    def _folder(self, name: SaveId) -> str:
         return f"{self._root}/{name.folder_name}"
 
-    def _names(self) -> list[CheckpointName]:
-        names = {CheckpointName.find(file) for file in self._sizes(self._root)}
+    def _names(self) -> list[SaveId]:
+        names = {SaveId.find(file) for file in self._sizes(self._root)}
         return sorted((name for name in names if name is not None), reverse=True)
 
-    def _own_names(self) -> list[CheckpointName]:
+    def _own_names(self) -> list[SaveId]:
         return [name for name in self._names() if self._kind_of(name.folder_name) in (Kind.TIERED, None)]
 
     def _sizes(self, folder: str) -> dict[str, int | None]:
@@ -261,7 +260,7 @@ class DurableTier(Tier):
                 return {}
         return {str(item["name"]).rstrip("/").rpartition("/")[2]: item.get("size") for item in found}
 
-    def _read_manifest(self, name: CheckpointName) -> Manifest:
+    def _read_manifest(self, name: SaveId) -> Manifest:
         """Raises: FileNotFoundError if there is none; CorruptCheckpointError; CheckpointError."""
         path = f"{self._folder(name)}/{MANIFEST_NAME}"
         data = self._read(path)
@@ -287,11 +286,11 @@ class DurableTier(Tier):
         self._files.invalidate_cache()
         return bool(self._files.exists(path))
 
-    def _is_committed(self, name: CheckpointName) -> bool:
+    def _is_committed(self, name: SaveId) -> bool:
         with self._explained("look at a checkpoint"):
             return self._exists(f"{self._folder(name)}/{MANIFEST_NAME}")
 
-    def _remove(self, name: CheckpointName) -> None:
+    def _remove(self, name: SaveId) -> None:
         folder = self._folder(name)
         with self._explained("remove a checkpoint"):
             for path in (f"{folder}/{MANIFEST_NAME}", folder):

@@ -10,18 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torchelastic.checkpoint.collection.manifest import (
-    MANIFEST_NAME,
-    CheckpointName,
-    Manifest,
-    ShardRecord,
-    decode_manifest,
-)
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.policy import KeptCheckpoint
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.shards.loading import read_into, read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, decode_manifest
+from torchelastic.checkpoint.store.save_id import SaveId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +30,7 @@ class CheckpointInfo(KeptCheckpoint):
         damage: why it is not complete; None if it is. That its bytes are what was written, only `verify` can tell.
     """
 
-    name: CheckpointName
+    name: SaveId
     folder: Path
     manifest: Manifest | None
     damage: str | None = None
@@ -47,7 +42,7 @@ def list_checkpoints(root: Path) -> list[CheckpointInfo]:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    names = sorted(filter(None, map(CheckpointName.find, names_in(root))), reverse=True)
+    names = sorted(filter(None, map(SaveId.find, names_in(root))), reverse=True)
     return [_look_at(root / name.folder_name, name) for name in names]
 
 
@@ -70,7 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = decode_manifest(data)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"the checkpoint {folder} cannot be used: {error}") from error
-    name = CheckpointName.find(folder.name)
+    name = SaveId.find(folder.name)
     if name is not None and name != manifest.name:
         raise CorruptCheckpointError(f"the checkpoint {folder} has the manifest of {manifest.name}")
     return manifest
@@ -197,7 +192,7 @@ def names_in(root: Path) -> list[str]:
         raise
 
 
-def _look_at(folder: Path, name: CheckpointName) -> CheckpointInfo:
+def _look_at(folder: Path, name: SaveId) -> CheckpointInfo:
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -11,51 +11,24 @@ are the checkpoint, so no single rename could publish it.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from torchelastic.checkpoint.collection import (
-    MANIFEST_NAME,
-    CheckpointInfo,
-    CheckpointName,
-    Manifest,
-    ShardRecord,
-    list_checkpoints,
-    open_shard,
-    prunable_checkpoints,
-    read_manifest,
-    remove_checkpoint,
-    remove_left_overs,
-    require_stored,
-    shard_file_name,
-    write_manifest,
-)
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
-from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.tiers.api import TierContext, TierEntry
-
-_SHARD = re.compile(r"shard-(\d{5,9})-of-(\d{5,9})\.shard")
-
-
-def parse_shard_file_name(text: str) -> tuple[int, int] | None:
-    """Rank and world size, out of the name of a shard's file; None if it is anything else.
-
-    >>> parse_shard_file_name("shard-00003-of-00008.shard")
-    (3, 8)
-    """
-    match = _SHARD.fullmatch(text)
-    if match is None:
-        return None
-    rank, world_size = map(int, match.groups())
-    return (rank, world_size) if rank < world_size and shard_file_name(rank, world_size) == text else None
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
+from torchelastic.checkpoint.store.pruning import prunable_checkpoints, remove_checkpoint, remove_left_overs
+from torchelastic.checkpoint.store.reading import CheckpointInfo, list_checkpoints, open_shard, read_manifest
+from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name, shard_file_name
+from torchelastic.checkpoint.store.tier import TierContext, TierEntry
+from torchelastic.checkpoint.store.writing import require_stored, write_manifest
 
 
 def entries_in(root: Path, *, whole: bool = False) -> list[TierEntry]:
@@ -115,7 +88,7 @@ def _shard_sizes(folder: Path) -> dict[tuple[int, int], int]:
     return sizes
 
 
-def open_in(root: Path, name: CheckpointName, shard_rank: int) -> ShardReader:
+def open_in(root: Path, name: SaveId, shard_rank: int) -> ShardReader:
     """Opens one shard in a folder of checkpoints; see `Tier.open`."""
     folder = root / name.folder_name
     try:
@@ -159,7 +132,7 @@ class HostFolder:
         for info in list_checkpoints(self.root):
             remove_hidden_files(info.folder, self._disk)
 
-    def folder_of(self, name: CheckpointName) -> Path:
+    def folder_of(self, name: SaveId) -> Path:
         """Where the shards of a checkpoint lie; created if it is missing."""
         folder = self.root / name.folder_name
         self._disk.make_folder(folder)
@@ -183,14 +156,14 @@ class HostFolder:
         elif self._context is not None and record.rank == self._context.rank:
             raise CorruptCheckpointError(f"{folder} cannot be committed: the shard of rank {record.rank} is not there")
 
-    def abandon(self, name: CheckpointName) -> None:
+    def abandon(self, name: SaveId) -> None:
         """Removes this rank's shard."""
         for path, rank, _ in self._shards(name):
             if self._context is not None and rank == self._context.rank:
                 self._retire(path)
         self._remove_if_empty(name)
 
-    def prune(self, keep: KeepPolicy, is_ours: Callable[[Path], bool]) -> list[CheckpointName]:
+    def prune(self, keep: KeepPolicy, is_ours: Callable[[Path], bool]) -> list[SaveId]:
         """Removes what the policy does not want, and what was never committed and is older than what was.
 
         Of a checkpoint of this group each rank removes only what it has put, since the memory of it is used again by
@@ -213,15 +186,15 @@ class HostFolder:
             self._remove_if_empty(name)
         return sorted(unwanted)
 
-    def _may_remove(self, name: CheckpointName, rank: int) -> bool:
+    def _may_remove(self, name: SaveId, rank: int) -> bool:
         return self._context is None or name.token < self._context.token or rank == self._context.rank
 
-    def _shards(self, name: CheckpointName) -> list[tuple[Path, int, int]]:
+    def _shards(self, name: SaveId) -> list[tuple[Path, int, int]]:
         folder = self.root / name.folder_name
         sizes = _shard_sizes(folder)
         return [(folder / shard_file_name(rank, world_size), rank, world_size) for rank, world_size in sizes]
 
-    def _remove_if_empty(self, name: CheckpointName) -> None:
+    def _remove_if_empty(self, name: SaveId) -> None:
         if not self._shards(name):
             remove_checkpoint(self.root, name, self._disk)
 

@@ -6,15 +6,16 @@ import os
 from functools import partial
 from pathlib import Path
 
-from torchelastic.checkpoint import collection
-from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord
+from torchelastic.checkpoint import store
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry
-from torchelastic.checkpoint.tiers.host_folder import HostFolder, entries_in, open_in
+from torchelastic.checkpoint.store.host_folder import HostFolder, entries_in, open_in
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 
 
 class DiskTier(Tier):
@@ -76,11 +77,11 @@ class DiskTier(Tier):
         """See `Tier`."""
         if not self.is_shared:
             folder = self._host.folder_of(shard.name)
-            return collection.write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
+            return store.write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
         self._fence.check(*shard.name.token)
-        folder = collection.begin(self._root, shard.name, self._disk)
+        folder = store.begin(self._root, shard.name, self._disk)
         try:
-            return collection.write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
+            return store.write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
         except CheckpointError:
             self._fence.check(*shard.name.token)  # whoever raised it has taken the folder away: say so
             raise
@@ -88,14 +89,14 @@ class DiskTier(Tier):
     def commit(self, manifest: Manifest) -> None:
         """See `Tier`."""
         if self.is_shared:
-            collection.commit(self._root, manifest, fence=self._fence, disk=self._disk)
+            store.commit(self._root, manifest, fence=self._fence, disk=self._disk)
         else:
             self._host.commit(manifest)
 
-    def abandon(self, name: CheckpointName) -> None:
+    def abandon(self, name: SaveId) -> None:
         """See `Tier`."""
         if self.is_shared:
-            collection.abandon(self._root, name, self._disk)
+            store.abandon(self._root, name, self._disk)
         else:
             self._host.abandon(name)
 
@@ -103,14 +104,14 @@ class DiskTier(Tier):
         """See `Tier`."""
         return entries_in(self._root, whole=self.is_shared)
 
-    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """See `Tier`."""
         return open_in(self._root, name, shard_rank)
 
-    def prune(self) -> list[CheckpointName]:
+    def prune(self) -> list[SaveId]:
         """See `Tier`."""
         if self.is_shared:
-            return collection.prune(self._root, self.keep, self._disk, spare=partial(is_foreign, own=Kind.TIERED))
+            return store.prune(self._root, self.keep, self._disk, spare=partial(is_foreign, own=Kind.TIERED))
         return self._host.prune(self.keep, lambda _: False)
 
     def close(self) -> None:

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchelastic.checkpoint.collection.manifest import STAGING_PREFIX, CheckpointName
-from torchelastic.checkpoint.collection.reading import CheckpointInfo, list_checkpoints, names_in
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import KeepPolicy, prunable
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
+from torchelastic.checkpoint.store.reading import CheckpointInfo, list_checkpoints, names_in
+from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
 
 
 def prune(
     root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK, *, spare: Callable[[Path], bool] = lambda _: False
-) -> list[CheckpointName]:
+) -> list[SaveId]:
     """Removes the complete checkpoints that a policy does not want, oldest first; never the newest complete one.
 
     Damaged ones are neither counted nor removed. A reader that has one open can go on.
@@ -56,7 +56,7 @@ def prunable_checkpoints(policy: KeepPolicy, checkpoints: Sequence[CheckpointInf
     return prunable(policy, ordered)
 
 
-def remove_checkpoint(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> None:
+def remove_checkpoint(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
     """Removes one published checkpoint, whichever it is; it may be gone.
 
     Raises:
@@ -65,7 +65,7 @@ def remove_checkpoint(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) 
     _remove_folder(root, name.folder_name, disk)
 
 
-def abandon(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> None:
+def abandon(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
     """Removes what was written of a checkpoint that will not be published; it may be gone. Called by any rank.
 
     A rank that is still writing its shard gets an error from `write_shard`.
@@ -90,7 +90,7 @@ def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, dis
     """
     removed = remove_hidden_files(root, disk)
     for name in names_in(root):
-        staged = CheckpointName.find_staged(name)
+        staged = SaveId.find_staged(name)
         if name.startswith(_GONE_PREFIX):
             disk.remove_folder(root / name)
             removed += 1

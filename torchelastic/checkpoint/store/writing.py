@@ -5,27 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchelastic.checkpoint.collection.manifest import (
-    MANIFEST_NAME,
-    CheckpointName,
-    Manifest,
-    ShardRecord,
-    encode_manifest,
-    shard_file_name,
-)
-from torchelastic.checkpoint.collection.reading import record_of, require_same
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Preamble, decode_preamble
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.shards.writing import hidden_path
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, encode_manifest
+from torchelastic.checkpoint.store.reading import record_of, require_same
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 #: How much one system call writes, so that a shard of many GB is written in calls that can be interrupted.
 WRITE_BYTES = 64 * 2**20
 
 
-def begin(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> Path:
+def begin(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> Path:
     """Creates the hidden folder of a new checkpoint, or finds the one that another rank has created.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
@@ -13,9 +12,11 @@ from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry
-from torchelastic.checkpoint.tiers.host_folder import HostFolder, entries_in, open_in
-from torchelastic.checkpoint.tiers.received import ReceivedShards, ShardId
+from torchelastic.checkpoint.store.host_folder import HostFolder, entries_in, open_in
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.received import ReceivedShards
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 
 
 class MemoryTier(Tier):
@@ -94,7 +95,7 @@ class MemoryTier(Tier):
     def _is_ours(self, stage: Stage) -> bool:
         return stage.slot.path is not None and stage.slot.path.parent == self._root
 
-    def receive(self, name: CheckpointName, rank: int, world_size: int, data: memoryview) -> None:
+    def receive(self, name: SaveId, rank: int, world_size: int, data: memoryview) -> None:
         """Copies the whole shard of any rank into this host's memory, where it counts like one that was put here.
 
         Raises:
@@ -113,7 +114,7 @@ class MemoryTier(Tier):
         """See `Tier`."""
         self._host.commit(manifest)
 
-    def abandon(self, name: CheckpointName) -> None:
+    def abandon(self, name: SaveId) -> None:
         """See `Tier`."""
         self._host.abandon(name)
 
@@ -121,11 +122,11 @@ class MemoryTier(Tier):
         """See `Tier`; what was received for other hosts is part of it."""
         return entries_in(self._root)
 
-    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """See `Tier`."""
         return open_in(self._root, name, shard_rank)
 
-    def prune(self) -> list[CheckpointName]:
+    def prune(self) -> list[SaveId]:
         """See `Tier`."""
         return self._host.prune(self.keep, lambda path: path in self._ours or self.shelf.holds(path))
 
