@@ -12,8 +12,9 @@ from typing import Any
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.store.inventory import describe_cut
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
-from torchelastic.checkpoint.store.reading import list_checkpoints, open_checkpoint, open_shard, read_manifest
+from torchelastic.checkpoint.store.reading import list_checkpoints, open_checkpoint, open_shard, read_manifest, sizes_in
 from torchelastic.checkpoint.store.save_id import SaveId
 
 
@@ -82,7 +83,7 @@ class ShardFolder(Format):
             facts = {"run": manifest.run_id, **facts}
         with explained("look at the checkpoint", folder):
             changed_s = folder.stat().st_mtime
-        sizes = _sizes(folder)
+        sizes = sizes_in(folder)
         partial, damage = _look_at_shards(folder, manifest, sizes) if manifest is not None else (None, damage)
         return Found(
             format=self,
@@ -91,7 +92,7 @@ class ShardFolder(Format):
             step=name.step if name is not None else None,
             world_size=manifest.world_size if manifest else None,
             saved_s=manifest.saved_s if manifest and manifest.saved_s else changed_s,
-            size_bytes=manifest.size_bytes if manifest else sum(sizes.values()),
+            size_bytes=manifest.size_bytes if manifest else sum(size or 0 for size in sizes.values()),
             damage=damage,
             partial=partial,
             shards=tuple(folder / record.file for record in manifest.shards if record.file in sizes)
@@ -102,12 +103,11 @@ class ShardFolder(Format):
         )
 
 
-def _look_at_shards(folder: Path, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str | None, str | None]:
+def _look_at_shards(folder: Path, manifest: Manifest, sizes: Mapping[str, int | None]) -> tuple[str | None, str | None]:
     """What is not here, and may be elsewhere (in a tier of which each host has its own); and what is damaged."""
-    here = [record for record in manifest.shards if record.file in sizes]
-    cut = next((record for record in here if sizes[record.file] < record.size_bytes), None)
-    if cut is not None:
-        return None, f"{folder / cut.file} has {sizes[cut.file]} bytes of {cut.size_bytes}: it was cut"
+    here, cut = manifest.found_in(sizes)
+    if cut:
+        return None, describe_cut(folder, cut[0], sizes)
     if not here:
         return None, f"none of its {manifest.world_size} shards is in {folder}"
     if len(here) == manifest.world_size:
@@ -123,9 +123,3 @@ def _has_manifest(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and "shards" in document
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """How long the files of a checkpoint are, by name."""
-    with explained("look at the checkpoint", folder):
-        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}

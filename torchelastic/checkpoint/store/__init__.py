@@ -22,16 +22,11 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.checkpoint.store.disk import DiskTier
     from torchelastic.checkpoint.store.durable import DurableTier
+    from torchelastic.checkpoint.store.inventory import CheckpointInfo
     from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
     from torchelastic.checkpoint.store.memory import MemoryTier
     from torchelastic.checkpoint.store.pruning import abandon, prune, remove_checkpoint, remove_left_overs
-    from torchelastic.checkpoint.store.reading import (
-        CheckpointInfo,
-        OpenCheckpoint,
-        list_checkpoints,
-        open_checkpoint,
-        read_manifest,
-    )
+    from torchelastic.checkpoint.store.reading import OpenCheckpoint, list_checkpoints, open_checkpoint, read_manifest
     from torchelastic.checkpoint.store.save_id import SaveId
     from torchelastic.checkpoint.store.selection import Candidate, Inventory, Read, candidates
     from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry, agree_epoch
@@ -74,7 +69,8 @@ _NAMES_OF_HOME = {
     "manifest": ("MANIFEST_NAME", "Manifest", "ShardRecord"),
     "memory": ("MemoryTier",),
     "pruning": ("abandon", "prune", "remove_checkpoint", "remove_left_overs"),
-    "reading": ("CheckpointInfo", "OpenCheckpoint", "list_checkpoints", "open_checkpoint", "read_manifest"),
+    "inventory": ("CheckpointInfo",),
+    "reading": ("OpenCheckpoint", "list_checkpoints", "open_checkpoint", "read_manifest"),
     "save_id": ("SaveId",),
     "selection": ("Candidate", "Inventory", "Read", "candidates"),
     "tier": ("SealedShard", "Tier", "TierContext", "TierEntry", "agree_epoch"),

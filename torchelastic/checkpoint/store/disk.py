@@ -6,19 +6,19 @@ import os
 from functools import partial
 from pathlib import Path
 
-from torchelastic.checkpoint import store
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
+from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.store.host_folder import HostFolder, entries_in, open_in
+from torchelastic.checkpoint.store.folder import FolderTier
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.pruning import abandon, prune
 from torchelastic.checkpoint.store.save_id import SaveId
-from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
+from torchelastic.checkpoint.store.tier import SealedShard, TierContext
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 
-class DiskTier(Tier):
+class DiskTier(FolderTier):
     """Checkpoints in a folder; a shard is written front to back, and on the disk (fsync) when `put` returns.
 
     Args:
@@ -41,25 +41,8 @@ class DiskTier(Tier):
         name: str = "disk",
         disk: Disk = REAL_DISK,
     ) -> None:
-        if not os.fspath(folder):
-            raise ValueError("the folder of the disk tier is empty: name the folder that shall hold the checkpoints")
-        self._root = Path(folder).absolute()
-        self.name = name
-        self.is_shared = shared
-        self.keep = keep if keep is not None else KeepLast(3)
-        self.every = every
-        self.where = str(self._root)
-        self._disk = disk
-        self._host = HostFolder(self._root, disk, disk.remove)
-        self._fence = self._host.fence
-
-    def require_own(self) -> None:
-        """See `Tier`."""
-        require_own_folder(self._root, Kind.TIERED)
-
-    def known_epoch(self, run_id: str) -> int:
-        """See `Tier`."""
-        return self._fence.known_epoch(run_id)
+        keep = keep if keep is not None else KeepLast(3)
+        super().__init__(folder, keep, every, name=name, is_shared=shared, disk=disk)
 
     def claim(self, run_id: str, owner: str, at_least: int) -> int:
         """See `Tier`."""
@@ -68,7 +51,7 @@ class DiskTier(Tier):
     def prepare(self, context: TierContext) -> None:
         """See `Tier`."""
         if not self.is_shared:
-            self._host.prepare(context)
+            super().prepare(context)
             return
         self._fence.join(context.epoch, context.run_id)
         self._fence.advance(context.epoch, context.round)
@@ -76,12 +59,12 @@ class DiskTier(Tier):
     def put(self, shard: SealedShard) -> ShardRecord:
         """See `Tier`."""
         if not self.is_shared:
-            folder = self._host.folder_of(shard.name)
-            return store.write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
+            folder = self._folder_of(shard.name)
+            return write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
         self._fence.check(*shard.name.token)
-        folder = store.begin(self._root, shard.name, self._disk)
+        folder = begin(self._root, shard.name, self._disk)
         try:
-            return store.write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
+            return write_shard(folder, shard.rank, shard.world_size, shard.data, self._disk)
         except CheckpointError:
             self._fence.check(*shard.name.token)  # whoever raised it has taken the folder away: say so
             raise
@@ -89,31 +72,22 @@ class DiskTier(Tier):
     def commit(self, manifest: Manifest) -> None:
         """See `Tier`."""
         if self.is_shared:
-            store.commit(self._root, manifest, fence=self._fence, disk=self._disk)
+            commit(self._root, manifest, fence=self._fence, disk=self._disk)
         else:
-            self._host.commit(manifest)
+            super().commit(manifest)
 
     def abandon(self, name: SaveId) -> None:
         """See `Tier`."""
         if self.is_shared:
-            store.abandon(self._root, name, self._disk)
+            abandon(self._root, name, self._disk)
         else:
-            self._host.abandon(name)
-
-    def inventory(self) -> list[TierEntry]:
-        """See `Tier`."""
-        return entries_in(self._root, whole=self.is_shared)
-
-    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
-        """See `Tier`."""
-        return open_in(self._root, name, shard_rank)
+            super().abandon(name)
 
     def prune(self) -> list[SaveId]:
         """See `Tier`."""
         if self.is_shared:
-            return store.prune(self._root, self.keep, self._disk, spare=partial(is_foreign, own=Kind.TIERED))
-        return self._host.prune(self.keep, lambda _: False)
+            return prune(self._root, self.keep, self._disk, spare=partial(is_foreign, own=Kind.TIERED))
+        return super().prune()
 
-    def close(self) -> None:
-        """See `Tier`."""
-        self._host.close()
+    def _retire(self, path: Path) -> None:
+        self._disk.remove(path)

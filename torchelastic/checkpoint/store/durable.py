@@ -25,6 +25,7 @@ from torchelastic.checkpoint.kinds import SHARD_SUFFIX, Kind, kind_of, may_hold_
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import FENCE_NAME, FenceState, decode_fence, encode_fence
+from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of, prunable_checkpoints
 from torchelastic.checkpoint.store.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -32,8 +33,7 @@ from torchelastic.checkpoint.store.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from torchelastic.checkpoint.store.pruning import prunable_checkpoints
-from torchelastic.checkpoint.store.reading import CheckpointInfo, open_shard
+from torchelastic.checkpoint.store.reading import open_shard
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 
@@ -166,17 +166,7 @@ class DurableTier(Tier):
 
     def inventory(self) -> list[TierEntry]:
         """See `Tier`; one small download per checkpoint."""
-        entries = []
-        for name in self._own_names():
-            try:
-                manifest = self._read_manifest(name)
-            except FileNotFoundError:
-                continue  # being written, or its writers are dead
-            except CorruptCheckpointError as error:
-                entries.append(TierEntry(name, 1, (), False, 0, str(error)))
-                continue
-            entries.append(self._entry(name, manifest))
-        return entries
+        return [TierEntry.of(info) for info in self._infos()]
 
     def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """Downloads the shard into a temporary file, which has no name any more when this returns. See `Tier`."""
@@ -198,15 +188,7 @@ class DurableTier(Tier):
 
     def prune(self) -> list[SaveId]:
         """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
-        infos = []
-        for name in self._own_names():
-            try:
-                manifest = self._read_manifest(name)
-            except (FileNotFoundError, CorruptCheckpointError):
-                continue  # neither counted nor removed
-            if self._entry(name, manifest).damage is None:
-                infos.append(_info(manifest))
-        removed = [info.name for info in prunable_checkpoints(self.keep, infos)]
+        removed = [info.name for info in prunable_checkpoints(self.keep, self._infos())]
         for name in removed:
             self._remove(name)
         return removed
@@ -214,12 +196,20 @@ class DurableTier(Tier):
     def close(self) -> None:
         """See `Tier`; there is nothing to give back."""
 
-    def _entry(self, name: SaveId, manifest: Manifest) -> TierEntry:
-        sizes = self._sizes(self._folder(name))
-        found = {r.rank: r.size_bytes for r in manifest.shards if sizes.get(r.file) == r.size_bytes}
-        missing = sorted(set(range(manifest.world_size)) - set(found))
-        damage = f"the shards of the ranks {missing} are missing or cut" if missing else None
-        return TierEntry(name, manifest.world_size, tuple(sorted(found)), True, sum(found.values()), damage)
+    def _infos(self) -> list[CheckpointInfo]:
+        """Own checkpoints, newest first; those without a manifest are being written, or their writers are dead."""
+        infos = []
+        for name in self._own_names():
+            manifest: Manifest | CheckpointError
+            try:
+                manifest = self._read_manifest(name)
+            except FileNotFoundError:
+                continue
+            except CorruptCheckpointError as error:
+                manifest = error
+            sizes = self._sizes(self._folder(name))
+            infos.append(info_of(name, Path(self._shown(self._folder(name))), manifest, sizes, whole=True))
+        return infos
 
     def _kind_of(self, folder: str) -> Kind | None:
         """The kind of checkpoint in a folder; asked once, since what is published does not change."""
@@ -330,15 +320,3 @@ class DurableTier(Tier):
         for secret in filter(None, [user, *user.split(":"), urlsplit(self._url).query]):
             text = text.replace(secret, "***")
         return text
-
-
-def _info(manifest: Manifest) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=manifest.name.step,
-        saved_s=manifest.saved_s,
-        metrics=manifest.metrics,
-        size_bytes=manifest.size_bytes,
-        name=manifest.name,
-        folder=Path(manifest.name.folder_name),
-        manifest=manifest,
-    )

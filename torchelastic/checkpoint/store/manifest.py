@@ -103,6 +103,16 @@ class Manifest:
         """How long all shards are together."""
         return sum(record.size_bytes for record in self.shards)
 
+    def found_in(self, sizes: Mapping[str, int | None]) -> tuple[list[ShardRecord], list[ShardRecord]]:
+        """Which of its shards are whole in one place, and which were cut; the others are not there.
+
+        Args:
+            sizes: of the files in that place, as far as they are known.
+        """
+        here = [record for record in self.shards if record.file in sizes]
+        whole = [record for record in here if (sizes[record.file] or 0) >= record.size_bytes]
+        return whole, [record for record in here if (sizes[record.file] or 0) < record.size_bytes]
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Writes a manifest as JSON for people and programs; `decode_manifest` is its inverse."""

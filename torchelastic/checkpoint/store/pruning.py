@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.policy import KeepPolicy, prunable
+from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
-from torchelastic.checkpoint.store.reading import CheckpointInfo, list_checkpoints, names_in
+from torchelastic.checkpoint.store.inventory import prunable_checkpoints
+from torchelastic.checkpoint.store.reading import list_checkpoints, names_in
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
@@ -37,23 +36,11 @@ def prune(
     Raises:
         CheckpointError: the disk refuses.
     """
-    complete = [info for info in list_checkpoints(root) if info.damage is None and not spare(info.folder)]
-    removed = [info.name for info in prunable_checkpoints(policy, complete)]
+    checkpoints = [info for info in list_checkpoints(root) if not spare(info.folder)]
+    removed = [info.name for info in prunable_checkpoints(policy, checkpoints)]
     for name in removed:
         remove_checkpoint(root, name, disk)
     return removed
-
-
-def prunable_checkpoints(policy: KeepPolicy, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """What a policy does not want, oldest first; never the newest. Pure.
-
-    A clock that was set back has no say: a checkpoint counts as saved after those that are older by name.
-    """
-    ordered: list[CheckpointInfo] = []
-    for info in sorted(checkpoints, key=lambda info: info.name):
-        least_s = math.nextafter(ordered[-1].saved_s, math.inf) if ordered else info.saved_s
-        ordered.append(replace(info, saved_s=max(info.saved_s, least_s)))
-    return prunable(policy, ordered)
 
 
 def remove_checkpoint(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
@@ -76,13 +63,13 @@ def abandon(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
     _remove_folder(root, name.staging_name, disk)
 
 
-def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK) -> int:
+def remove_left_overs(root: Path, older_than: tuple[int, ...] | None = None, disk: Disk = REAL_DISK) -> int:
     """Removes what killed processes have left in a folder of checkpoints; returns how many things.
 
     Args:
         root: the folder; may be missing.
-        older_than: an epoch and a round, as the fence has them: hidden folders of older writers are removed, which can
-            never be published then. None: these stay.
+        older_than: an epoch and a round, as the fence has them, perhaps with a generation: hidden folders of older
+            writers or saves are removed, which can never be published then. None: these stay.
         disk: what touches files.
 
     Raises:
@@ -94,7 +81,7 @@ def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, dis
         if name.startswith(_GONE_PREFIX):
             disk.remove_folder(root / name)
             removed += 1
-        elif staged is not None and older_than is not None and staged.token < older_than:
+        elif staged is not None and older_than is not None and (*staged.token, staged.generation) < older_than:
             _remove_folder(root, name, disk)
             removed += 1
     return removed

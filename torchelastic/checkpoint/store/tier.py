@@ -18,6 +18,7 @@ from typing import Any
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.inventory import CheckpointInfo
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
 from torchelastic.checkpoint.store.reading import record_of
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
@@ -92,6 +93,13 @@ class TierEntry:
     is_committed: bool = True
     size_bytes: int = 0
     damage: str | None = None
+
+    @classmethod
+    def of(cls, info: CheckpointInfo) -> TierEntry:
+        """What is told of a checkpoint in one place."""
+        ranks = tuple(sorted(info.shards))
+        size_bytes = sum(info.shards.values())
+        return cls(info.name, info.world_size, ranks, info.manifest is not None, size_bytes, info.damage)
 
     def as_plain(self) -> dict[str, Any]:
         """What JSON can hold, for sending; `from_plain` is the inverse."""

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint import store
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Header, decode_preamble
+from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
-from torchelastic.checkpoint.store.reading import names_in
+from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,8 @@ class Writer:
         try:
             spare = partial(is_foreign, own=Kind.TRAINING_STATE)
             store.prune(save.root, self._keep, self._disk, spare=spare)
-            for name in names_in(save.root):
-                staged = SaveId.find_staged(name)
-                if staged is not None and staged.token == save.name.token and staged < save.name:
-                    store.abandon(save.root, staged, self._disk)  # of a save of this job that was given up
+            # of saves of this job that were given up, too
+            store.remove_left_overs(save.root, (*save.name.token, save.name.generation), self._disk)
         except CheckpointError as error:  # what is saved is saved
             log.warning("%s is saved, and what is old could not be removed: %s", save.name, error)
 
@@ -131,7 +129,7 @@ class Writer:
         folder, file = save.root / save.name.staging_name, shard_file_name(rank, save.world_size)
         until_s, pause_s = self._clock() + self._timeout_s, _FIRST_LOOK_S
         while True:
-            record = _record_in(folder / file, rank)
+            record = _record_if_there(folder / file, rank)
             if record is not None:
                 return record
             if not folder.exists():
@@ -149,19 +147,14 @@ def _given_up(name: SaveId) -> CheckpointError:
     return CheckpointError(f"{name} was given up by another rank, which could not write: see its log")
 
 
-def _record_in(path: Path, rank: int) -> ShardRecord | None:
+def _record_if_there(path: Path, rank: int) -> ShardRecord | None:
     """What a shard's file says about itself; None if there is no such file yet."""
     try:
-        with explained("read a shard", path), path.open("rb") as file:
-            preamble = decode_preamble(file.read(PREAMBLE_BYTES))
+        return record_in(path, rank)
     except CheckpointError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if error.errno == errno.ENOENT:
             return None
         raise
-    size_bytes = preamble.data_offset_bytes + preamble.data_bytes
-    if path.stat().st_size < size_bytes:
-        raise CorruptCheckpointError(f"{path} was cut")
-    return ShardRecord(rank, path.name, size_bytes, preamble.header_digest.hex())
 
 
 def record_as_plain(record: ShardRecord) -> dict[str, Any]:
