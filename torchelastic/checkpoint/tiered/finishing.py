@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from torchelastic.checkpoint.errors import OutOfStepError
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier
-from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, NotPublishedError
+from torchelastic.checkpoint.tiered.agreement import GroupAgreement, NotPublishedError
 from torchelastic.checkpoint.tiered.api import Observe
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.metrics import publish_metric
@@ -101,7 +102,7 @@ class Finisher:
     def _say_done(self, save: Save) -> None:
         try:
             save.agreement.done(save.name)
-        except GivenUpError as error:
+        except OutOfStepError as error:
             log.debug("nobody is there to hear that %s is done: %s", save.name, error)
 
     def decline(self, name: SaveId, agreement: GroupAgreement, why_not: str) -> None:
@@ -144,9 +145,7 @@ class Finisher:
         if shard.rank != 0:
             try:
                 manifest = agreement.hear(name, tier.name)
-            except NotPublishedError:
-                raise
-            except GivenUpError:
+            except OutOfStepError:
                 save.abandoned.remove(tier)  # rank 0 may have committed it: what is stored here may be needed
                 raise
             save.abandoned.remove(tier)
@@ -171,7 +170,7 @@ class Finisher:
             why_not = f"rank {shard.rank} could not store its shard: {type(error).__name__}: {error}"
             agreement.stored(name, tier.name, None, why_not)
             if shard.rank == 0:
-                with suppress(GivenUpError):  # not before all have stored or given up, see `run`
+                with suppress(OutOfStepError, NotPublishedError):  # not before all have stored or given up, see `run`
                     agreement.gather(name, tier.name, {}, 0.0)
                 agreement.publish(name, tier.name, None, why_not)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -11,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from torchelastic.checkpoint.api import Checkpoint
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.kinds import ForeignCheckpointsError
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.shards.header import Header
@@ -20,11 +19,10 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier, TierContext, agree_epoch
-from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, Patience
+from torchelastic.checkpoint.tiered.agreement import GroupAgreement, NotPublishedError
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.finishing import Finisher, Save
-from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.checkpoint.tiered.restoring import Restoring
 from torchelastic.checkpoint.tiered.share import Sharing
@@ -39,6 +37,8 @@ from torchelastic.checkpoint.tiered.streams import (
     streams_of,
 )
 from torchelastic.checkpoint.tiered.turns import TierTurns
+from torchelastic.group.notes import Notes, Patience
+from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -128,18 +128,18 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if self._replicas is not None:
             self._replicas.enter_group(peers)
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
-        patience = Patience(self._patience_s, monotonic=self._monotonic)
+        notes = Notes(peers.mailbox(), Patience(self._patience_s, monotonic=self._monotonic))
         self._epoch, self._peers = epoch, peers
-        self._agreement = GroupAgreement(context, peers.mailbox(), patience)
+        self._agreement = GroupAgreement(context, notes)
         self._background.submit(lambda: self._prepare(context), holds_slot=False)
 
     def _agree_epoch(self, peers: Peers) -> int:
         is_new = self._epoch is None
         foreign = _foreign_in(self.tiers) if is_new else ""
         known = [tier.known_epoch(self._run_id) for tier in self.tiers] if is_new else []
-        peers.meet()  # a place may be slow to answer
+        peers.barrier()  # a place may be slow to answer
         mine = {"epoch": self._epoch, "known": known, "generation": self._generation, "foreign": foreign}
-        said = [json.loads(words) for words in peers.gather(json.dumps(mine).encode())]
+        said = peers.all_gather(mine)
         for one in said:
             if one["foreign"]:
                 raise ForeignCheckpointsError(one["foreign"])  # the same on all ranks
@@ -153,8 +153,8 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             for tier in self.tiers:
                 if tier.is_shared:
                     epoch = max(epoch, tier.claim(self._run_id, owner, epoch))
-        peers.meet()
-        return int(json.loads(peers.tell(json.dumps(epoch).encode())))
+        peers.barrier()
+        return int(peers.all_gather(epoch)[0])
 
     def _prepare(self, context: TierContext) -> None:
         """In the background: after the saves of the group before, before those of this one."""
@@ -187,7 +187,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if peers.rank == 0:
             load_restored(state, restored)
             log.info("checkpoint %s loaded from %s", restored.name, ", ".join(restored.tiers))
-        peers.meet()  # it may take its time
+        peers.barrier()  # it may take its time
         publish_metric("torchelastic", "checkpoint.restore.duration.ms", 1000 * (self._monotonic() - began_s))
         return restored.name.step
 
@@ -287,7 +287,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     def _failed(self, what: str, error: Exception) -> None:
         self.failures.append(f"{what}: {error}")
         publish_metric("torchelastic", "checkpoint.failed", 1)
-        if isinstance(error, GivenUpError):
+        if isinstance(error, (NotPublishedError, OutOfStepError)):
             log.warning("%s is not published: %s", what, error)
         else:
             log.error("%s failed; training goes on", what, exc_info=error)
@@ -320,7 +320,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     def _see_off(self, agreement: GroupAgreement) -> None:
         try:
             agreement.see_off(self._grace_s)
-        except GivenUpError as error:
+        except OutOfStepError as error:
             log.info("the last save: %s", error)
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.selection import Candidate, candidates
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
-from torchelastic.checkpoint.tiered.peers import Alone
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
+from torchelastic.group.peers import Alone
 
 #: What a shard says that its checkpoint holds: a state as a tree, or named streams of bytes.
 TREE, STREAMS = "tree", "streams"
