@@ -41,7 +41,7 @@ from torchelastic.checkpoint.shards.header import (
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry, candidates
 from torchelastic.checkpoint.store.save_id import shard_file_name
-from torchelastic.checkpoint.tiered.agreement import GroupAgreement
+from torchelastic.checkpoint.tiered.agreement import SaveAgreement
 from torchelastic.checkpoint.tiered.share import Share
 from torchelastic.group.notes import Drawer, Notes, Patience
 from torchelastic.group.peers import Alone
@@ -197,7 +197,7 @@ def test_a_mailbox_that_is_gone_ends_the_agreement_with_its_reason() -> None:
 
     clock = FakeClock(0.0)
     patience = Patience(10.0, monotonic=clock, sleep=clock.sleep)
-    agreement = GroupAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), patience))
+    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), patience))
     with pytest.raises(OutOfStepError, match=r"rank 0 cannot be reached any more .*connection reset"):
         agreement.done(NAME)
 

@@ -7,7 +7,7 @@ import pytest
 from torchelastic.checkpoint.errors import OutOfStepError
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
-from torchelastic.checkpoint.tiered.agreement import GroupAgreement, NotPublishedError
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.group.notes import Drawer, Notes, Patience
 from torchelastic.testing.clock import FakeClock
 
@@ -20,7 +20,7 @@ class Rig:
     def __init__(self, world_size: int) -> None:
         self.clock, self.box = FakeClock(0.0), Drawer()
         self.ranks = [
-            GroupAgreement(
+            SaveAgreement(
                 TierContext("run", 1, 2, rank, world_size),
                 Notes(self.box, Patience(10.0, monotonic=self.clock, sleep=self.clock.sleep)),
             )
@@ -96,7 +96,7 @@ def test_a_mailbox_that_is_gone_is_the_end_of_the_group() -> None:
         def look(self, key: str) -> bytes | None:
             raise RuntimeError("connection reset by peer")
 
-    agreement = GroupAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), Patience(10.0)))
+    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), Patience(10.0)))
     with pytest.raises(OutOfStepError, match="rank 0 cannot be reached"):
         agreement.hear(NAME, "disk")
 

@@ -168,8 +168,13 @@ class RankGroup:
         raise OutOfStepError(f"the ranks could not agree on {call}, because {self._broken}") from error
 
 
-def begun(work: Callable[[], Answer]) -> Future[Answer]:
-    """Runs it on a thread of its own, which does not keep the program from ending."""
+def begun(work: Callable[[], Answer], *, is_waited_for: bool = False) -> Future[Answer]:
+    """Runs it on a thread of its own.
+
+    Args:
+        work: what to do; what it raises is raised where the result is asked for.
+        is_waited_for: whether the program does not end before it has.
+    """
     future: Future[Answer] = Future()
 
     def run() -> None:
@@ -178,7 +183,7 @@ def begun(work: Callable[[], Answer]) -> Future[Answer]:
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             future.set_exception(error)
 
-    threading.Thread(target=run, name="rank-group-work", daemon=True).start()
+    threading.Thread(target=run, name="rank-group-work", daemon=not is_waited_for).start()
     return future
 
 

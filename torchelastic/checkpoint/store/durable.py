@@ -12,16 +12,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec  # type: ignore[import-untyped]
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
-from torchelastic.checkpoint.kinds import SHARD_SUFFIX, Kind, kind_of, may_hold_one, require_own, stated_in
+from torchelastic.checkpoint.kinds import Kind, by_kind, first_stated, kind_of, require_own
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import FENCE_NAME, FenceState, decode_fence, encode_fence
@@ -89,7 +89,6 @@ class DurableTier(Tier):
         self.where = without_credentials(url)
         self._url = url
         self._download_folder = download_folder
-        self._context: TierContext | None = None
         self._kinds: dict[str, Kind] = {}
         try:
             self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
@@ -100,12 +99,7 @@ class DurableTier(Tier):
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
-        found: dict[Kind, list[str]] = {}
-        for folder in sorted(self._sizes(self._root)):
-            kind = self._kind_of(folder) if may_hold_one(folder) else None
-            if kind is not None:
-                found.setdefault(kind, []).append(folder)
-        require_own(Kind.TIERED, found, self.where)
+        require_own(Kind.TIERED, by_kind(self._sizes(self._root), self._kind_of), self.where)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -118,7 +112,6 @@ class DurableTier(Tier):
         state = self._read_fence()
         if state.token > context.token:
             raise self._fenced(context.token, state)
-        self._context = context
         if context.rank != 0:
             return
         with self._explained("write the fence"):
@@ -214,21 +207,18 @@ class DurableTier(Tier):
     def _kind_of(self, folder: str) -> Kind | None:
         """The kind of checkpoint in a folder; asked once, since what is published does not change."""
         if folder not in self._kinds:
-            kind = kind_of(folder, names := self._sizes(f"{self._root}/{folder}"), lambda: self._stated(folder, names))
+            place = f"{self._root}/{folder}"
+            names = self._sizes(place)
+            kind = kind_of(folder, names, lambda: first_stated(names, lambda name: self._opened(f"{place}/{name}")))
             if kind is None:
                 return None  # nothing yet
             self._kinds[folder] = kind
         return self._kinds[folder]
 
-    def _stated(self, folder: str, names: Iterable[str]) -> str | None:
-        for name in sorted(names):
-            if name.endswith(SHARD_SUFFIX):
-                with self._explained("read the header of a shard", missing_ok=True), suppress(FileNotFoundError):
-                    with self._files.open(f"{self._root}/{folder}/{name}", "rb") as file:
-                        stated = stated_in(file)
-                    if stated is not None:
-                        return stated
-        return None
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[BinaryIO]:
+        with self._explained("read the header of a shard", missing_ok=True), self._files.open(path, "rb") as file:
+            yield file
 
     def _folder(self, name: SaveId) -> str:
         return f"{self._root}/{name.folder_name}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
@@ -17,9 +17,7 @@ from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
 
 
-def prune(
-    root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK, *, spare: Callable[[Path], bool] = lambda _: False
-) -> list[SaveId]:
+def prune(root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK, *, kind: Kind | None = None) -> list[SaveId]:
     """Removes the complete checkpoints that a policy does not want, oldest first; never the newest complete one.
 
     Damaged ones are neither counted nor removed. A reader that has one open can go on.
@@ -28,7 +26,7 @@ def prune(
         root: the folder that holds all checkpoints.
         policy: says what stays.
         disk: what touches files.
-        spare: whether the checkpoint in a folder is somebody else's, and neither counted nor removed.
+        kind: what is certainly of another kind is neither counted nor removed; None: all are of one kind.
 
     Returns:
         What was removed.
@@ -36,8 +34,7 @@ def prune(
     Raises:
         CheckpointError: the disk refuses.
     """
-    checkpoints = [info for info in list_checkpoints(root) if not spare(info.folder)]
-    removed = [info.name for info in prunable_checkpoints(policy, checkpoints)]
+    removed = [info.name for info in prunable_checkpoints(policy, list_checkpoints(root, kind=kind))]
     for name in removed:
         remove_checkpoint(root, name, disk)
     return removed

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.shards.loading import read_into, read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -18,18 +19,22 @@ from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, Shar
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 
 
-def list_checkpoints(root: Path, *, whole: bool = True) -> list[CheckpointInfo]:
+def list_checkpoints(root: Path, *, kind: Kind | None = None, whole: bool = True) -> list[CheckpointInfo]:
     """All published checkpoints in a folder, newest first, damaged ones too; empty if there is no such folder.
 
     Args:
         root: the folder.
+        kind: leave out what is certainly of another kind; None: of any kind.
         whole: whether all of a checkpoint should be here; not so where each host has a folder of its own.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
     names = sorted(filter(None, map(SaveId.find, names_in(root))), reverse=True)
-    return [_look_at(root / name.folder_name, name, whole=whole) for name in names]
+    folders = [(root / name.folder_name, name) for name in names]
+    return [
+        _look_at(folder, name, whole=whole) for folder, name in folders if kind is None or not is_foreign(folder, kind)
+    ]
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -21,7 +21,7 @@ class NotPublishedError(CheckpointError):
     """A checkpoint is not published in a tier: says which rank could not store its shard, and why."""
 
 
-class GroupAgreement:
+class SaveAgreement:
     """The notes of one rank of one group; used on the background thread. What waits raises `OutOfStepError`.
 
     Args:

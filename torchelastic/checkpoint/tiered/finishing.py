@@ -14,7 +14,7 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier
-from torchelastic.checkpoint.tiered.agreement import GroupAgreement, NotPublishedError
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import Observe
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.metrics import publish_metric
@@ -49,7 +49,7 @@ class Save:
     header: Header
     stage: Stage
     pool: SlotPool
-    agreement: GroupAgreement
+    agreement: SaveAgreement
     tiers: list[str] | None
     began_s: float
     stall_s: float
@@ -105,7 +105,7 @@ class Finisher:
         except OutOfStepError as error:
             log.debug("nobody is there to hear that %s is done: %s", save.name, error)
 
-    def decline(self, name: SaveId, agreement: GroupAgreement, why_not: str) -> None:
+    def decline(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
         """This rank takes no part in a save: tell the others, who would wait for it."""
         if agreement.context.rank == 0:
             agreement.choose_tiers(name, [])

@@ -19,7 +19,7 @@ from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier, TierContext, agree_epoch
-from torchelastic.checkpoint.tiered.agreement import GroupAgreement, NotPublishedError
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.finishing import Finisher, Save
@@ -114,7 +114,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._epoch: int | None = None
         self._generation = 0
         self._peers: Peers | None = None
-        self._agreement: GroupAgreement | None = None
+        self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
         self._warm: Stage | None = None
 
@@ -130,7 +130,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
         notes = Notes(peers.mailbox(), Patience(self._patience_s, monotonic=self._monotonic))
         self._epoch, self._peers = epoch, peers
-        self._agreement = GroupAgreement(context, notes)
+        self._agreement = SaveAgreement(context, notes)
         self._background.submit(lambda: self._prepare(context), holds_slot=False)
 
     def _agree_epoch(self, peers: Peers) -> int:
@@ -219,13 +219,13 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         save = Save(name, header, stage, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {})
         self._background.submit(lambda: self._finish(save), holds_slot=True)
 
-    def _agreement_with(self, peers: Peers) -> GroupAgreement:
+    def _agreement_with(self, peers: Peers) -> SaveAgreement:
         if self._agreement is None or peers is not self._peers:
             self.enter_group(peers)
         assert self._agreement is not None
         return self._agreement
 
-    def _next_name(self, agreement: GroupAgreement, step: int) -> SaveId:
+    def _next_name(self, agreement: SaveAgreement, step: int) -> SaveId:
         self._generation += 1
         return SaveId(agreement.context.epoch, agreement.context.round, self._generation, step)
 
@@ -317,7 +317,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             self._background.submit(lambda: self._see_off(agreement), holds_slot=False)
         self.wait()
 
-    def _see_off(self, agreement: GroupAgreement) -> None:
+    def _see_off(self, agreement: SaveAgreement) -> None:
         try:
             agreement.see_off(self._grace_s)
         except OutOfStepError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.shards.loading import read_into
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.reading import list_checkpoints, names_in, open_checkpoint
@@ -70,7 +70,7 @@ def find(path: Path) -> Found:
     if (path / MANIFEST_NAME).exists():
         return Found([str(path)], {}, [])
     require_own_folder(path, Kind.TRAINING_STATE)
-    infos = [info for info in list_checkpoints(path) if not is_foreign(info.folder, Kind.TRAINING_STATE)]
+    infos = list_checkpoints(path, kind=Kind.TRAINING_STATE)
     unfinished = sorted(staged.folder_name for name in names_in(path) if (staged := SaveId.find_staged(name)))
     return Found(
         [str(info.folder) for info in infos if info.damage is None],

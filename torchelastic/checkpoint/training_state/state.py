@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
 from torchelastic.checkpoint.training_state.reading import Loaded, find, read
 from torchelastic.checkpoint.training_state.shard import Layout, ShardMaker
-from torchelastic.checkpoint.training_state.writing import Background, Save, Writer, record_as_plain
-from torchelastic.group.rank_group import RankGroup
+from torchelastic.checkpoint.training_state.writing import Save, Writer, record_as_plain
+from torchelastic.group.rank_group import RankGroup, begun
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -99,8 +100,8 @@ class BCPState:
         self._pool = SlotPool(None)
         # half of it: rank 0 is to give up before the others give up rank 0
         self._writer = Writer(self._pool, disk, KeepLast(keep), timeout_s / 2)
-        self._background = Background()
-        self._failure: Exception | None = None
+        self._running: Future[None] | None = None
+        self._failure: BaseException | None = None
         self._fences: dict[Path, tuple[Fence, int]] = {}
         self._generation = 0
 
@@ -147,12 +148,13 @@ class BCPState:
         def job() -> None:
             try:
                 self._writer.finish(save, fence)
+            except Exception as error:
+                log.error("%s could not be saved; training goes on: %s", save.name, error)
+                raise
             finally:
                 self._pool.give_back(save.stage)
 
-        self._background.start(
-            job, lambda error: log.error("%s could not be saved; training goes on: %s", save.name, error)
-        )
+        self._running = begun(job, is_waited_for=True)
 
     def wait(self) -> None:
         """Returns when the save in the background is published. Called on all ranks.
@@ -230,12 +232,18 @@ class BCPState:
             raise TypeError(f"get_extra_fn returned a {type(extra).__name__}: return a dict")
         return dict(extra)
 
-    def _settle(self) -> Exception | None:
+    def _settle(self) -> BaseException | None:
         """Waits for this rank's part of the save before; what failed in it and was not raised yet."""
-        self._failure = self._background.settle(2 * self._timeout_s) or self._failure
+        if self._running is not None:
+            if not wait([self._running], 2 * self._timeout_s).done:
+                raise CheckpointError(
+                    f"the save before is not done after {2 * self._timeout_s:g} s: the disk does not answer"
+                )
+            self._failure = self._running.exception() or self._failure
+            self._running = None
         return self._failure
 
-    def _begin(self, call: str, path: Path, before: Exception | None) -> Save:
+    def _begin(self, call: str, path: Path, before: BaseException | None) -> Save:
         """Copies what this rank saves; all ranks agree on the name. Nothing is kept if one of them fails."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         copied: list[Save] = []

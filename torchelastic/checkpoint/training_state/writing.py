@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint import store
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.kinds import Kind, is_foreign
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
@@ -95,8 +93,7 @@ class Writer:
         manifest = Manifest(save.name, save.run_id, save.world_size, tuple(records), saved_s=time.time())
         store.commit(save.root, manifest, fence=fence, disk=self._disk)
         try:
-            spare = partial(is_foreign, own=Kind.TRAINING_STATE)
-            store.prune(save.root, self._keep, self._disk, spare=spare)
+            store.prune(save.root, self._keep, self._disk, kind=Kind.TRAINING_STATE)
             # of saves of this job that were given up, too
             store.remove_left_overs(save.root, (*save.name.token, save.name.generation), self._disk)
         except CheckpointError as error:  # what is saved is saved
@@ -160,38 +157,3 @@ def _record_if_there(path: Path, rank: int) -> ShardRecord | None:
 def record_as_plain(record: ShardRecord) -> dict[str, Any]:
     """What JSON can hold."""
     return asdict(record)
-
-
-class Background:
-    """One thread at a time that finishes a save; the interpreter does not end before it has. Used on one thread."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-
-    def start(self, job: Callable[[], None], on_failure: Callable[[Exception], None]) -> None:
-        """Runs a job beside the training; the one before must be settled."""
-
-        def run() -> None:
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001 - reported; training goes on
-                self._failure = error
-                on_failure(error)
-
-        self._failure = None
-        self._thread = threading.Thread(target=run, name="torchelastic-training-state", daemon=False)
-        self._thread.start()
-
-    def settle(self, timeout_s: float) -> Exception | None:
-        """Waits for the job; returns what it raised, once.
-
-        Raises:
-            CheckpointError: it is not done after that time.
-        """
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise CheckpointError(f"the save before is not done after {timeout_s:g} s: the disk does not answer")
-        self._thread, failure, self._failure = None, self._failure, None
-        return failure
