@@ -121,6 +121,27 @@ def test_what_was_not_committed_does_not_count_and_goes(kind: str, place: Path) 
     assert hidden_in(place.parent) == []
 
 
+@pytest.mark.parametrize("kind", ["memory", "private"])
+def test_a_host_that_dies_before_it_commits_has_its_shards_all_the_same(kind: str, place: Path) -> None:
+    """The other host has committed, and removed the checkpoint before it."""
+    hosts = [tier_of(kind, place / host, keep=1) for host in "ab"]
+    for rank, tier in enumerate(hosts):
+        tier.prepare(TierContext("run", 1, 1, rank, 2))
+    for step, committing in ((1, hosts), (2, hosts[:1])):
+        records = tuple(tier.put(sealed(name_at(step), rank, 2)) for rank, tier in enumerate(hosts))
+        for tier in committing:
+            tier.commit(Manifest(name_at(step), "run", 2, records))
+            tier.prune()
+    close(hosts)
+    following = [tier_of(kind, place / host, keep=1) for host in "ab"]
+    for rank, tier in enumerate(following):
+        tier.prepare(TierContext("run", 1, 2, rank, 2))
+    (newest,) = candidates([{"tier": tier.inventory()} for tier in following], ["tier"])
+    shards = [following[read.reader].open(newest.name, read.shard_rank) for read in newest.reads]
+    assert require_whole(read_tree(shards)) == 2
+    close(following)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_commit_without_the_shard_of_a_rank_publishes_nothing(kind: str, place: Path) -> None:
     tiers = group_of(kind, place, 2)
