@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from torchelastic.checkpoint.tiered.peers import Peers
+    from torchelastic.group.peers import Peers
     from torchelastic.state import State
     from torchelastic.worker_stats import WorkerStats
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from examples.nanogpt.model import GPT
 from examples.nanogpt.options import OptionError
 from examples.nanogpt.training import ELASTIC_FOLDER, PLAIN_FOLDER, read_description
-from torchelastic.checkpoint.collection import list_checkpoints, open_checkpoint
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.store import list_checkpoints, open_checkpoint
 
 
 def newest_weights(out_dir: Path) -> dict[str, Tensor]:

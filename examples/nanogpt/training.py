@@ -22,7 +22,7 @@ from examples.nanogpt import schedule
 from examples.nanogpt.data import SPLITS, Corpus, Vocabulary
 from examples.nanogpt.model import GPT, Shape, adamw
 from examples.nanogpt.options import OptionError, Options
-from torchelastic.checkpoint.collection import list_checkpoints
+from torchelastic.checkpoint.store import list_checkpoints
 from torchelastic.data.shares import share_bounds
 
 PLAIN_FOLDER, ELASTIC_FOLDER = "checkpoint", "elastic"

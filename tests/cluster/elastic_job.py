@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 import torchelastic
 from torchelastic.checkpoint import CheckpointManager, FileSystemCheckpointManager
 from torchelastic.checkpoint.policy import KeepLast, OnSignal
+from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, Tier
 from torchelastic.checkpoint.tiered import TieredCheckpointManager
-from torchelastic.checkpoint.tiers import DiskTier, DurableTier, MemoryTier, Tier
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.lifetime import Lifetime, StoppedEarly
 from torchelastic.model import transfer

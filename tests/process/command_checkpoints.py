@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from torchelastic.checkpoint import FileSystemCheckpointManager
-from torchelastic.checkpoint.collection import CheckpointName, Manifest, begin, commit, write_shard
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.local.names import Save
 from torchelastic.checkpoint.shards import ShardOf, save_tree
+from torchelastic.checkpoint.store import Manifest, SaveId, begin, commit, write_shard
 
 Capture = pytest.CaptureFixture[str]
 
 
 def add_checkpoint(root: Path, step: int, metrics: Mapping[str, float] | None = None) -> Path:
     """A checkpoint of two ranks: each holds one half of `w`, rank 0 the plain values too."""
-    name = CheckpointName(epoch=1, round=2, generation=step, step=step)
+    name = SaveId(epoch=1, round=2, generation=step, step=step)
     staging = begin(root, name)
     records = []
     for rank in range(2):

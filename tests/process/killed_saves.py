@@ -16,7 +16,7 @@ import torch
 from tests.process.tier_saves import DiskThatSignals, context_of, hidden_in, name_at, restore, save
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.tiers import DiskTier, MemoryTier, Tier
+from torchelastic.checkpoint.store import DiskTier, MemoryTier, Tier
 
 
 def tier_of(kind: str, folder: Path, disk: Disk) -> Tier:

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.process.tier_saves import DiskThatSignals, context_of, name_at, save, sealed
-from torchelastic.checkpoint.collection import Manifest
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.tiers import DiskTier
+from torchelastic.checkpoint.store import DiskTier, Manifest
 
 
 def main(folder: Path, number: int, method: str) -> None:

@@ -18,8 +18,9 @@ from tests.process import training_state_jobs as jobs
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.training_state_jobs import Job
 from torchelastic.checkpoint import BCPState, CheckpointError, CorruptCheckpointError, DCPState
-from torchelastic.checkpoint.collection import list_checkpoints, open_checkpoint
-from torchelastic.checkpoint.fence import FencedError, OwnedError
+from torchelastic.checkpoint.errors import FencedError
+from torchelastic.checkpoint.store import list_checkpoints, open_checkpoint
+from torchelastic.checkpoint.store.fence import OwnedError
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 ROOT = Path(__file__).parents[2]

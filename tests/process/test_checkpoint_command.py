@@ -22,11 +22,11 @@ from tests.process.command_checkpoints import (
     run,
 )
 from torchelastic.checkpoint import FileSystemCheckpointManager
-from torchelastic.checkpoint.collection import list_checkpoints
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.checkpoint.shards import save_tree
 from torchelastic.checkpoint.shards.tree import Flat
 from torchelastic.checkpoint.shards.writing import write_shard
+from torchelastic.checkpoint.store import list_checkpoints
 from torchelastic.text import age_text, bytes_text
 
 # --- ls ---------------------------------------------------------------------------------------------------------------

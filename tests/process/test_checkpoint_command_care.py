@@ -21,9 +21,14 @@ from tests.process.command_checkpoints import (
     names,
     run,
 )
-from torchelastic.checkpoint.collection import (
-    CheckpointName,
+from torchelastic.checkpoint.command import listing
+from torchelastic.checkpoint.command.format import Found
+from torchelastic.checkpoint.command.main import main
+from torchelastic.checkpoint.shards import save_tree
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header
+from torchelastic.checkpoint.store import (
     Manifest,
+    SaveId,
     begin,
     commit,
     list_checkpoints,
@@ -31,11 +36,6 @@ from torchelastic.checkpoint.collection import (
     remove_checkpoint,
     write_shard,
 )
-from torchelastic.checkpoint.command import listing
-from torchelastic.checkpoint.command.format import Found
-from torchelastic.checkpoint.command.main import main
-from torchelastic.checkpoint.shards import save_tree
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header
 
 # --- verify -----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def test_verify_passes_over_what_is_removed_while_it_reads(
 
     def removes(path: Path) -> list[Found]:
         found = find(path)
-        remove_checkpoint(path, CheckpointName(1, 2, 1, 1))
+        remove_checkpoint(path, SaveId(1, 2, 1, 1))
         return found
 
     monkeypatch.setattr("torchelastic.checkpoint.command.verifying.find", removes)
@@ -151,7 +151,7 @@ def test_prune_leaves_the_newest_complete_damaged_ones_and_writers_alone(tmp_pat
     for step in (1, 2, 3):
         folder = add_checkpoint(tmp_path, step)
     (folder / "manifest.json").unlink()
-    staging = begin(tmp_path, CheckpointName(1, 2, 9, 9))
+    staging = begin(tmp_path, SaveId(1, 2, 9, 9))
     code, out, _ = run(capsys, "prune", tmp_path, "--keep-last", 1)
     assert code == 0
     assert names(tmp_path) == ["step-000000002.e1.r2.g2", "step-000000003.e1.r2.g3"]
@@ -161,7 +161,7 @@ def test_prune_leaves_the_newest_complete_damaged_ones_and_writers_alone(tmp_pat
 
 def test_a_run_that_went_back_keeps_what_it_wrote_last(tmp_path: Path, capsys: Capture) -> None:
     for generation, step in ((1, 300), (2, 200), (3, 100)):
-        name = CheckpointName(1, generation, generation, step)
+        name = SaveId(1, generation, generation, step)
         staging = begin(tmp_path, name)
         save_tree(tmp_path / "part", {"a": 1})
         record = write_shard(staging, 0, 1, memoryview((tmp_path / "part").read_bytes()))

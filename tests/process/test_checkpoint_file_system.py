@@ -12,8 +12,8 @@ import pytest
 
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.file_system import FileSystemCheckpoint
-from torchelastic.checkpoint.manifest import _digest
 from torchelastic.checkpoint.staging import ABANDONED_AFTER_S, Owner, encode_staging_name, this_process
+from torchelastic.checkpoint.store.manifest import _digest
 
 
 @pytest.fixture

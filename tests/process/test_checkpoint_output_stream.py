@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from torchelastic.checkpoint import CheckpointError
-from torchelastic.checkpoint.manifest import StreamRecord
 from torchelastic.checkpoint.output_stream import OutputStream
+from torchelastic.checkpoint.store.manifest import StreamRecord
 
 
 def record_of(path: Path) -> StreamRecord:

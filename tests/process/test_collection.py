@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from tests.process.tier_saves import hidden_in, name_at, require_whole, sealed, state_at
-from torchelastic.checkpoint.collection import (
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.policy import KeepLast
+from torchelastic.checkpoint.store import (
     MANIFEST_NAME,
-    CheckpointName,
     Manifest,
+    SaveId,
     abandon,
     begin,
     commit,
@@ -23,11 +25,9 @@ from torchelastic.checkpoint.collection import (
     remove_left_overs,
     write_shard,
 )
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.policy import KeepLast
 
 
-def staged(root: Path, name: CheckpointName, world_size: int = 2, saved_s: float = 0.0) -> Manifest:
+def staged(root: Path, name: SaveId, world_size: int = 2, saved_s: float = 0.0) -> Manifest:
     folder = begin(root, name)
     shards = [sealed(name, rank, world_size) for rank in range(world_size)]
     records = [write_shard(folder, shard.rank, world_size, shard.data) for shard in shards]

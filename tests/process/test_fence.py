@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, restore, save, sealed
-from torchelastic.checkpoint.collection import Manifest, begin
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import FENCE_LOCK_NAME, FENCE_NAME, Fence, FencedError, OwnedError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.shards import Disk
-from torchelastic.checkpoint.tiers import DiskTier, TierContext
+from torchelastic.checkpoint.store import DiskTier, Manifest, TierContext, begin
+from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, FENCE_NAME, Fence, OwnedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +41,7 @@ def test_claims_at_the_same_time_take_different_epochs_and_all_can_join_the_last
 
 def test_another_run_that_is_alive_is_named_and_one_that_has_ended_is_not_in_the_way(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from torchelastic.checkpoint.fence import Fence\n"
+        "import sys, pathlib; from torchelastic.checkpoint.store.fence import Fence\n"
         "Fence(pathlib.Path(sys.argv[1])).claim('theirs', 'node-7'); print('claimed', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -168,7 +167,7 @@ def test_a_writer_that_stops_in_its_commit_and_is_replaced_publishes_nothing(
 def test_a_writer_is_told_also_if_its_successor_died_before_it_took_the_hidden_folders_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchelastic.checkpoint.fence.remove_left_overs", lambda *_: 0)
+    monkeypatch.setattr("torchelastic.checkpoint.store.fence.remove_left_overs", lambda *_: 0)
 
     class Overtaken(Disk):
         def sync_folder(self, path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_meeting_names_the_ranks_that_are_missing(store: TCPStore) -> None:
 
     group = cast("dist.ProcessGroup", None)
     for rank in (1, 3):
-        GroupPeers(group, store, rank, 4, 1, wait_for_key).meet()
+        GroupPeers(group, store, rank, 4, 1, wait_for_key).barrier()
     assert named == [
         "ranks 0, 2, 3 to reach the same point of saving or restoring a checkpoint",
         "ranks 0, 2 to reach the same point of saving or restoring a checkpoint",

@@ -21,7 +21,7 @@ from examples.nanogpt.data import write_corpus
 from examples.nanogpt.losses import Record, read_losses
 from examples.nanogpt.options import parse
 from examples.nanogpt.training import Workshop
-from torchelastic.checkpoint.collection import list_checkpoints
+from torchelastic.checkpoint.store import list_checkpoints
 
 TRAIN = Path(train.__file__)
 TEXT = "the quick brown fox jumps over the lazy dog; then it sleeps. " * 60

@@ -12,14 +12,13 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tests.process.tier_saves import context_of, hidden_in, name_at, require_whole, restore, save, sealed
-from torchelastic.checkpoint.collection import Manifest
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import FencedError, OwnedError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.replication import ReplicaShelf
 from torchelastic.checkpoint.shards import read_tree
-from torchelastic.checkpoint.tiers import DiskTier, DurableTier, MemoryTier, Tier, TierContext, candidates
-from torchelastic.checkpoint.tiers.durable import without_credentials
+from torchelastic.checkpoint.store import DiskTier, DurableTier, Manifest, MemoryTier, Tier, TierContext, candidates
+from torchelastic.checkpoint.store.durable import without_credentials
+from torchelastic.checkpoint.store.fence import OwnedError
 
 KINDS = ["memory", "private", "shared", "file", "object"]
 
@@ -120,6 +119,27 @@ def test_what_was_not_committed_does_not_count_and_goes(kind: str, place: Path) 
     assert [entry.name.step for entry in following[0].inventory()] == [5, 4]
     close(following)
     assert hidden_in(place.parent) == []
+
+
+@pytest.mark.parametrize("kind", ["memory", "private"])
+def test_a_host_that_dies_before_it_commits_has_its_shards_all_the_same(kind: str, place: Path) -> None:
+    """The other host has committed, and removed the checkpoint before it."""
+    hosts = [tier_of(kind, place / host, keep=1) for host in "ab"]
+    for rank, tier in enumerate(hosts):
+        tier.prepare(TierContext("run", 1, 1, rank, 2))
+    for step, committing in ((1, hosts), (2, hosts[:1])):
+        records = tuple(tier.put(sealed(name_at(step), rank, 2)) for rank, tier in enumerate(hosts))
+        for tier in committing:
+            tier.commit(Manifest(name_at(step), "run", 2, records))
+            tier.prune()
+    close(hosts)
+    following = [tier_of(kind, place / host, keep=1) for host in "ab"]
+    for rank, tier in enumerate(following):
+        tier.prepare(TierContext("run", 1, 2, rank, 2))
+    (newest,) = candidates([{"tier": tier.inventory()} for tier in following], ["tier"])
+    shards = [following[read.reader].open(newest.name, read.shard_rank) for read in newest.reads]
+    assert require_whole(read_tree(shards)) == 2
+    close(following)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,7 +307,8 @@ def test_a_durable_shard_that_was_changed_is_found_when_it_is_opened_or_read(pla
         shard.verify()
     path.write_bytes(data[:-1])
     (entry,) = tier.inventory()
-    assert (entry.ranks, entry.damage) == ((), "the shards of the ranks [0] are missing or cut")
+    assert (entry.ranks, entry.is_committed) == ((), True)
+    assert f"the shard of rank 0, has {len(data) - 1} bytes of {len(data)}: it was cut" in (entry.damage or "")
     (path.parent / "manifest.json").write_bytes(b"{}")
     (entry,) = tier.inventory()
     assert not entry.is_committed

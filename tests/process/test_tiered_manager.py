@@ -20,8 +20,8 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import EverySteps, KeepLast
 from torchelastic.checkpoint.shards import Slot, pool
 from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard
 from torchelastic.checkpoint.tiered import Alone, TieredCheckpointManager
-from torchelastic.checkpoint.tiers import DiskTier, MemoryTier, SealedShard
 
 Make = Callable[..., TieredCheckpointManager]
 

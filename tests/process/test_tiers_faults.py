@@ -17,7 +17,7 @@ import pytest
 from tests.process.tier_saves import context_of, hidden_in, name_at, restore, save
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.tiers import DiskTier, DurableTier, MemoryTier, Tier
+from torchelastic.checkpoint.store import DiskTier, DurableTier, MemoryTier, Tier
 
 ROOT = Path(__file__).parents[2]
 

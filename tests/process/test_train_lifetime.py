@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.process.local_ranks import crew_of, succeeded
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint import DiskTier, TieredCheckpointManager
-from torchelastic.checkpoint.collection import list_checkpoints
+from torchelastic.checkpoint.store import list_checkpoints
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, Requeue, StoppedEarly, in_loop, nearest
 from torchelastic.p2p import agreement, watchdog
 from torchelastic.p2p.agreement import StepAgreement
@@ -151,12 +151,10 @@ class TwoPeers:
     def __init__(self, other_host: str) -> None:
         self.other_host = other_host
 
-    def gather(self, words: bytes) -> list[bytes]:
-        own = json.loads(words)
+    def all_gather(self, own: Any) -> list[Any]:
         if isinstance(own[0], list) and len(own) == 3:
-            other = [[float("-inf"), *own[0][1:]], "", self.other_host or own[2]]
-            return [words, json.dumps(other).encode()]
-        return [words, words]
+            return [own, [[float("-inf"), *own[0][1:]], "", self.other_host or own[2]]]
+        return [own, own]
 
 
 class WorldOfTwo(World):

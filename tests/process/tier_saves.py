@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.collection import CheckpointName, Manifest
 from torchelastic.checkpoint.shards import Box, Extent, Header, SlotPool, Stage, flatten, read_tree, split_replicated
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import place
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tree import NamedTensor
-from torchelastic.checkpoint.tiers import MemoryTier, SealedShard, Tier, TierContext, agree_epoch
+from torchelastic.checkpoint.store import Manifest, MemoryTier, SaveId, SealedShard, Tier, TierContext, agree_epoch
 
 RUN = "run"
 LENGTH = 5000
@@ -37,12 +36,12 @@ def require_whole(tree: Any) -> int:
     return step
 
 
-def name_at(step: int, *, epoch: int = 1, round_number: int = 1) -> CheckpointName:
-    return CheckpointName(epoch, round_number, step, step)
+def name_at(step: int, *, epoch: int = 1, round_number: int = 1) -> SaveId:
+    return SaveId(epoch, round_number, step, step)
 
 
 def sealed(
-    name: CheckpointName, rank: int = 0, world_size: int = 1, take: Callable[[Header], Stage] | None = None
+    name: SaveId, rank: int = 0, world_size: int = 1, take: Callable[[Header], Stage] | None = None
 ) -> SealedShard:
     """One rank's shard of the state of a step, in a stage of its own or in one that a tier gives away."""
     flat = flatten(state_at(name.step))
@@ -70,9 +69,7 @@ def context_of(
     return TierContext(RUN, epoch, round_number, rank, world_size)
 
 
-def save(
-    tiers: list[Tier], name: CheckpointName, *, metrics: dict[str, float] | None = None, saved_s: float = 0.0
-) -> None:
+def save(tiers: list[Tier], name: SaveId, *, metrics: dict[str, float] | None = None, saved_s: float = 0.0) -> None:
     """What all ranks do for one checkpoint, tiers[r] being that of rank r: they put, they commit, they prune."""
     world_size = len(tiers)
     records = []

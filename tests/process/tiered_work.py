@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import torchelastic
-from torchelastic.checkpoint.collection import CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards import Disk
+from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.checkpoint.tiered import TieredCheckpointManager
-from torchelastic.checkpoint.tiers import DiskTier, MemoryTier, SealedShard, Tier
 from torchelastic.p2p.peers import GroupPeers
 
 #: Weights of several sizes: the longest row has 64 elements of 4 bytes, thrice (Adam keeps two more of each).
@@ -112,7 +111,7 @@ def save(kinds: str, folder: str, steps: int = 3, replicas: int = 0) -> Any:
         state = make_state(7, step)
         manager.save_step(state, step, peers)
         manager.wait()
-    name = CheckpointName(1, 1, 2, steps)
+    name = SaveId(1, 1, 2, steps)
     sizes = {}
     for tier in manager.tiers:
         with tier.open(name, peers.rank) as shard:

@@ -10,19 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.collection.manifest import (
-    CheckpointName,
-    Manifest,
-    ShardRecord,
-    decode_manifest,
-    encode_manifest,
-    shard_file_name,
-)
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.fence import FenceState, decode_fence, encode_fence
+from torchelastic.checkpoint.store import Manifest, SaveId, ShardRecord
+from torchelastic.checkpoint.store.fence import FenceState, decode_fence, encode_fence
+from torchelastic.checkpoint.store.manifest import decode_manifest, encode_manifest
+from torchelastic.checkpoint.store.save_id import shard_file_name
 
 numbers = st.integers(min_value=0, max_value=10**15)
-names = st.builds(CheckpointName, epoch=numbers, round=numbers, generation=numbers, step=numbers)
+names = st.builds(SaveId, epoch=numbers, round=numbers, generation=numbers, step=numbers)
 
 
 def record(rank: int, world_size: int = 2) -> ShardRecord:
@@ -31,15 +26,15 @@ def record(rank: int, world_size: int = 2) -> ShardRecord:
 
 def manifest() -> Manifest:
     metrics = {"loss": 0.25, "worst": math.inf, "unknown": math.nan}
-    return Manifest(CheckpointName(1, 5, 7, 123), "run", 2, (record(1), record(0)), metrics, 1.5e9)
+    return Manifest(SaveId(1, 5, 7, 123), "run", 2, (record(1), record(0)), metrics, 1.5e9)
 
 
 @given(names)
-def test_a_name_is_found_in_its_folder(name: CheckpointName) -> None:
-    assert CheckpointName.parse(name.folder_name) == name
-    assert CheckpointName.find_staged(name.staging_name) == name
-    assert CheckpointName.find(name.staging_name) is None
-    assert CheckpointName.find_staged(name.folder_name) is None
+def test_a_name_is_found_in_its_folder(name: SaveId) -> None:
+    assert SaveId.parse(name.folder_name) == name
+    assert SaveId.find_staged(name.staging_name) == name
+    assert SaveId.find(name.staging_name) is None
+    assert SaveId.find_staged(name.folder_name) is None
 
 
 @pytest.mark.parametrize(
@@ -57,24 +52,24 @@ def test_a_name_is_found_in_its_folder(name: CheckpointName) -> None:
     ],
 )
 def test_what_is_no_name_is_refused(text: str) -> None:
-    assert CheckpointName.find(text) is None
+    assert SaveId.find(text) is None
     with pytest.raises(ValueError, match="no name of a checkpoint"):
-        CheckpointName.parse(text)
+        SaveId.parse(text)
 
 
 def test_a_name_has_no_negative_numbers() -> None:
     with pytest.raises(ValueError, match="negative"):
-        CheckpointName(1, -1, 0, 0)
+        SaveId(1, -1, 0, 0)
 
 
 @given(names, names)
-def test_epoch_round_and_generation_decide_what_is_newer_and_not_the_step(a: CheckpointName, b: CheckpointName) -> None:
+def test_epoch_round_and_generation_decide_what_is_newer_and_not_the_step(a: SaveId, b: SaveId) -> None:
     age_a, age_b = (a.epoch, a.round, a.generation), (b.epoch, b.round, b.generation)
     assert age_a == age_b or (a < b) == (age_a < age_b)
 
 
 def test_a_save_after_going_back_is_newer_than_the_step_that_was_given_up() -> None:
-    assert CheckpointName(1, 6, 1, step=50) > CheckpointName(1, 5, 9, step=100)
+    assert SaveId(1, 6, 1, step=50) > SaveId(1, 5, 9, step=100)
 
 
 def test_a_manifest_is_read_as_it_was_written() -> None:
@@ -116,7 +111,7 @@ def test_anything_else_is_no_manifest(data: bytes) -> None:
 
 
 def test_a_manifest_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchelastic.checkpoint.collection.manifest.MANIFEST_VERSION", 2)
+    monkeypatch.setattr("torchelastic.checkpoint.store.manifest.MANIFEST_VERSION", 2)
     data = encode_manifest(manifest())
     monkeypatch.undo()
     with pytest.raises(CorruptCheckpointError, match=r"version 2.*knows version 1"):
@@ -126,7 +121,7 @@ def test_a_manifest_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("ranks", [(), (0,), (0, 0), (0, 2), (0, 1, 1)])
 def test_a_manifest_has_one_shard_of_each_rank(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="one of each rank"):
-        Manifest(CheckpointName(1, 1, 1, 1), "run", 2, tuple(record(rank) for rank in ranks))
+        Manifest(SaveId(1, 1, 1, 1), "run", 2, tuple(record(rank) for rank in ranks))
 
 
 @pytest.mark.parametrize("file", ["../shard", "a/b", "/etc/passwd", ".hidden", "..", ""])

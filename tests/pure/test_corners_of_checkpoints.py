@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
-from torchelastic.checkpoint.collection.manifest import CheckpointName, ShardRecord, shard_file_name
 from torchelastic.checkpoint.command.errors import underlying
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.local.names import Save, Shard
 from torchelastic.checkpoint.memory.choice import Roster
@@ -39,15 +38,15 @@ from torchelastic.checkpoint.shards.header import (
     lay_out,
 )
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
-from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, Patience
-from torchelastic.checkpoint.tiered.peers import Alone, Drawer
+from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry, candidates
+from torchelastic.checkpoint.store.save_id import shard_file_name
+from torchelastic.checkpoint.tiered.agreement import SaveAgreement
 from torchelastic.checkpoint.tiered.share import Share
-from torchelastic.checkpoint.tiers import TierContext
-from torchelastic.checkpoint.tiers.api import TierEntry
-from torchelastic.checkpoint.tiers.selection import candidates
+from torchelastic.group.notes import Drawer, Notes, Patience
+from torchelastic.group.peers import Alone
 from torchelastic.testing.clock import FakeClock
 
-NAME = CheckpointName(1, 2, 3, 4)
+NAME = SaveId(1, 2, 3, 4)
 
 # --- names and records ------------------------------------------------------------------------------------------------
 
@@ -174,14 +173,13 @@ def test_shards_of_ranks_that_there_are_not_make_nothing_complete() -> None:
 
 def test_a_worker_alone_hears_itself_and_sends_nobody_anything() -> None:
     alone = Alone(round_number=3)
-    assert alone.gather(b"a") == [b"a"]
-    assert alone.tell(b"a") == b"a"
+    assert alone.all_gather(("a", 1)) == [["a", 1]]  # as from another rank
     assert isinstance(alone.mailbox(), Drawer)
     with pytest.raises(RuntimeError, match="no rank 1 to send 2 bytes to"):
         alone.send(memoryview(b"ab"), 1)
     with pytest.raises(RuntimeError, match="no rank 1 to receive 2 bytes from"):
         alone.receive(memoryview(bytearray(2)), 1)
-    alone.meet()  # there is nobody to wait for
+    alone.barrier()  # there is nobody to wait for
     assert alone.round_number == 3
 
 
@@ -192,8 +190,8 @@ def test_a_mailbox_that_is_gone_ends_the_agreement_with_its_reason() -> None:
 
     clock = FakeClock(0.0)
     patience = Patience(10.0, monotonic=clock, sleep=clock.sleep)
-    agreement = GroupAgreement(TierContext("run", 1, 2, 1, 2), Gone(), patience)
-    with pytest.raises(GivenUpError, match=r"rank 0 cannot be reached any more .*connection reset"):
+    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), patience))
+    with pytest.raises(OutOfStepError, match=r"rank 0 cannot be reached any more .*connection reset"):
         agreement.done(NAME)
 
 

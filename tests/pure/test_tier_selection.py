@@ -9,15 +9,13 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.collection.manifest import CheckpointName
-from torchelastic.checkpoint.tiers.api import TierEntry, agree_epoch
-from torchelastic.checkpoint.tiers.selection import Candidate, Inventory, Read, candidates
+from torchelastic.checkpoint.store import Candidate, Inventory, Read, SaveId, TierEntry, agree_epoch, candidates
 
 TIERS = ("memory", "disk", "durable")
 
 
-def name_of(number: int) -> CheckpointName:
-    return CheckpointName(1, number // 3, number % 3, step=100 - number)
+def name_of(number: int) -> SaveId:
+    return SaveId(1, number // 3, number % 3, step=100 - number)
 
 
 @st.composite
@@ -31,7 +29,7 @@ def entries(draw: st.DrawFn) -> TierEntry:
 groups = st.lists(st.dictionaries(st.sampled_from(TIERS), st.lists(entries(), max_size=5)), max_size=5)
 
 
-def readable(group: list[dict[str, list[TierEntry]]], name: CheckpointName) -> set[Read]:
+def readable(group: list[dict[str, list[TierEntry]]], name: SaveId) -> set[Read]:
     return {
         Read(shard_rank, rank, tier)
         for rank, inventory in enumerate(group)
@@ -81,7 +79,7 @@ def test_the_order_of_what_is_listed_changes_nothing(
 def test_who_has_which_rank_changes_only_who_reads(
     group: list[dict[str, list[TierEntry]]], chance: random.Random
 ) -> None:
-    def what(candidate: Candidate) -> tuple[CheckpointName, list[tuple[int, str]]]:
+    def what(candidate: Candidate) -> tuple[SaveId, list[tuple[int, str]]]:
         return candidate.name, [(read.shard_rank, read.tier) for read in candidate.reads]
 
     permuted = chance.sample(group, len(group))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from torchelastic.checkpoint.collection import CheckpointName, ShardRecord, shard_file_name
-from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, NotPublishedError, Patience
-from torchelastic.checkpoint.tiered.peers import Drawer
-from torchelastic.checkpoint.tiers import TierContext
+from torchelastic.checkpoint.errors import OutOfStepError
+from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
+from torchelastic.checkpoint.store.save_id import shard_file_name
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
+from torchelastic.group.notes import Drawer, Notes, Patience
 from torchelastic.testing.clock import FakeClock
 
-NAME = CheckpointName(1, 2, 3, 4)
+NAME = SaveId(1, 2, 3, 4)
 
 
 class Rig:
@@ -19,15 +20,14 @@ class Rig:
     def __init__(self, world_size: int) -> None:
         self.clock, self.box = FakeClock(0.0), Drawer()
         self.ranks = [
-            GroupAgreement(
+            SaveAgreement(
                 TierContext("run", 1, 2, rank, world_size),
-                self.box,
-                Patience(10.0, monotonic=self.clock, sleep=self.clock.sleep),
+                Notes(self.box, Patience(10.0, monotonic=self.clock, sleep=self.clock.sleep)),
             )
             for rank in range(world_size)
         ]
 
-    def store(self, rank: int, name: CheckpointName = NAME) -> None:
+    def store(self, rank: int, name: SaveId = NAME) -> None:
         self.ranks[rank].stored(name, "disk", record(rank, len(self.ranks)))
 
 
@@ -50,7 +50,7 @@ def test_rank_0_names_who_has_not_stored() -> None:
     rig = Rig(3)
     rig.store(0)
     rig.store(2)
-    with pytest.raises(GivenUpError, match="rank 1 has neither stored nor decided anything for 10 s"):
+    with pytest.raises(OutOfStepError, match="rank 1 has neither stored nor decided anything for 10 s"):
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
     assert 10.0 <= rig.clock() < 11.0
 
@@ -59,7 +59,7 @@ def test_why_a_rank_could_not_store_is_what_all_are_told() -> None:
     rig = Rig(2)
     rig.store(0)
     rig.ranks[1].stored(NAME, "disk", None, "the disk is full")
-    with pytest.raises(GivenUpError, match="the disk is full"):
+    with pytest.raises(NotPublishedError, match="the disk is full"):
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
     rig.ranks[0].publish(NAME, "disk", None, "the disk is full")
     with pytest.raises(NotPublishedError, match="the disk is full"):
@@ -68,7 +68,7 @@ def test_why_a_rank_could_not_store_is_what_all_are_told() -> None:
 
 def test_who_hears_no_verdict_waits_longer_than_rank_0_and_knows_that_there_was_none() -> None:
     rig = Rig(2)
-    with pytest.raises(GivenUpError, match="rank 0") as caught:
+    with pytest.raises(OutOfStepError, match="rank 0") as caught:
         rig.ranks[1].hear(NAME, "disk")
     assert not isinstance(caught.value, NotPublishedError)
     assert rig.clock() >= 20.0
@@ -78,7 +78,7 @@ def test_when_the_group_has_ended_only_the_grace_is_waited() -> None:
     rig = Rig(2)
     rig.store(0)
     rig.ranks[0].patience.shorten(1.0)
-    with pytest.raises(GivenUpError, match="the group has ended before rank 1"):
+    with pytest.raises(OutOfStepError, match="the group has ended before rank 1"):
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
     assert rig.clock() < 2.0
 
@@ -96,8 +96,8 @@ def test_a_mailbox_that_is_gone_is_the_end_of_the_group() -> None:
         def look(self, key: str) -> bytes | None:
             raise RuntimeError("connection reset by peer")
 
-    agreement = GroupAgreement(TierContext("run", 1, 2, 1, 2), Gone(), Patience(10.0))
-    with pytest.raises(GivenUpError, match="rank 0 cannot be reached"):
+    agreement = SaveAgreement(TierContext("run", 1, 2, 1, 2), Notes(Gone(), Patience(10.0)))
+    with pytest.raises(OutOfStepError, match="rank 0 cannot be reached"):
         agreement.hear(NAME, "disk")
 
 
@@ -111,7 +111,7 @@ def test_notes_do_not_pile_up() -> None:
     rig = Rig(2)
     left = []
     for generation in range(1, 6):
-        name = CheckpointName(1, 2, generation, generation)
+        name = SaveId(1, 2, generation, generation)
         rig.ranks[0].choose_tiers(name, ["disk"])
         for rank in (0, 1):
             rig.store(rank, name)
@@ -126,7 +126,7 @@ def test_notes_do_not_pile_up() -> None:
 def test_at_the_end_rank_0_waits_for_the_others_to_have_heard_but_not_for_long() -> None:
     rig = Rig(2)
     rig.ranks[0].done(NAME)
-    with pytest.raises(GivenUpError, match="rank 1"):
+    with pytest.raises(OutOfStepError, match="rank 1"):
         rig.ranks[0].see_off(2.0)
     assert rig.clock() < 3.0
     rig.ranks[0].see_off(2.0)

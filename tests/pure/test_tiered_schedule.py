@@ -8,8 +8,8 @@ import pytest
 
 from torchelastic.checkpoint.policy import EverySeconds, EverySteps, OnSignal, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule
+from torchelastic.checkpoint.store import DiskTier
 from torchelastic.checkpoint.tiered.turns import TierTurns
-from torchelastic.checkpoint.tiers import DiskTier
 from torchelastic.testing.clock import FakeClock
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
     from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly
+    from torchelastic.checkpoint.store.disk import DiskTier
+    from torchelastic.checkpoint.store.durable import DurableTier
+    from torchelastic.checkpoint.store.memory import MemoryTier
     from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
-    from torchelastic.checkpoint.tiers.disk import DiskTier
-    from torchelastic.checkpoint.tiers.durable import DurableTier
-    from torchelastic.checkpoint.tiers.memory import MemoryTier
     from torchelastic.checkpoint.training_state.state import BCPState, DCPState
 
 __all__ = [
@@ -66,8 +66,8 @@ _HOME_OF_NAME = {
     "CheckpointManager": "torchelastic.checkpoint.api",
     "CorruptCheckpointError": "torchelastic.checkpoint.errors",
     "DCPState": "torchelastic.checkpoint.training_state",
-    "DiskTier": "torchelastic.checkpoint.tiers",
-    "DurableTier": "torchelastic.checkpoint.tiers",
+    "DiskTier": "torchelastic.checkpoint.store",
+    "DurableTier": "torchelastic.checkpoint.store",
     "EverySeconds": "torchelastic.checkpoint.policy",
     "EverySteps": "torchelastic.checkpoint.policy",
     "FileSystemCheckpointManager": "torchelastic.checkpoint.file_system",
@@ -76,7 +76,7 @@ _HOME_OF_NAME = {
     "KeepEvery": "torchelastic.checkpoint.policy",
     "KeepLast": "torchelastic.checkpoint.policy",
     "KeepPolicy": "torchelastic.checkpoint.policy",
-    "MemoryTier": "torchelastic.checkpoint.tiers",
+    "MemoryTier": "torchelastic.checkpoint.store",
     "Never": "torchelastic.checkpoint.policy",
     "OnSignal": "torchelastic.checkpoint.policy",
     "SaveDecision": "torchelastic.checkpoint.policy",

@@ -18,7 +18,6 @@ from typing import BinaryIO, Literal
 from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError, FencedError, explained
 from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
-from torchelastic.checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from torchelastic.checkpoint.output_stream import OutputStream
 from torchelastic.checkpoint.staging import (
     fsync_folder,
@@ -27,6 +26,7 @@ from torchelastic.checkpoint.staging import (
     remove_abandoned_folders,
     remove_folder,
 )
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, encode_streams
 from torchelastic.checkpoint.succession import staging_dirs, take_over
 from torchelastic.checkpoint.verification import find_damage, open_verified
 
@@ -190,7 +190,7 @@ class FileSystemCheckpoint(Checkpoint):
             stream.close()
             if stream.failure is not None:
                 raise stream.failure
-        manifest = encode_manifest({key: stream.record for key, stream in self._streams.items()})
+        manifest = encode_streams({key: stream.record for key, stream in self._streams.items()})
         with (staging / MANIFEST_NAME).open("xb") as file:
             file.write(manifest)
             file.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -15,7 +14,7 @@ from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager
-from torchelastic.checkpoint.tiered.peers import Alone, Peers
+from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
@@ -145,8 +144,7 @@ class LoopCheckpoints:
         self._peers = self._coordinator.peers() or Alone()
         if self._peers.world_size == 1 and self._rank != 0:
             return  # the group is not known: rank 0 does it all
-        said = self._peers.tell(json.dumps([self._step, synced_before]).encode())
-        self._step, source_was_level = json.loads(said)
+        self._step, source_was_level = self._peers.all_gather([self._step, synced_before])[0]
         manager.enter_group(self._peers)
         if is_wanted or (is_wanted is None and not source_was_level):
             restored = manager.restore(state, self._peers)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from torchelastic.checkpoint.collection.manifest import MANIFEST_NAME, CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.save_id import SaveId
 
 log = logging.getLogger(__name__)
 
 #: What the headers of `BCPState` state; tiers name their folders alike, and their headers state something else.
 TRAINING_STATE = "training state"
 
-SHARD_SUFFIX = ".shard"
+_SHARD_SUFFIX = ".shard"
 
 _STREAM = "default"
 _COMMITS = frozenset({COMMIT_FILE, PENDING_FILE})
@@ -48,7 +50,7 @@ def may_hold_one(folder: str) -> bool:
     """
     is_number = folder.isdecimal() and folder == str(int(folder))
     is_step = CheckpointContainerId.parse_version_container_step(folder) is not None
-    return is_number or is_step or CheckpointName.find(folder) is not None
+    return is_number or is_step or SaveId.find(folder) is not None
 
 
 def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str | None]) -> Kind | None:
@@ -71,7 +73,7 @@ def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str |
         return None
     if any(Shard.parse(file) for file in files):
         return Kind.LOCAL
-    if CheckpointName.find(folder) is not None:
+    if SaveId.find(folder) is not None:
         stated = stated_kind()
         if stated is None:
             return None
@@ -106,6 +108,21 @@ def foreign_to(own: Kind, found: Mapping[Kind, Collection[str]], where: str) -> 
     )
 
 
+def by_kind(names: Iterable[str], kind_in: Callable[[str], Kind | None]) -> dict[Kind, list[str]]:
+    """Which of some folders hold checkpoints of which kind.
+
+    Args:
+        names: of whatever lies in one place.
+        kind_in: the kind of checkpoint in the folder of that name; not asked where checkpoints have no such name.
+    """
+    found: dict[Kind, list[str]] = {}
+    for name in sorted(names):
+        kind = kind_in(name) if may_hold_one(name) else None
+        if kind is not None:
+            found.setdefault(kind, []).append(name)
+    return found
+
+
 def require_own(own: Kind, found: Mapping[Kind, Collection[str]], where: str) -> None:
     """Refuses a folder that holds only what others have saved; where it holds both, a warning names the others.
 
@@ -134,12 +151,7 @@ def require_own_folder(root: Path, own: Kind) -> None:
         ForeignCheckpointsError: it holds only checkpoints of others.
         CheckpointError: it cannot be read.
     """
-    found: dict[Kind, list[str]] = {}
-    for name in sorted(_names(root)):
-        kind = kind_in(root / name) if may_hold_one(name) else None
-        if kind is not None:
-            found.setdefault(kind, []).append(name)
-    require_own(own, found, str(root))
+    require_own(own, by_kind(_names(root), lambda name: kind_in(root / name)), str(root))
 
 
 def is_foreign(folder: Path, own: Kind) -> bool:
@@ -158,15 +170,35 @@ def kind_in(folder: Path) -> Kind | None:
         CheckpointError: it cannot be read.
     """
     names = _names(folder)
-    return kind_of(folder.name, names, lambda: _stated_kind(folder, names))
+    return kind_of(folder.name, names, lambda: first_stated(names, lambda name: (folder / name).open("rb")))
 
 
-def stated_in(file: BinaryIO) -> str | None:
-    """The kind that the header of a shard states, "" for none; None if this is no whole header of one.
+def first_stated(names: Iterable[str], opened: Callable[[str], AbstractContextManager[BinaryIO]]) -> str | None:
+    """The kind that the header of a shard states, "" for none; None if there is no whole header of one.
+
+    Args:
+        names: of the files in a folder.
+        opened: opens one of them. An OSError says that this one cannot be read: others state the same.
 
     Raises:
-        OSError: the file cannot be read.
+        CheckpointError: what `opened` raises as such.
     """
+    for name in sorted(names):
+        if name.startswith(".") or not name.endswith(_SHARD_SUFFIX):
+            continue
+        try:
+            with opened(name) as file:
+                stated = _stated_in(file)
+        except CheckpointError:
+            raise
+        except OSError:
+            continue  # removed meanwhile, or unreadable
+        if stated is not None:
+            return stated
+    return None
+
+
+def _stated_in(file: BinaryIO) -> str | None:
     from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble  # imports torch
 
     try:
@@ -174,20 +206,6 @@ def stated_in(file: BinaryIO) -> str | None:
         return str(json.loads(file.read(preamble.header_bytes))["meta"].get("kind", ""))
     except (CorruptCheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _stated_kind(folder: Path, names: Sequence[str]) -> str | None:
-    for name in sorted(names):
-        if name.startswith(".") or not name.endswith(SHARD_SUFFIX):
-            continue
-        try:
-            with (folder / name).open("rb") as file:
-                stated = stated_in(file)
-        except OSError:
-            continue  # removed meanwhile, or unreadable: another shard states the same
-        if stated is not None:
-            return stated
-    return None
 
 
 def _names(folder: Path) -> list[str]:

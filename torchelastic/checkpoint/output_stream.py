@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.manifest import StreamRecord
+from torchelastic.checkpoint.store.manifest import StreamRecord
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.manifest import (
+from torchelastic.checkpoint.output_stream import sha256_of_file
+from torchelastic.checkpoint.store.manifest import (
     MANIFEST_NAME,
     ManifestError,
     StreamRecord,
     UnknownManifestVersionError,
-    decode_manifest,
+    decode_streams,
 )
-from torchelastic.checkpoint.output_stream import sha256_of_file
 
 _LEGACY_KEY = "default"  # the only stream that torchelastic 0.1 ever wrote
 _OLD_TORCH_FILE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how a file begins that torch before 1.6 has saved
@@ -127,7 +127,7 @@ def _read_manifest(folder: Path) -> dict[str, StreamRecord] | None:
     try:
         with _reading(path):
             try:
-                return decode_manifest(path.read_bytes())
+                return decode_streams(path.read_bytes())
             except FileNotFoundError:
                 return None
     except ManifestError as error:

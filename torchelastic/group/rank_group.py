@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
+from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import describe_calls, listed
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup, describe_lost
 
-#: What every rank sends at once; where more is to be said, all of it follows in a second round.
-FRAME_BYTES = 1016
-_LENGTH_BYTES = 8
 #: Of how many failing ranks an error tells the reason.
 _EXPLAINED_RANKS = 4
 _MAX_TEXT = 2000
@@ -120,9 +117,12 @@ class RankGroup:
     def _all_gather(self, call: str, value: Any) -> list[Any]:
         group = self._formed(call)
         body = json.dumps([call, value], separators=(",", ":")).encode()
-        longest, told = self._exchange(group, body, FRAME_BYTES, call)
-        if longest > FRAME_BYTES:
-            _, told = self._exchange(group, body, longest, call)
+        try:
+            told = all_gather_texts(group.group, body, self._waits(group))
+        except RanksMissingError as error:
+            self._raise_missing(error, call)
+        except RuntimeError as error:
+            self._raise_lost(group.lost(), call, error)
         answers = [json.loads(each) for each in told]
         calls = [str(theirs) for theirs, _ in answers]
         if len(set(calls)) > 1:
@@ -150,21 +150,12 @@ class RankGroup:
                 self._raise_lost([], call, error)
         return self._group
 
-    def _exchange(self, group: WatchedGroup, body: bytes, size_bytes: int, call: str) -> tuple[int, list[bytes]]:
-        """How long the longest text of all ranks is, and the texts, cut off after `size_bytes`."""
-        sent = len(body).to_bytes(_LENGTH_BYTES, "little") + body[:size_bytes].ljust(size_bytes)
-        own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in range(group.world_size)]
-        self._calls += 1
-        try:
-            group.wait(dist.all_gather(gathered, own, group.group, async_op=True), f"call-{self._calls}")
-        except RanksMissingError as error:
-            self._raise_missing(error, call)
-        except RuntimeError as error:
-            self._raise_lost(group.lost(), call, error)
-        received = [tensor.numpy().tobytes() for tensor in gathered]
-        lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in received]
-        return max(lengths), [each[_LENGTH_BYTES:] for each in received]
+    def _waits(self, group: WatchedGroup) -> Callable[[dist.Work | None], None]:
+        def wait(work: dist.Work | None) -> None:
+            self._calls += 1
+            group.wait(work, f"call-{self._calls}")
+
+        return wait
 
     def _raise_missing(self, error: RanksMissingError, call: str) -> NoReturn:
         self._broken = f"{error} to {call} within {self.timeout_s:g} s"
@@ -177,8 +168,13 @@ class RankGroup:
         raise OutOfStepError(f"the ranks could not agree on {call}, because {self._broken}") from error
 
 
-def begun(work: Callable[[], Answer]) -> Future[Answer]:
-    """Runs it on a thread of its own, which does not keep the program from ending."""
+def begun(work: Callable[[], Answer], *, is_waited_for: bool = False) -> Future[Answer]:
+    """Runs it on a thread of its own.
+
+    Args:
+        work: what to do; what it raises is raised where the result is asked for.
+        is_waited_for: whether the program does not end before it has.
+    """
     future: Future[Answer] = Future()
 
     def run() -> None:
@@ -187,7 +183,7 @@ def begun(work: Callable[[], Answer]) -> Future[Answer]:
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             future.set_exception(error)
 
-    threading.Thread(target=run, name="rank-group-work", daemon=True).start()
+    threading.Thread(target=run, name="rank-group-work", daemon=not is_waited_for).start()
     return future
 
 

@@ -7,7 +7,6 @@ and come to the same plan (`DeadlineMonitor.plan`).
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -16,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.coordinator import Coordinator, NonRetryableException
+from torchelastic.group.peers import Alone, Peers
 from torchelastic.lifetime.deadline import nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
 from torchelastic.lifetime.decision import TRIAL_BELOW_S
@@ -190,8 +189,7 @@ class LoopLifetime:
         own = self._sample()
         self._remaining_s = own.remaining_s
         peers = self._coordinator.peers() or Alone()
-        words = json.dumps([own.numbers(), self._job, self._host]).encode()
-        numbers, jobs, hosts = zip(*(json.loads(one) for one in peers.gather(words)), strict=True)
+        numbers, jobs, hosts = zip(*peers.all_gather([own.numbers(), self._job, self._host]), strict=True)
         try:
             common = own.agreed([max(column) for column in zip(*numbers, strict=True)])
         except ValueError:
@@ -260,9 +258,8 @@ class LoopLifetime:
             began_s = self._clock()
             tiers = self._saves.save_last(state, self._patience_s(end_s))
             now_s = self._clock()
-            words = json.dumps([tiers, end_s - now_s, now_s - began_s]).encode()
             try:
-                said = [json.loads(one) for one in peers.gather(words)]
+                said = peers.all_gather([tiers, end_s - now_s, now_s - began_s])
             except RuntimeError:
                 if not tiers:
                     raise

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.coordinator import Coordinator, DrainedException, NonRetryableException, StopException
+from torchelastic.group.peers import Alone, Peers
 from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import profile
 from torchelastic.p2p import stands

@@ -1,16 +1,20 @@
-"""The ranks of the present group, for saving and restoring checkpoints together: see `checkpoint.tiered.peers`."""
+"""The ranks of the present group, for saving and restoring checkpoints together: see `group.peers`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.checkpoint.tiered.peers import Alone, Mailbox, Peers
+from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import listed
+from torchelastic.group.notes import Mailbox
+from torchelastic.group.peers import Alone, Peers
 
 #: How much one message carries: each has to arrive within the time-out of collectives.
 CHUNK_BYTES = 64 * 2**20
@@ -46,31 +50,11 @@ class GroupPeers:
         self._group = group
         self._store = store
         self._wait_for_key = wait_for_key
-        self._meetings = 0
+        self._barriers = 0
 
-    def gather(self, words: bytes) -> Sequence[bytes]:
-        """What each rank says, by rank."""
-        length = torch.tensor([len(words)])
-        lengths = [torch.zeros_like(length) for _ in range(self.world_size)]
-        dist.all_gather(lengths, length, group=self._group)
-        longest = max(int(one) for one in lengths)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(words)] = _as_tensor(memoryview(bytearray(words)))
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-        if longest:
-            dist.all_gather(gathered, mine, group=self._group)
-        return [one[: int(size)].numpy().tobytes() for one, size in zip(gathered, lengths, strict=True)]
-
-    def tell(self, words: bytes) -> bytes:
-        """What rank 0 says."""
-        length = torch.tensor([len(words)])
-        dist.broadcast(length, src=0, group=self._group)
-        said = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0:
-            said[:] = _as_tensor(memoryview(bytearray(words)))
-        if said.numel():
-            dist.broadcast(said, src=0, group=self._group)
-        return said.numpy().tobytes()
+    def all_gather(self, value: Any) -> list[Any]:
+        """What each rank says, by rank; JSON can hold it."""
+        return [json.loads(each) for each in all_gather_texts(self._group, json.dumps(value).encode(), _waited)]
 
     def send(self, data: memoryview, rank: int) -> None:
         """Give bytes to one rank, in messages of at most `CHUNK_BYTES`."""
@@ -84,10 +68,10 @@ class GroupPeers:
         for begin in range(0, into.nbytes, CHUNK_BYTES):
             dist.recv(_as_tensor(into[begin : begin + CHUNK_BYTES]), group=self._group, group_src=rank)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all on a key of the store, not in a collective, whose time-out a slow disk would exceed."""
-        self._meetings += 1
-        key = f"met/{self._meetings}"
+        self._barriers += 1
+        key = f"barrier/{self._barriers}"
         self._store.set(f"{key}/{self.rank}", "1")
         if self._store.add(f"{key}/count", 1) == self.world_size:
             self._store.set(key, "1")
@@ -142,6 +126,11 @@ def peers_of(
     if group is None:
         return Alone(round_number)
     return GroupPeers(group, store, rank, world_size, round_number, wait_for_key, address)
+
+
+def _waited(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints of several shards with a manifest, one folder each; see `torchelastic.checkpoint.collection`."""
+"""Checkpoints of several shards with a manifest, one folder each; see `torchelastic.checkpoint.store`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.collection.manifest import MANIFEST_NAME, CheckpointName, Manifest
-from torchelastic.checkpoint.collection.reading import list_checkpoints, open_checkpoint, open_shard, read_manifest
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.store.inventory import describe_cut
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
+from torchelastic.checkpoint.store.reading import list_checkpoints, open_checkpoint, open_shard, read_manifest, sizes_in
+from torchelastic.checkpoint.store.save_id import SaveId
 
 
 class ShardFolder(Format):
@@ -25,7 +27,7 @@ class ShardFolder(Format):
         """One folder of shards, or all that are in a folder."""
         if not path.is_dir():
             return []
-        if CheckpointName.find(path.name) is not None or _has_manifest(path):
+        if SaveId.find(path.name) is not None or _has_manifest(path):
             return [self._look_at(path)]
         return still_there(
             (info.folder, partial(self._found, info.folder, info.name, info.manifest, info.damage))
@@ -61,19 +63,19 @@ class ShardFolder(Format):
 
     def remove(self, found: Found) -> None:
         """Hidden first, then removed; a reader that has it open can go on."""
-        from torchelastic.checkpoint.collection.removal import remove_checkpoint
+        from torchelastic.checkpoint.store.pruning import remove_checkpoint
 
-        name = CheckpointName.parse(found.path.name)
+        name = SaveId.parse(found.path.name)
         remove_checkpoint(found.path.parent, name)
 
     def _look_at(self, folder: Path) -> Found:
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
-            return self._found(folder, CheckpointName.find(folder.name), None, str(error))
+            return self._found(folder, SaveId.find(folder.name), None, str(error))
         return self._found(folder, manifest.name, manifest, None)
 
-    def _found(self, folder: Path, name: CheckpointName | None, manifest: Manifest | None, damage: str | None) -> Found:
+    def _found(self, folder: Path, name: SaveId | None, manifest: Manifest | None, damage: str | None) -> Found:
         facts: dict[str, Any] = {}
         if name is not None:
             facts = {"fencing token": f"epoch {name.epoch}, round {name.round}", "generation": name.generation}
@@ -81,7 +83,7 @@ class ShardFolder(Format):
             facts = {"run": manifest.run_id, **facts}
         with explained("look at the checkpoint", folder):
             changed_s = folder.stat().st_mtime
-        sizes = _sizes(folder)
+        sizes = sizes_in(folder)
         partial, damage = _look_at_shards(folder, manifest, sizes) if manifest is not None else (None, damage)
         return Found(
             format=self,
@@ -90,7 +92,7 @@ class ShardFolder(Format):
             step=name.step if name is not None else None,
             world_size=manifest.world_size if manifest else None,
             saved_s=manifest.saved_s if manifest and manifest.saved_s else changed_s,
-            size_bytes=manifest.size_bytes if manifest else sum(sizes.values()),
+            size_bytes=manifest.size_bytes if manifest else sum(size or 0 for size in sizes.values()),
             damage=damage,
             partial=partial,
             shards=tuple(folder / record.file for record in manifest.shards if record.file in sizes)
@@ -101,12 +103,11 @@ class ShardFolder(Format):
         )
 
 
-def _look_at_shards(folder: Path, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str | None, str | None]:
+def _look_at_shards(folder: Path, manifest: Manifest, sizes: Mapping[str, int | None]) -> tuple[str | None, str | None]:
     """What is not here, and may be elsewhere (in a tier of which each host has its own); and what is damaged."""
-    here = [record for record in manifest.shards if record.file in sizes]
-    cut = next((record for record in here if sizes[record.file] < record.size_bytes), None)
-    if cut is not None:
-        return None, f"{folder / cut.file} has {sizes[cut.file]} bytes of {cut.size_bytes}: it was cut"
+    here, cut = manifest.found_in(sizes)
+    if cut:
+        return None, describe_cut(folder, cut[0], sizes)
     if not here:
         return None, f"none of its {manifest.world_size} shards is in {folder}"
     if len(here) == manifest.world_size:
@@ -122,9 +123,3 @@ def _has_manifest(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and "shards" in document
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """How long the files of a checkpoint are, by name."""
-    with explained("look at the checkpoint", folder):
-        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}

@@ -12,16 +12,16 @@ from torchelastic.checkpoint.command.format import Advance, Contents, Format, Fo
 from torchelastic.checkpoint.command.shard_checks import contents_of
 from torchelastic.checkpoint.command.shard_file import is_shard
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.manifest import (
-    MANIFEST_NAME,
-    ManifestError,
-    UnknownManifestVersionError,
-    decode_manifest,
-)
 from torchelastic.checkpoint.shards.header import place
 from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
 from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.checkpoint.staging import remove_folder
+from torchelastic.checkpoint.store.manifest import (
+    MANIFEST_NAME,
+    ManifestError,
+    UnknownManifestVersionError,
+    decode_streams,
+)
 from torchelastic.checkpoint.verification import find_damage, open_verified
 
 #: The stream that `State.save` writes.
@@ -119,7 +119,7 @@ def _default(found: Found) -> Path:
 def _recorded(folder: Path) -> set[str] | None:
     """The streams that the manifest names, as far as it can be read; None where there is no manifest."""
     try:
-        return set(decode_manifest((folder / MANIFEST_NAME).read_bytes()))
+        return set(decode_streams((folder / MANIFEST_NAME).read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ManifestError, UnknownManifestVersionError):

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchelastic.checkpoint.collection.manifest import STAGING_PREFIX
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.job_file import (
     JOB_FILE,
@@ -33,6 +32,7 @@ from torchelastic.checkpoint.memory.job_file import (
 )
 from torchelastic.checkpoint.memory.room import held_bytes
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file
+from torchelastic.checkpoint.store.save_id import STAGING_PREFIX
 from torchelastic.processes.identity import boot_id
 
 #: How the hidden name of a container begins while it is removed.

@@ -17,9 +17,9 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchelastic.checkpoint.collection.manifest import STAGING_PREFIX
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.disk import Disk, lock_file
+from torchelastic.checkpoint.store.save_id import STAGING_PREFIX
 
 JOB_FILE = ".job"
 VERSION = 1

@@ -8,10 +8,10 @@ import os
 import threading
 from pathlib import Path
 
-from torchelastic.checkpoint.collection import record_of
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards import Box, Disk, Entry, Header, SlotPool, Stage
 from torchelastic.checkpoint.shards.disk import lock_file
+from torchelastic.checkpoint.store.reading import record_of
 
 
 class SlotShelf:

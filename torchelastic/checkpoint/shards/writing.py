@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +78,39 @@ def write_shard(path: Path, flat: Flat, meta: Mapping[str, Any], *, disk: Disk =
         share_lock(descriptor, hidden)
         disk.publish(hidden, path)
     except BaseException:
-        try:
-            disk.remove(hidden)
-        except CheckpointError:
-            pass  # the first error is the one to see; the next manager of this folder removes what is hidden
+        _try_to_remove(hidden, disk)
         raise
     finally:
         os.close(descriptor)
     disk.sync_folder(path.parent)
     return header
+
+
+def write_whole(path: Path, pieces: Sequence[memoryview], disk: Disk) -> None:
+    """Writes a file that appears, in place of another one of its name, when all of it is on the disk.
+
+    Raises:
+        CheckpointError: the disk refuses. Nothing is left behind.
+    """
+    hidden = hidden_path(path.parent)
+    descriptor = disk.create(hidden)
+    try:
+        disk.write(descriptor, pieces, hidden)
+        disk.sync(descriptor, hidden)
+        disk.rename(hidden, path)
+    except BaseException:
+        _try_to_remove(hidden, disk)
+        raise
+    finally:
+        os.close(descriptor)
+    disk.sync_folder(path.parent)
+
+
+def _try_to_remove(hidden: Path, disk: Disk) -> None:
+    try:
+        disk.remove(hidden)
+    except CheckpointError:
+        pass  # the first error is the one to see; the next manager of this folder removes what is hidden
 
 
 def share_lock(descriptor: int, path: Path) -> None:

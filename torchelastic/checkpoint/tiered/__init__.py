@@ -12,7 +12,8 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState
     from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
-    from torchelastic.checkpoint.tiered.peers import Alone, Mailbox, Peers
+    from torchelastic.group.notes import Mailbox
+    from torchelastic.group.peers import Alone, Peers
 
 __all__ = [
     "Alone",
@@ -24,11 +25,11 @@ __all__ = [
 ]
 
 _HOME_OF_NAME = {
-    "Alone": "peers",
+    "Alone": "torchelastic.group.peers",
     "ElasticCheckpointManager": "api",
     "ElasticState": "api",
-    "Mailbox": "peers",
-    "Peers": "peers",
+    "Mailbox": "torchelastic.group.notes",
+    "Peers": "torchelastic.group.peers",
     "TieredCheckpointManager": "manager",
 }
 

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Protocol
 
 from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.policy import SavePolicy
-from torchelastic.checkpoint.tiered.peers import Peers
+from torchelastic.group.peers import Peers
 
 
 class ElasticState(Protocol):

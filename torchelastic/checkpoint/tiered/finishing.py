@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torchelastic.checkpoint.collection import CheckpointName
+from torchelastic.checkpoint.errors import OutOfStepError
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, NotPublishedError
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import SealedShard, Tier
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import Observe
 from torchelastic.checkpoint.tiered.replicas import Replicas
-from torchelastic.checkpoint.tiers.api import SealedShard, Tier
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,11 @@ class Save:
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
     """
 
-    name: CheckpointName
+    name: SaveId
     header: Header
     stage: Stage
     pool: SlotPool
-    agreement: GroupAgreement
+    agreement: SaveAgreement
     tiers: list[str] | None
     began_s: float
     stall_s: float
@@ -101,10 +102,10 @@ class Finisher:
     def _say_done(self, save: Save) -> None:
         try:
             save.agreement.done(save.name)
-        except GivenUpError as error:
+        except OutOfStepError as error:
             log.debug("nobody is there to hear that %s is done: %s", save.name, error)
 
-    def decline(self, name: CheckpointName, agreement: GroupAgreement, why_not: str) -> None:
+    def decline(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
         """This rank takes no part in a save: tell the others, who would wait for it."""
         if agreement.context.rank == 0:
             agreement.choose_tiers(name, [])
@@ -144,9 +145,7 @@ class Finisher:
         if shard.rank != 0:
             try:
                 manifest = agreement.hear(name, tier.name)
-            except NotPublishedError:
-                raise
-            except GivenUpError:
+            except OutOfStepError:
                 save.abandoned.remove(tier)  # rank 0 may have committed it: what is stored here may be needed
                 raise
             save.abandoned.remove(tier)
@@ -171,7 +170,7 @@ class Finisher:
             why_not = f"rank {shard.rank} could not store its shard: {type(error).__name__}: {error}"
             agreement.stored(name, tier.name, None, why_not)
             if shard.rank == 0:
-                with suppress(GivenUpError):  # not before all have stored or given up, see `run`
+                with suppress(OutOfStepError, NotPublishedError):  # not before all have stored or given up, see `run`
                     agreement.gather(name, tier.name, {}, 0.0)
                 agreement.publish(name, tier.name, None, why_not)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -11,18 +10,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from torchelastic.checkpoint.api import Checkpoint
-from torchelastic.checkpoint.collection import CheckpointName
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.kinds import ForeignCheckpointsError
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.checkpoint.tiered.agreement import GivenUpError, GroupAgreement, Patience
+from torchelastic.checkpoint.store.memory import MemoryTier
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import Tier, TierContext, agree_epoch
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.finishing import Finisher, Save
-from torchelastic.checkpoint.tiered.peers import Alone, Peers
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.checkpoint.tiered.restoring import Restoring
 from torchelastic.checkpoint.tiered.share import Sharing
@@ -37,7 +37,8 @@ from torchelastic.checkpoint.tiered.streams import (
     streams_of,
 )
 from torchelastic.checkpoint.tiered.turns import TierTurns
-from torchelastic.checkpoint.tiers import MemoryTier, Tier, TierContext, agree_epoch
+from torchelastic.group.notes import Notes, Patience
+from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._epoch: int | None = None
         self._generation = 0
         self._peers: Peers | None = None
-        self._agreement: GroupAgreement | None = None
+        self._agreement: SaveAgreement | None = None
         self._are_prepared = threading.Event()
         self._warm: Stage | None = None
 
@@ -127,18 +128,18 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if self._replicas is not None:
             self._replicas.enter_group(peers)
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
-        patience = Patience(self._patience_s, monotonic=self._monotonic)
+        notes = Notes(peers.mailbox(), Patience(self._patience_s, monotonic=self._monotonic))
         self._epoch, self._peers = epoch, peers
-        self._agreement = GroupAgreement(context, peers.mailbox(), patience)
+        self._agreement = SaveAgreement(context, notes)
         self._background.submit(lambda: self._prepare(context), holds_slot=False)
 
     def _agree_epoch(self, peers: Peers) -> int:
         is_new = self._epoch is None
         foreign = _foreign_in(self.tiers) if is_new else ""
         known = [tier.known_epoch(self._run_id) for tier in self.tiers] if is_new else []
-        peers.meet()  # a place may be slow to answer
+        peers.barrier()  # a place may be slow to answer
         mine = {"epoch": self._epoch, "known": known, "generation": self._generation, "foreign": foreign}
-        said = [json.loads(words) for words in peers.gather(json.dumps(mine).encode())]
+        said = peers.all_gather(mine)
         for one in said:
             if one["foreign"]:
                 raise ForeignCheckpointsError(one["foreign"])  # the same on all ranks
@@ -152,8 +153,8 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             for tier in self.tiers:
                 if tier.is_shared:
                     epoch = max(epoch, tier.claim(self._run_id, owner, epoch))
-        peers.meet()
-        return int(json.loads(peers.tell(json.dumps(epoch).encode())))
+        peers.barrier()
+        return int(peers.all_gather(epoch)[0])
 
     def _prepare(self, context: TierContext) -> None:
         """In the background: after the saves of the group before, before those of this one."""
@@ -186,7 +187,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if peers.rank == 0:
             load_restored(state, restored)
             log.info("checkpoint %s loaded from %s", restored.name, ", ".join(restored.tiers))
-        peers.meet()  # it may take its time
+        peers.barrier()  # it may take its time
         publish_metric("torchelastic", "checkpoint.restore.duration.ms", 1000 * (self._monotonic() - began_s))
         return restored.name.step
 
@@ -218,17 +219,17 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         save = Save(name, header, stage, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {})
         self._background.submit(lambda: self._finish(save), holds_slot=True)
 
-    def _agreement_with(self, peers: Peers) -> GroupAgreement:
+    def _agreement_with(self, peers: Peers) -> SaveAgreement:
         if self._agreement is None or peers is not self._peers:
             self.enter_group(peers)
         assert self._agreement is not None
         return self._agreement
 
-    def _next_name(self, agreement: GroupAgreement, step: int) -> CheckpointName:
+    def _next_name(self, agreement: SaveAgreement, step: int) -> SaveId:
         self._generation += 1
-        return CheckpointName(agreement.context.epoch, agreement.context.round, self._generation, step)
+        return SaveId(agreement.context.epoch, agreement.context.round, self._generation, step)
 
-    def _copied(self, state: ElasticState, name: CheckpointName, peers: Peers) -> tuple[Header, Stage]:
+    def _copied(self, state: ElasticState, name: SaveId, peers: Peers) -> tuple[Header, Stage]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._reserve(name)
         try:
@@ -249,7 +250,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             raise
         return header, stage
 
-    def _reserve(self, name: CheckpointName) -> None:
+    def _reserve(self, name: SaveId) -> None:
         if self._background.is_full:
             began_s = self._monotonic()
             log.warning("%s waits: both slots are busy with saves that are not finished yet", name)
@@ -286,7 +287,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     def _failed(self, what: str, error: Exception) -> None:
         self.failures.append(f"{what}: {error}")
         publish_metric("torchelastic", "checkpoint.failed", 1)
-        if isinstance(error, GivenUpError):
+        if isinstance(error, (NotPublishedError, OutOfStepError)):
             log.warning("%s is not published: %s", what, error)
         else:
             log.error("%s failed; training goes on", what, exc_info=error)
@@ -316,10 +317,10 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             self._background.submit(lambda: self._see_off(agreement), holds_slot=False)
         self.wait()
 
-    def _see_off(self, agreement: GroupAgreement) -> None:
+    def _see_off(self, agreement: SaveAgreement) -> None:
         try:
             agreement.see_off(self._grace_s)
-        except GivenUpError as error:
+        except OutOfStepError as error:
             log.info("the last save: %s", error)
 
     def close(self) -> None:
@@ -349,7 +350,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         """The newest of them that was taken at this step; streams count as a step each."""
         return next((one for one in self.list_checkpoints() if one.sequence_id == sequence_id), None)
 
-    def _save_streams(self, streams: Mapping[str, bytes]) -> CheckpointName:
+    def _save_streams(self, streams: Mapping[str, bytes]) -> SaveId:
         if self._agreement is not None and self._agreement.context.world_size > 1:
             raise CheckpointError(
                 "this manager saves together with a group: use save_step, or another manager for what one rank saves"
@@ -361,7 +362,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
         assert self._agreement is not None
-        return CheckpointName(*self._agreement.context.token, self._generation, step)
+        return SaveId(*self._agreement.context.token, self._generation, step)
 
 
 def _foreign_in(tiers: Sequence[Tier]) -> str:

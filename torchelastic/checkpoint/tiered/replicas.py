@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import socket
 
 from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, partners
-from torchelastic.checkpoint.tiered.peers import Peers
-from torchelastic.checkpoint.tiers import MemoryTier, SealedShard
-from torchelastic.checkpoint.tiers.received import ShardId
+from torchelastic.checkpoint.store.memory import MemoryTier
+from torchelastic.checkpoint.store.save_id import ShardId
+from torchelastic.checkpoint.store.tier import SealedShard
+from torchelastic.group.peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ class Replicas:
 
     def enter_group(self, peers: Peers) -> None:
         """Agree with all ranks on who receives what; on the training thread of every rank."""
-        offered = [words.decode() for words in peers.gather(self._token.encode())]
-        token = next(filter(None, offered), "") or peers.tell(secrets.token_hex(32).encode()).decode()
+        offered = peers.all_gather([self._token, secrets.token_hex(32)])
+        token = next((known for known, _ in offered if known), offered[0][1])
         self._serve(token, peers.address)
         assert self._server is not None
-        said = [json.loads(words) for words in peers.gather(json.dumps([self._host, *self._server.address]).encode())]
+        said = peers.all_gather([self._host, *self._server.address])
         chosen = partners([host for host, _, _ in said], peers.rank, self._copies)
         if len(chosen) < self._copies:
             log.warning("each shard gets %d replica(s) and not %d: there are too few hosts", len(chosen), self._copies)

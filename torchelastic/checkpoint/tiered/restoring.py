@@ -6,7 +6,6 @@ bytes. Rank 0 checks and reads; where a shard proves damaged, all agree on anoth
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
@@ -15,12 +14,13 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torchelastic.checkpoint.collection import CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.tiered.peers import Peers
-from torchelastic.checkpoint.tiers import Candidate, Read, Tier, TierEntry, candidates
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.selection import Candidate, Read, candidates
+from torchelastic.checkpoint.store.tier import Tier, TierEntry
+from torchelastic.group.peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Restored:
         tree: the state; None on the other ranks.
     """
 
-    name: CheckpointName
+    name: SaveId
     tiers: tuple[str, ...]
     kind: str | None
     tree: Any
@@ -55,6 +55,12 @@ class Fault:
     read: Read
     is_damage: bool
     why: str
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> Fault:
+        """Out of what another rank has sent."""
+        shard_rank, reader, tier, is_damage, why = plain
+        return cls(Read(int(shard_rank), int(reader), str(tier)), bool(is_damage), str(why))
 
 
 def reads_without(candidate: Candidate, bad: Collection[Read]) -> list[Read] | None:
@@ -128,8 +134,8 @@ class Restoring:
                 entries[name] = [entry.as_plain() for entry in tier.inventory()]
             except CheckpointError as error:
                 unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
-        self._peers.meet()
-        said = [json.loads(words) for words in self._peers.gather(json.dumps([entries, unreadable]).encode())]
+        self._peers.barrier()
+        said = self._peers.all_gather([entries, unreadable])
         inventories = [
             {name: [TierEntry.from_plain(plain) for plain in plains] for name, plains in inventory.items()}
             for inventory, _ in said
@@ -193,8 +199,8 @@ class Restoring:
                 opened[read] = stack.enter_context(self._tiers[read.tier].open(candidate.name, read.shard_rank))
             except CheckpointError as error:
                 faults.append(Fault(read, isinstance(error, CorruptCheckpointError), str(error)))
-        self._peers.meet()  # a download may take its time
-        return opened, [fault for words in self._peers.gather(_encoded(faults)) for fault in _decoded(words)]
+        self._peers.barrier()  # a download may take its time
+        return opened, [Fault.from_plain(each) for told in self._peers.all_gather(_plain(faults)) for each in told]
 
     def _bring(self, reads: Sequence[Read], opened: dict[Read, ShardReader], stack: ExitStack) -> list[ShardReader]:
         """All shards on rank 0, in the order of the reads; on the others nothing."""
@@ -235,13 +241,12 @@ class Restoring:
                 why = "" if faults else str(error)
             except CheckpointError as error:
                 why = str(error)
-        self._peers.meet()
-        said = json.loads(self._peers.tell(json.dumps([_encoded(faults).decode(), why]).encode()))
-        if said[1]:
-            raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {said[1]}")
-        faults = _decoded(said[0].encode())
-        if faults:
-            return None, faults
+        self._peers.barrier()
+        told, why = self._peers.all_gather([_plain(faults), why])[0]
+        if why:
+            raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {why}")
+        if told:
+            return None, [Fault.from_plain(each) for each in told]
         return Restored(candidate.name, tuple(sorted({read.tier for read in reads})), kind, tree), []
 
     def _places(self) -> str:
@@ -261,12 +266,6 @@ def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Fault
     return faults
 
 
-def _encoded(faults: Sequence[Fault]) -> bytes:
-    return json.dumps([[*astuple(fault.read), fault.is_damage, fault.why] for fault in faults]).encode()
-
-
-def _decoded(words: bytes) -> list[Fault]:
-    return [
-        Fault(Read(int(shard_rank), int(reader), str(tier)), bool(is_damage), str(why))
-        for shard_rank, reader, tier, is_damage, why in json.loads(words)
-    ]
+def _plain(faults: Sequence[Fault]) -> list[list[Any]]:
+    """What JSON can hold; `Fault.from_plain` is the inverse, one by one."""
+    return [[*astuple(fault.read), fault.is_damage, fault.why] for fault in faults]

@@ -9,12 +9,13 @@ from typing import Any, BinaryIO
 import torch
 
 from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
-from torchelastic.checkpoint.collection import CheckpointName
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.selection import Candidate, candidates
+from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
-from torchelastic.checkpoint.tiered.peers import Alone
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
-from torchelastic.checkpoint.tiers import Candidate, Tier, candidates
+from torchelastic.group.peers import Alone
 
 #: What a shard says that its checkpoint holds: a state as a tree, or named streams of bytes.
 TREE, STREAMS = "tree", "streams"
@@ -71,10 +72,10 @@ class NewCheckpoint(Checkpoint):
         save: saves streams, and returns when they are durable.
     """
 
-    def __init__(self, save: Callable[[Mapping[str, bytes]], CheckpointName]) -> None:
+    def __init__(self, save: Callable[[Mapping[str, bytes]], SaveId]) -> None:
         self._save = save
         self._streams: dict[str, io.BytesIO] = {}
-        self.name: CheckpointName | None = None
+        self.name: SaveId | None = None
 
     def open_output_stream(self, key: str) -> BinaryIO:
         """Opens a new stream for writing; what is written counts after `commit`."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torchelastic.checkpoint.policy import SaveMoment
-from torchelastic.checkpoint.tiers.api import Tier
+from torchelastic.checkpoint.store.tier import Tier
 
 
 class TierTurns:

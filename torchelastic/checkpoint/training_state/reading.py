@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.collection import MANIFEST_NAME, CheckpointName, list_checkpoints, open_checkpoint
-from torchelastic.checkpoint.collection.reading import names_in
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.shards.loading import read_into
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.reading import list_checkpoints, names_in, open_checkpoint
+from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.training_state.objects import TrainingObjects
 from torchelastic.checkpoint.training_state.shard import placeholders, read_own, require_kind
 
@@ -69,8 +70,8 @@ def find(path: Path) -> Found:
     if (path / MANIFEST_NAME).exists():
         return Found([str(path)], {}, [])
     require_own_folder(path, Kind.TRAINING_STATE)
-    infos = [info for info in list_checkpoints(path) if not is_foreign(info.folder, Kind.TRAINING_STATE)]
-    unfinished = sorted(staged.folder_name for name in names_in(path) if (staged := CheckpointName.find_staged(name)))
+    infos = list_checkpoints(path, kind=Kind.TRAINING_STATE)
+    unfinished = sorted(staged.folder_name for name in names_in(path) if (staged := SaveId.find_staged(name)))
     return Found(
         [str(info.folder) for info in infos if info.damage is None],
         {str(info.folder): info.damage for info in infos if info.damage is not None},

@@ -7,26 +7,28 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchelastic.checkpoint.collection import CheckpointName, ShardRecord
-from torchelastic.checkpoint.collection.reading import names_in
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.manifest import ShardRecord
+from torchelastic.checkpoint.store.reading import names_in
+from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
 from torchelastic.checkpoint.training_state.reading import Loaded, find, read
 from torchelastic.checkpoint.training_state.shard import Layout, ShardMaker
-from torchelastic.checkpoint.training_state.writing import Background, Save, Writer, record_as_plain
-from torchelastic.group.rank_group import RankGroup
+from torchelastic.checkpoint.training_state.writing import Save, Writer, record_as_plain
+from torchelastic.group.rank_group import RankGroup, begun
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -98,8 +100,8 @@ class BCPState:
         self._pool = SlotPool(None)
         # half of it: rank 0 is to give up before the others give up rank 0
         self._writer = Writer(self._pool, disk, KeepLast(keep), timeout_s / 2)
-        self._background = Background()
-        self._failure: Exception | None = None
+        self._running: Future[None] | None = None
+        self._failure: BaseException | None = None
         self._fences: dict[Path, tuple[Fence, int]] = {}
         self._generation = 0
 
@@ -146,12 +148,13 @@ class BCPState:
         def job() -> None:
             try:
                 self._writer.finish(save, fence)
+            except Exception as error:
+                log.error("%s could not be saved; training goes on: %s", save.name, error)
+                raise
             finally:
                 self._pool.give_back(save.stage)
 
-        self._background.start(
-            job, lambda error: log.error("%s could not be saved; training goes on: %s", save.name, error)
-        )
+        self._running = begun(job, is_waited_for=True)
 
     def wait(self) -> None:
         """Returns when the save in the background is published. Called on all ranks.
@@ -229,12 +232,18 @@ class BCPState:
             raise TypeError(f"get_extra_fn returned a {type(extra).__name__}: return a dict")
         return dict(extra)
 
-    def _settle(self) -> Exception | None:
+    def _settle(self) -> BaseException | None:
         """Waits for this rank's part of the save before; what failed in it and was not raised yet."""
-        self._failure = self._background.settle(2 * self._timeout_s) or self._failure
+        if self._running is not None:
+            if not wait([self._running], 2 * self._timeout_s).done:
+                raise CheckpointError(
+                    f"the save before is not done after {2 * self._timeout_s:g} s: the disk does not answer"
+                )
+            self._failure = self._running.exception() or self._failure
+            self._running = None
         return self._failure
 
-    def _begin(self, call: str, path: Path, before: Exception | None) -> Save:
+    def _begin(self, call: str, path: Path, before: BaseException | None) -> Save:
         """Copies what this rank saves; all ranks agree on the name. Nothing is kept if one of them fails."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
         copied: list[Save] = []
@@ -243,7 +252,7 @@ class BCPState:
             layout = self._layout(rank, world_size)
             epoch = self._claimed(path) if rank == 0 else 0
             stage = self._pool.take(layout.header)
-            name = CheckpointName(0, 0, 0, 0)  # not known yet
+            name = SaveId(0, 0, 0, 0)  # not known yet
             copied.append(Save(path, name, self._run_id or "", rank, world_size, layout.header, stage))
             stage.copy(layout.sources)
             is_checked = world_size > 1 and not self._objects.is_sharded and not self._objects.is_kept_equal
@@ -267,7 +276,7 @@ class BCPState:
             self._failure = None
         self._generation = max(int(generation) for _, generation, _ in answers) + 1
         (save,) = copied
-        save.name = CheckpointName(int(answers[0][0]), 0, self._generation, self._generation)
+        save.name = SaveId(int(answers[0][0]), 0, self._generation, self._generation)
         return save
 
     def _layout(self, rank: int, world_size: int) -> Layout:
@@ -284,7 +293,7 @@ class BCPState:
             fence = Fence(path, self._disk)
             epoch = fence.claim(self._run_id or "any", f"BCPState on {socket.gethostname()}")
             self._fences[path] = (fence, epoch)
-            names = filter(None, map(CheckpointName.find, names_in(path)))
+            names = filter(None, map(SaveId.find, names_in(path)))
             self._generation = max([self._generation, *(name.generation for name in names)])
         fence, epoch = self._fences[path]
         fence.check(epoch, 0)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint import collection
-from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord, shard_file_name
-from torchelastic.checkpoint.collection.reading import names_in
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.fence import Fence
-from torchelastic.checkpoint.kinds import Kind, is_foreign
+from torchelastic.checkpoint import store
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Header, decode_preamble
+from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.reading import record_in
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Save:
     """
 
     root: Path
-    name: CheckpointName
+    name: SaveId
     run_id: str
     rank: int
     world_size: int
@@ -78,7 +77,7 @@ class Writer:
 
     def begin(self, save: Save) -> None:
         """Makes the hidden folder; no rank writes before all have done it. Raises: CheckpointError."""
-        collection.begin(save.root, save.name, self._disk)
+        store.begin(save.root, save.name, self._disk)
 
     def write(self, save: Save) -> ShardRecord:
         """Writes this rank's shard, onto the disk. Raises: CheckpointError."""
@@ -87,26 +86,23 @@ class Writer:
         save.stage = self._pool.seal(save.stage, header)
         data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
         folder = save.root / save.name.staging_name  # not made here: if it is gone, the save was given up
-        return collection.write_shard(folder, save.rank, save.world_size, data, self._disk)
+        return store.write_shard(folder, save.rank, save.world_size, data, self._disk)
 
     def publish(self, save: Save, records: list[ShardRecord], fence: Fence) -> None:
         """On rank 0, when all have written: one rename, then what is not kept goes. Raises: CheckpointError."""
         manifest = Manifest(save.name, save.run_id, save.world_size, tuple(records), saved_s=time.time())
-        collection.commit(save.root, manifest, fence=fence, disk=self._disk)
+        store.commit(save.root, manifest, fence=fence, disk=self._disk)
         try:
-            spare = partial(is_foreign, own=Kind.TRAINING_STATE)
-            collection.prune(save.root, self._keep, self._disk, spare=spare)
-            for name in names_in(save.root):
-                staged = CheckpointName.find_staged(name)
-                if staged is not None and staged.token == save.name.token and staged < save.name:
-                    collection.abandon(save.root, staged, self._disk)  # of a save of this job that was given up
+            store.prune(save.root, self._keep, self._disk, kind=Kind.TRAINING_STATE)
+            # of saves of this job that were given up, too
+            store.remove_left_overs(save.root, (*save.name.token, save.name.generation), self._disk)
         except CheckpointError as error:  # what is saved is saved
             log.warning("%s is saved, and what is old could not be removed: %s", save.name, error)
 
     def abandon(self, save: Save) -> None:
         """Removes what was written; whoever waits for it sees that. Raises nothing."""
         try:
-            collection.abandon(save.root, save.name, self._disk)
+            store.abandon(save.root, save.name, self._disk)
         except CheckpointError:
             pass  # only left-overs, which the next job removes; the first error is the one to see
 
@@ -130,7 +126,7 @@ class Writer:
         folder, file = save.root / save.name.staging_name, shard_file_name(rank, save.world_size)
         until_s, pause_s = self._clock() + self._timeout_s, _FIRST_LOOK_S
         while True:
-            record = _record_in(folder / file, rank)
+            record = _record_if_there(folder / file, rank)
             if record is not None:
                 return record
             if not folder.exists():
@@ -144,60 +140,20 @@ class Writer:
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
 
-def _given_up(name: CheckpointName) -> CheckpointError:
+def _given_up(name: SaveId) -> CheckpointError:
     return CheckpointError(f"{name} was given up by another rank, which could not write: see its log")
 
 
-def _record_in(path: Path, rank: int) -> ShardRecord | None:
+def _record_if_there(path: Path, rank: int) -> ShardRecord | None:
     """What a shard's file says about itself; None if there is no such file yet."""
     try:
-        with explained("read a shard", path), path.open("rb") as file:
-            preamble = decode_preamble(file.read(PREAMBLE_BYTES))
+        return record_in(path, rank)
     except CheckpointError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if error.errno == errno.ENOENT:
             return None
         raise
-    size_bytes = preamble.data_offset_bytes + preamble.data_bytes
-    if path.stat().st_size < size_bytes:
-        raise CorruptCheckpointError(f"{path} was cut")
-    return ShardRecord(rank, path.name, size_bytes, preamble.header_digest.hex())
 
 
 def record_as_plain(record: ShardRecord) -> dict[str, Any]:
     """What JSON can hold."""
     return asdict(record)
-
-
-class Background:
-    """One thread at a time that finishes a save; the interpreter does not end before it has. Used on one thread."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-
-    def start(self, job: Callable[[], None], on_failure: Callable[[Exception], None]) -> None:
-        """Runs a job beside the training; the one before must be settled."""
-
-        def run() -> None:
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001 - reported; training goes on
-                self._failure = error
-                on_failure(error)
-
-        self._failure = None
-        self._thread = threading.Thread(target=run, name="torchelastic-training-state", daemon=False)
-        self._thread.start()
-
-    def settle(self, timeout_s: float) -> Exception | None:
-        """Waits for the job; returns what it raised, once.
-
-        Raises:
-            CheckpointError: it is not done after that time.
-        """
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise CheckpointError(f"the save before is not done after {timeout_s:g} s: the disk does not answer")
-        self._thread, failure, self._failure = None, self._failure, None
-        return failure

@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchelastic.checkpoint.collection.manifest import STAGING_PREFIX, CheckpointName
-from torchelastic.checkpoint.collection.reading import names_in
-from torchelastic.checkpoint.collection.removal import remove_left_overs
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.errors import FencedError as FencedError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.writing import hidden_path
+from torchelastic.checkpoint.shards.writing import write_whole
+from torchelastic.checkpoint.store.pruning import remove_left_overs
+from torchelastic.checkpoint.store.reading import names_in
+from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
 FENCE_NAME = ".fence.json"
 FENCE_LOCK_NAME = ".fence.lock"
@@ -247,19 +246,11 @@ class Fence:
 
     def _highest_epoch_in_names(self) -> int:
         """A folder that was copied without its hidden files, or whose fence was removed, has no other memory."""
-        names = [CheckpointName.find(name.removeprefix(STAGING_PREFIX)) for name in names_in(self.root)]
+        names = [SaveId.find(name.removeprefix(STAGING_PREFIX)) for name in names_in(self.root)]
         return max((name.epoch for name in names if name is not None), default=0)
 
     def _write(self, state: FenceState) -> None:
-        hidden = hidden_path(self.root)
-        descriptor = self._disk.create(hidden)
-        try:
-            self._disk.write(descriptor, [memoryview(encode_fence(state))], hidden)
-            self._disk.sync(descriptor, hidden)
-            self._disk.rename(hidden, self.root / FENCE_NAME)
-        finally:
-            os.close(descriptor)
-        self._disk.sync_folder(self.root)
+        write_whole(self.root / FENCE_NAME, [memoryview(encode_fence(state))], self._disk)
 
     def _hold_alone(self) -> bool:
         """Holds the folder; whether nobody else does (only while the fence is locked, so nobody comes in between)."""

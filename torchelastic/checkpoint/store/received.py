@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from torchelastic.checkpoint.collection import CheckpointName, shard_file_name
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.slot_shelf import SlotShelf, sealed_bytes
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.tiers.host_folder import parse_shard_file_name
-
-
-@dataclass(frozen=True, order=True)
-class ShardId:
-    """One shard of one checkpoint.
-
-    >>> str(ShardId(CheckpointName(1, 5, 7, 123), 3, 8))
-    'step-000000123.e1.r5.g7/shard-00003-of-00008.shard'
-    """
-
-    name: CheckpointName
-    rank: int
-    world_size: int
-
-    def __str__(self) -> str:
-        return f"{self.name.folder_name}/{shard_file_name(self.rank, self.world_size)}"
-
-    @classmethod
-    def parse(cls, text: str) -> ShardId:
-        """The inverse of `str`. Raises: ValueError if it is none."""
-        folder, _, file = text.partition("/")
-        parsed = parse_shard_file_name(file)
-        if parsed is None:
-            raise ValueError(f"{text!r} is no shard, such as 'step-000000123.e1.r5.g7/shard-00003-of-00008.shard'")
-        return cls(CheckpointName.parse(folder), *parsed)
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name, shard_file_name
 
 
 class ReceivedShards:
@@ -92,7 +65,7 @@ class ReceivedShards:
         """All shards that are here, whoever put them."""
         found = []
         for path in self._root.glob("step-*/shard-*.shard"):
-            name, parsed = CheckpointName.find(path.parent.name), parse_shard_file_name(path.name)
+            name, parsed = SaveId.find(path.parent.name), parse_shard_file_name(path.name)
             if name is not None and parsed is not None:
                 found.append(str(ShardId(name, *parsed)))
         return sorted(found)

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchelastic.checkpoint.collection.manifest import CheckpointName
-from torchelastic.checkpoint.tiers.api import TierEntry
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import TierEntry
 
 #: What one rank can read: what `Tier.inventory` returned, by the tier's name.
 Inventory = Mapping[str, Sequence[TierEntry]]
@@ -42,7 +42,7 @@ class Candidate:
         alternatives: by shard, where else it can be read, best first; for when a read finds damage.
     """
 
-    name: CheckpointName
+    name: SaveId
     world_size: int
     reads: tuple[Read, ...]
     alternatives: Mapping[int, tuple[Read, ...]]
@@ -62,8 +62,8 @@ def candidates(inventories: Sequence[Inventory], tier_order: Sequence[str]) -> l
     Returns:
         Complete ones only, newest first (by epoch, round and generation); empty if there is none.
     """
-    committed: set[CheckpointName] = set()
-    sources: dict[tuple[CheckpointName, int], dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    committed: set[SaveId] = set()
+    sources: dict[tuple[SaveId, int], dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, inventory in enumerate(inventories):
         for order, tier in enumerate(tier_order):
             for entry in inventory.get(tier, ()):
@@ -81,7 +81,7 @@ def candidates(inventories: Sequence[Inventory], tier_order: Sequence[str]) -> l
 
 
 def _planned(
-    name: CheckpointName, world_size: int, sources: Mapping[int, Sequence[tuple[int, int]]], tier_order: Sequence[str]
+    name: SaveId, world_size: int, sources: Mapping[int, Sequence[tuple[int, int]]], tier_order: Sequence[str]
 ) -> Candidate:
     loads: dict[int, int] = defaultdict(int)
     chosen: dict[int, Read] = {}

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from torchelastic.checkpoint.collection.manifest import STAGING_PREFIX, CheckpointName
-from torchelastic.checkpoint.collection.reading import CheckpointInfo, list_checkpoints, names_in
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.policy import KeepPolicy, prunable
+from torchelastic.checkpoint.kinds import Kind
+from torchelastic.checkpoint.policy import KeepPolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
+from torchelastic.checkpoint.store.inventory import prunable_checkpoints
+from torchelastic.checkpoint.store.reading import list_checkpoints, names_in
+from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
 _GONE_PREFIX = f"{STAGING_PREFIX}gone-"
 
 
-def prune(
-    root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK, *, spare: Callable[[Path], bool] = lambda _: False
-) -> list[CheckpointName]:
+def prune(root: Path, policy: KeepPolicy, disk: Disk = REAL_DISK, *, kind: Kind | None = None) -> list[SaveId]:
     """Removes the complete checkpoints that a policy does not want, oldest first; never the newest complete one.
 
     Damaged ones are neither counted nor removed. A reader that has one open can go on.
@@ -29,7 +26,7 @@ def prune(
         root: the folder that holds all checkpoints.
         policy: says what stays.
         disk: what touches files.
-        spare: whether the checkpoint in a folder is somebody else's, and neither counted nor removed.
+        kind: what is certainly of another kind is neither counted nor removed; None: all are of one kind.
 
     Returns:
         What was removed.
@@ -37,26 +34,13 @@ def prune(
     Raises:
         CheckpointError: the disk refuses.
     """
-    complete = [info for info in list_checkpoints(root) if info.damage is None and not spare(info.folder)]
-    removed = [info.name for info in prunable_checkpoints(policy, complete)]
+    removed = [info.name for info in prunable_checkpoints(policy, list_checkpoints(root, kind=kind))]
     for name in removed:
         remove_checkpoint(root, name, disk)
     return removed
 
 
-def prunable_checkpoints(policy: KeepPolicy, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """What a policy does not want, oldest first; never the newest. Pure.
-
-    A clock that was set back has no say: a checkpoint counts as saved after those that are older by name.
-    """
-    ordered: list[CheckpointInfo] = []
-    for info in sorted(checkpoints, key=lambda info: info.name):
-        least_s = math.nextafter(ordered[-1].saved_s, math.inf) if ordered else info.saved_s
-        ordered.append(replace(info, saved_s=max(info.saved_s, least_s)))
-    return prunable(policy, ordered)
-
-
-def remove_checkpoint(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> None:
+def remove_checkpoint(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
     """Removes one published checkpoint, whichever it is; it may be gone.
 
     Raises:
@@ -65,7 +49,7 @@ def remove_checkpoint(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) 
     _remove_folder(root, name.folder_name, disk)
 
 
-def abandon(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> None:
+def abandon(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
     """Removes what was written of a checkpoint that will not be published; it may be gone. Called by any rank.
 
     A rank that is still writing its shard gets an error from `write_shard`.
@@ -76,13 +60,13 @@ def abandon(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> None:
     _remove_folder(root, name.staging_name, disk)
 
 
-def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK) -> int:
+def remove_left_overs(root: Path, older_than: tuple[int, ...] | None = None, disk: Disk = REAL_DISK) -> int:
     """Removes what killed processes have left in a folder of checkpoints; returns how many things.
 
     Args:
         root: the folder; may be missing.
-        older_than: an epoch and a round, as the fence has them: hidden folders of older writers are removed, which can
-            never be published then. None: these stay.
+        older_than: an epoch and a round, as the fence has them, perhaps with a generation: hidden folders of older
+            writers or saves are removed, which can never be published then. None: these stay.
         disk: what touches files.
 
     Raises:
@@ -90,11 +74,11 @@ def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, dis
     """
     removed = remove_hidden_files(root, disk)
     for name in names_in(root):
-        staged = CheckpointName.find_staged(name)
+        staged = SaveId.find_staged(name)
         if name.startswith(_GONE_PREFIX):
             disk.remove_folder(root / name)
             removed += 1
-        elif staged is not None and older_than is not None and staged.token < older_than:
+        elif staged is not None and older_than is not None and (*staged.token, staged.generation) < older_than:
             _remove_folder(root, name, disk)
             removed += 1
     return removed

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from torchelastic.checkpoint.collection.manifest import (
-    MANIFEST_NAME,
-    CheckpointName,
-    Manifest,
-    ShardRecord,
-    encode_manifest,
-    shard_file_name,
-)
-from torchelastic.checkpoint.collection.reading import record_of, require_same
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import Fence
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Preamble, decode_preamble
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
-from torchelastic.checkpoint.shards.writing import hidden_path
+from torchelastic.checkpoint.shards.writing import write_whole
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, encode_manifest
+from torchelastic.checkpoint.store.reading import record_in, record_of, require_same
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 #: How much one system call writes, so that a shard of many GB is written in calls that can be interrupted.
 WRITE_BYTES = 64 * 2**20
 
 
-def begin(root: Path, name: CheckpointName, disk: Disk = REAL_DISK) -> Path:
+def begin(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> Path:
     """Creates the hidden folder of a new checkpoint, or finds the one that another rank has created.
 
     Args:
@@ -57,19 +49,8 @@ def write_shard(staging: Path, rank: int, world_size: int, data: memoryview, dis
             replaced).
     """
     record = record_of(data, rank, shard_file_name(rank, world_size))
-    target, hidden = staging / record.file, hidden_path(staging)
-    descriptor = disk.create(hidden)
-    try:
-        pieces = [data[begin : begin + WRITE_BYTES] for begin in range(0, record.size_bytes, WRITE_BYTES)]
-        disk.write(descriptor, pieces, hidden)
-        disk.sync(descriptor, hidden)
-        disk.rename(hidden, target)
-    except BaseException:
-        _try_to_remove(hidden, disk)
-        raise
-    finally:
-        os.close(descriptor)
-    disk.sync_folder(staging)
+    pieces = [data[begin : begin + WRITE_BYTES] for begin in range(0, record.size_bytes, WRITE_BYTES)]
+    write_whole(staging / record.file, pieces, disk)
     return record
 
 
@@ -115,41 +96,22 @@ def commit(root: Path, manifest: Manifest, *, fence: Fence | None = None, disk: 
     return target
 
 
-def require_stored(staging: Path, record: ShardRecord) -> None:
-    """Compares the first bytes and the length of a shard that another rank may have written."""
-    path = staging / record.file
+def require_stored(folder: Path, record: ShardRecord) -> None:
+    """Compares the first bytes and the length of a shard that another rank may have written with its record.
+
+    Raises:
+        CorruptCheckpointError: it is missing or damaged, or another one.
+    """
     try:
-        with path.open("rb") as file:
-            preamble = decode_preamble(file.read(PREAMBLE_BYTES))
-            size_bytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
+        found = record_in(folder / record.file, record.rank)
+    except CheckpointError as error:
         raise CorruptCheckpointError(
-            f"the checkpoint in {staging} cannot be published: the shard of rank {record.rank}, {record.file}, is "
+            f"the checkpoint in {folder} cannot be published: the shard of rank {record.rank}, {record.file}, is "
             f"missing or damaged ({error})"
         ) from error
-    require_same(staging, _recorded(preamble, size_bytes, record), record)
-
-
-def _recorded(preamble: Preamble, file_bytes: int, record: ShardRecord) -> ShardRecord:
-    size_bytes = min(file_bytes, preamble.data_offset_bytes + preamble.data_bytes)
-    return ShardRecord(record.rank, record.file, size_bytes, preamble.header_digest.hex())
+    require_same(folder, found, record)
 
 
 def write_manifest(folder: Path, manifest: Manifest, disk: Disk = REAL_DISK) -> None:
     """Writes the manifest into a folder that holds shards already; `commit` does it, too. Raises: CheckpointError."""
-    hidden = hidden_path(folder)
-    descriptor = disk.create(hidden)
-    try:
-        disk.write(descriptor, [memoryview(encode_manifest(manifest))], hidden)
-        disk.sync(descriptor, hidden)
-    finally:
-        os.close(descriptor)
-    disk.rename(hidden, folder / MANIFEST_NAME)
-    disk.sync_folder(folder)
-
-
-def _try_to_remove(path: Path, disk: Disk) -> None:
-    try:
-        disk.remove(path)
-    except CheckpointError:
-        pass  # the first error is the one to see; what is hidden is removed later
+    write_whole(folder / MANIFEST_NAME, [memoryview(encode_manifest(manifest))], disk)

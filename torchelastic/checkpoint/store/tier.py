@@ -15,10 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.checkpoint.collection import CheckpointName, Manifest, ShardRecord, record_of, shard_file_name
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.inventory import CheckpointInfo
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.reading import record_of
+from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class SealedShard:
         stage: where these bytes lie; None where they are not in a stage. A tier that gave it away stores it as it is.
     """
 
-    name: CheckpointName
+    name: SaveId
     rank: int
     world_size: int
     data: memoryview
@@ -84,12 +87,19 @@ class TierEntry:
             is readable all the same.
     """
 
-    name: CheckpointName
+    name: SaveId
     world_size: int
     ranks: tuple[int, ...]
     is_committed: bool = True
     size_bytes: int = 0
     damage: str | None = None
+
+    @classmethod
+    def of(cls, info: CheckpointInfo) -> TierEntry:
+        """What is told of a checkpoint in one place."""
+        ranks = tuple(sorted(info.shards))
+        size_bytes = sum(info.shards.values())
+        return cls(info.name, info.world_size, ranks, info.manifest is not None, size_bytes, info.damage)
 
     def as_plain(self) -> dict[str, Any]:
         """What JSON can hold, for sending; `from_plain` is the inverse."""
@@ -106,7 +116,7 @@ class TierEntry:
     def from_plain(cls, plain: Mapping[str, Any]) -> TierEntry:
         """Raises: ValueError, KeyError or TypeError if it is nothing that `as_plain` returns."""
         return cls(
-            CheckpointName.parse(plain["name"]),
+            SaveId.parse(plain["name"]),
             int(plain["world_size"]),
             tuple(int(rank) for rank in plain["ranks"]),
             bool(plain["is_committed"]),
@@ -205,7 +215,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def abandon(self, name: CheckpointName) -> None:
+    def abandon(self, name: SaveId) -> None:
         """Removes what this rank has put of a checkpoint that will not be committed; does nothing if that is nothing.
 
         Every rank may call it; on a shared tier it may remove what all have put.
@@ -223,7 +233,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """Opens one shard for reading; compared with the manifest where there is one.
 
         Raises:
@@ -232,7 +242,7 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def prune(self) -> list[CheckpointName]:
+    def prune(self) -> list[SaveId]:
         """Removes the committed checkpoints that `keep` does not want; returns which. Called as `commit`, after it.
 
         No `put` may be running: the memory of what is removed is used for the next save.

@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torchelastic.checkpoint.collection.manifest import (
-    MANIFEST_NAME,
-    CheckpointName,
-    Manifest,
-    ShardRecord,
-    decode_manifest,
-)
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.policy import KeptCheckpoint
+from torchelastic.checkpoint.kinds import Kind, is_foreign
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.shards.loading import read_into, read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord, decode_manifest
+from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInfo(KeptCheckpoint):
-    """A checkpoint in a folder, as far as names, sizes and the manifest tell.
-
-    Attributes:
-        name: which checkpoint it is.
-        folder: where it is.
-        manifest: None if it is damaged or missing; then `saved_s`, `size_bytes` and `metrics` are empty too.
-        damage: why it is not complete; None if it is. That its bytes are what was written, only `verify` can tell.
-    """
-
-    name: CheckpointName
-    folder: Path
-    manifest: Manifest | None
-    damage: str | None = None
-
-
-def list_checkpoints(root: Path) -> list[CheckpointInfo]:
+def list_checkpoints(root: Path, *, kind: Kind | None = None, whole: bool = True) -> list[CheckpointInfo]:
     """All published checkpoints in a folder, newest first, damaged ones too; empty if there is no such folder.
+
+    Args:
+        root: the folder.
+        kind: leave out what is certainly of another kind; None: of any kind.
+        whole: whether all of a checkpoint should be here; not so where each host has a folder of its own.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    names = sorted(filter(None, map(CheckpointName.find, names_in(root))), reverse=True)
-    return [_look_at(root / name.folder_name, name) for name in names]
+    names = sorted(filter(None, map(SaveId.find, names_in(root))), reverse=True)
+    folders = [(root / name.folder_name, name) for name in names]
+    return [
+        _look_at(folder, name, whole=whole) for folder, name in folders if kind is None or not is_foreign(folder, kind)
+    ]
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -70,7 +56,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = decode_manifest(data)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"the checkpoint {folder} cannot be used: {error}") from error
-    name = CheckpointName.find(folder.name)
+    name = SaveId.find(folder.name)
     if name is not None and name != manifest.name:
         raise CorruptCheckpointError(f"the checkpoint {folder} has the manifest of {manifest.name}")
     return manifest
@@ -82,10 +68,25 @@ def record_of(data: memoryview, rank: int, file: str) -> ShardRecord:
     Raises:
         CorruptCheckpointError: they are no shard's, or not all of it.
     """
-    preamble = decode_preamble(bytes(data[:PREAMBLE_BYTES]))
+    return _described(bytes(data[:PREAMBLE_BYTES]), data.nbytes, rank, file)
+
+
+def record_in(path: Path, rank: int) -> ShardRecord:
+    """Describes the shard in a file in the same way.
+
+    Raises:
+        CorruptCheckpointError: it is none, or not all of it.
+        CheckpointError: it cannot be read; `errno` is ENOENT if there is no such file.
+    """
+    with explained("read a shard", path), path.open("rb") as file:
+        return _described(file.read(PREAMBLE_BYTES), os.fstat(file.fileno()).st_size, rank, path.name)
+
+
+def _described(preamble_bytes: bytes, stored_bytes: int, rank: int, file: str) -> ShardRecord:
+    preamble = decode_preamble(preamble_bytes)
     size_bytes = preamble.data_offset_bytes + preamble.data_bytes
-    if data.nbytes < size_bytes:
-        raise CorruptCheckpointError(f"the shard of rank {rank} has {data.nbytes} bytes of {size_bytes}: it was cut")
+    if stored_bytes < size_bytes:
+        raise CorruptCheckpointError(f"the shard of rank {rank} has {stored_bytes} bytes of {size_bytes}: it was cut")
     return ShardRecord(rank, file, size_bytes, preamble.header_digest.hex())
 
 
@@ -157,6 +158,26 @@ class OpenCheckpoint:
         self.close()
 
 
+def open_in(root: Path, name: SaveId, rank: int) -> ShardReader:
+    """Opens one shard of a checkpoint that may not be committed here: then its own checksums have to do.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or not what was stored.
+        CheckpointError: it cannot be read.
+    """
+    folder = root / name.folder_name
+    try:
+        manifest = read_manifest(folder)
+    except CorruptCheckpointError:
+        for file in sizes_in(folder):
+            if (parse_shard_file_name(file) or (None,))[0] == rank:
+                return ShardReader(folder / file)
+        raise CorruptCheckpointError(f"the shard of rank {rank} is not in {folder}") from None
+    if rank >= manifest.world_size:
+        raise CorruptCheckpointError(f"{folder} has {manifest.world_size} shards, and none of rank {rank}")
+    return open_shard(folder, manifest.shards[rank])
+
+
 def open_shard(folder: Path, record: ShardRecord) -> ShardReader:
     """Opens one shard and compares it with its record; errors as `open_checkpoint`."""
     try:
@@ -197,30 +218,21 @@ def names_in(root: Path) -> list[str]:
         raise
 
 
-def _look_at(folder: Path, name: CheckpointName) -> CheckpointInfo:
+def sizes_in(folder: Path) -> dict[str, int | None]:
+    """How long the files in a folder are, by name; nothing if there is no such folder. Raises: CheckpointError."""
+    sizes: dict[str, int | None] = {}
+    with explained("list the shards of a checkpoint", folder), suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(folder):
+            with suppress(FileNotFoundError):  # removed while we look
+                if entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def _look_at(folder: Path, name: SaveId, *, whole: bool) -> CheckpointInfo:
+    manifest: Manifest | CheckpointError
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return CheckpointInfo(step=name.step, saved_s=0.0, name=name, folder=folder, manifest=None, damage=str(error))
-    return CheckpointInfo(
-        step=name.step,
-        saved_s=manifest.saved_s,
-        metrics=manifest.metrics,
-        size_bytes=manifest.size_bytes,
-        name=name,
-        folder=folder,
-        manifest=manifest,
-        damage=_missing_or_cut(folder, manifest),
-    )
-
-
-def _missing_or_cut(folder: Path, manifest: Manifest) -> str | None:
-    for record in manifest.shards:
-        path = folder / record.file
-        try:
-            size_bytes = path.stat().st_size
-        except OSError as error:
-            return f"{path}, the shard of rank {record.rank}, is missing ({os.strerror(error.errno or 0)})"
-        if size_bytes < record.size_bytes:
-            return f"{path}, the shard of rank {record.rank}, has {size_bytes} bytes of {record.size_bytes}: it was cut"
-    return None
+        manifest = error
+    return info_of(name, folder, manifest, sizes_in(folder), whole=whole)

@@ -12,31 +12,30 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec  # type: ignore[import-untyped]
 
-from torchelastic.checkpoint.collection import (
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
+from torchelastic.checkpoint.kinds import Kind, by_kind, first_stated, kind_of, require_own
+from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.fence import FENCE_NAME, FenceState, decode_fence, encode_fence
+from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of, prunable_checkpoints
+from torchelastic.checkpoint.store.manifest import (
     MANIFEST_NAME,
-    CheckpointInfo,
-    CheckpointName,
     Manifest,
     ShardRecord,
     decode_manifest,
     encode_manifest,
-    open_shard,
-    prunable_checkpoints,
 )
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.fence import FENCE_NAME, FencedError, FenceState, decode_fence, encode_fence
-from torchelastic.checkpoint.kinds import SHARD_SUFFIX, Kind, kind_of, may_hold_one, require_own, stated_in
-from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
-from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.tiers.api import SealedShard, Tier, TierContext, TierEntry
+from torchelastic.checkpoint.store.reading import open_shard
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 
 #: How much is handed over per call; object stores upload parts of at least 5 MiB.
 PART_BYTES = 16 * 2**20
@@ -90,7 +89,6 @@ class DurableTier(Tier):
         self.where = without_credentials(url)
         self._url = url
         self._download_folder = download_folder
-        self._context: TierContext | None = None
         self._kinds: dict[str, Kind] = {}
         try:
             self._files, self._root = fsspec.url_to_fs(url, **(storage_options or {}))
@@ -101,12 +99,7 @@ class DurableTier(Tier):
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
-        found: dict[Kind, list[str]] = {}
-        for folder in sorted(self._sizes(self._root)):
-            kind = self._kind_of(folder) if may_hold_one(folder) else None
-            if kind is not None:
-                found.setdefault(kind, []).append(folder)
-        require_own(Kind.TIERED, found, self.where)
+        require_own(Kind.TIERED, by_kind(self._sizes(self._root), self._kind_of), self.where)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -119,7 +112,6 @@ class DurableTier(Tier):
         state = self._read_fence()
         if state.token > context.token:
             raise self._fenced(context.token, state)
-        self._context = context
         if context.rank != 0:
             return
         with self._explained("write the fence"):
@@ -160,26 +152,16 @@ class DurableTier(Tier):
         with self._explained("upload the manifest"):
             self._files.pipe_file(f"{folder}/{MANIFEST_NAME}", encode_manifest(manifest))
 
-    def abandon(self, name: CheckpointName) -> None:
+    def abandon(self, name: SaveId) -> None:
         """See `Tier`."""
         if not self._is_committed(name):
             self._remove(name)
 
     def inventory(self) -> list[TierEntry]:
         """See `Tier`; one small download per checkpoint."""
-        entries = []
-        for name in self._own_names():
-            try:
-                manifest = self._read_manifest(name)
-            except FileNotFoundError:
-                continue  # being written, or its writers are dead
-            except CorruptCheckpointError as error:
-                entries.append(TierEntry(name, 1, (), False, 0, str(error)))
-                continue
-            entries.append(self._entry(name, manifest))
-        return entries
+        return [TierEntry.of(info) for info in self._infos()]
 
-    def open(self, name: CheckpointName, shard_rank: int) -> ShardReader:
+    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
         """Downloads the shard into a temporary file, which has no name any more when this returns. See `Tier`."""
         try:
             manifest = self._read_manifest(name)
@@ -197,17 +179,9 @@ class DurableTier(Tier):
             place = self._shown(self._folder(name))
             raise CorruptCheckpointError(f"the shard of rank {shard_rank} is not in {place}") from None
 
-    def prune(self) -> list[CheckpointName]:
+    def prune(self) -> list[SaveId]:
         """See `Tier`; the manifest goes first, so nobody takes what is left for a checkpoint."""
-        infos = []
-        for name in self._own_names():
-            try:
-                manifest = self._read_manifest(name)
-            except (FileNotFoundError, CorruptCheckpointError):
-                continue  # neither counted nor removed
-            if self._entry(name, manifest).damage is None:
-                infos.append(_info(manifest))
-        removed = [info.name for info in prunable_checkpoints(self.keep, infos)]
+        removed = [info.name for info in prunable_checkpoints(self.keep, self._infos())]
         for name in removed:
             self._remove(name)
         return removed
@@ -215,40 +189,45 @@ class DurableTier(Tier):
     def close(self) -> None:
         """See `Tier`; there is nothing to give back."""
 
-    def _entry(self, name: CheckpointName, manifest: Manifest) -> TierEntry:
-        sizes = self._sizes(self._folder(name))
-        found = {r.rank: r.size_bytes for r in manifest.shards if sizes.get(r.file) == r.size_bytes}
-        missing = sorted(set(range(manifest.world_size)) - set(found))
-        damage = f"the shards of the ranks {missing} are missing or cut" if missing else None
-        return TierEntry(name, manifest.world_size, tuple(sorted(found)), True, sum(found.values()), damage)
+    def _infos(self) -> list[CheckpointInfo]:
+        """Own checkpoints, newest first; those without a manifest are being written, or their writers are dead."""
+        infos = []
+        for name in self._own_names():
+            manifest: Manifest | CheckpointError
+            try:
+                manifest = self._read_manifest(name)
+            except FileNotFoundError:
+                continue
+            except CorruptCheckpointError as error:
+                manifest = error
+            sizes = self._sizes(self._folder(name))
+            infos.append(info_of(name, Path(self._shown(self._folder(name))), manifest, sizes, whole=True))
+        return infos
 
     def _kind_of(self, folder: str) -> Kind | None:
         """The kind of checkpoint in a folder; asked once, since what is published does not change."""
         if folder not in self._kinds:
-            kind = kind_of(folder, names := self._sizes(f"{self._root}/{folder}"), lambda: self._stated(folder, names))
+            place = f"{self._root}/{folder}"
+            names = self._sizes(place)
+            kind = kind_of(folder, names, lambda: first_stated(names, lambda name: self._opened(f"{place}/{name}")))
             if kind is None:
                 return None  # nothing yet
             self._kinds[folder] = kind
         return self._kinds[folder]
 
-    def _stated(self, folder: str, names: Iterable[str]) -> str | None:
-        for name in sorted(names):
-            if name.endswith(SHARD_SUFFIX):
-                with self._explained("read the header of a shard", missing_ok=True), suppress(FileNotFoundError):
-                    with self._files.open(f"{self._root}/{folder}/{name}", "rb") as file:
-                        stated = stated_in(file)
-                    if stated is not None:
-                        return stated
-        return None
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[BinaryIO]:
+        with self._explained("read the header of a shard", missing_ok=True), self._files.open(path, "rb") as file:
+            yield file
 
-    def _folder(self, name: CheckpointName) -> str:
+    def _folder(self, name: SaveId) -> str:
         return f"{self._root}/{name.folder_name}"
 
-    def _names(self) -> list[CheckpointName]:
-        names = {CheckpointName.find(file) for file in self._sizes(self._root)}
+    def _names(self) -> list[SaveId]:
+        names = {SaveId.find(file) for file in self._sizes(self._root)}
         return sorted((name for name in names if name is not None), reverse=True)
 
-    def _own_names(self) -> list[CheckpointName]:
+    def _own_names(self) -> list[SaveId]:
         return [name for name in self._names() if self._kind_of(name.folder_name) in (Kind.TIERED, None)]
 
     def _sizes(self, folder: str) -> dict[str, int | None]:
@@ -261,7 +240,7 @@ class DurableTier(Tier):
                 return {}
         return {str(item["name"]).rstrip("/").rpartition("/")[2]: item.get("size") for item in found}
 
-    def _read_manifest(self, name: CheckpointName) -> Manifest:
+    def _read_manifest(self, name: SaveId) -> Manifest:
         """Raises: FileNotFoundError if there is none; CorruptCheckpointError; CheckpointError."""
         path = f"{self._folder(name)}/{MANIFEST_NAME}"
         data = self._read(path)
@@ -287,11 +266,11 @@ class DurableTier(Tier):
         self._files.invalidate_cache()
         return bool(self._files.exists(path))
 
-    def _is_committed(self, name: CheckpointName) -> bool:
+    def _is_committed(self, name: SaveId) -> bool:
         with self._explained("look at a checkpoint"):
             return self._exists(f"{self._folder(name)}/{MANIFEST_NAME}")
 
-    def _remove(self, name: CheckpointName) -> None:
+    def _remove(self, name: SaveId) -> None:
         folder = self._folder(name)
         with self._explained("remove a checkpoint"):
             for path in (f"{folder}/{MANIFEST_NAME}", folder):
@@ -331,15 +310,3 @@ class DurableTier(Tier):
         for secret in filter(None, [user, *user.split(":"), urlsplit(self._url).query]):
             text = text.replace(secret, "***")
         return text
-
-
-def _info(manifest: Manifest) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=manifest.name.step,
-        saved_s=manifest.saved_s,
-        metrics=manifest.metrics,
-        size_bytes=manifest.size_bytes,
-        name=manifest.name,
-        folder=Path(manifest.name.folder_name),
-        manifest=manifest,
-    )

@@ -1,0 +1,81 @@
+"""Where checkpoints lie, and what makes one: names, the manifest, commits, inventories; memory, disks, durable storage.
+
+In a folder that all ranks share, a checkpoint looks like this::
+
+    <root>/step-000000123.e1.r5.g7/shard-00000-of-00002.shard
+                                   shard-00001-of-00002.shard
+                                   manifest.json
+    <root>/.tmp-step-000000124.e1.r5.g8/     being written: readers pass over what is hidden
+
+All ranks fill it and one of them publishes it, by one rename. Where no rename can do that (storage of objects; folders
+of which each host has its own) the same files lie under the final name from the beginning, and the manifest comes last.
+Nothing in here waits for another rank, talks to one, or orders anything by a clock. Names are loaded on first use
+(PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchelastic.lazy_names import lazily
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.store.disk import DiskTier
+    from torchelastic.checkpoint.store.durable import DurableTier
+    from torchelastic.checkpoint.store.inventory import CheckpointInfo
+    from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
+    from torchelastic.checkpoint.store.memory import MemoryTier
+    from torchelastic.checkpoint.store.pruning import abandon, prune, remove_checkpoint, remove_left_overs
+    from torchelastic.checkpoint.store.reading import OpenCheckpoint, list_checkpoints, open_checkpoint, read_manifest
+    from torchelastic.checkpoint.store.save_id import SaveId
+    from torchelastic.checkpoint.store.selection import Candidate, Inventory, Read, candidates
+    from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry, agree_epoch
+    from torchelastic.checkpoint.store.writing import begin, commit, write_shard
+
+__all__ = [
+    "MANIFEST_NAME",
+    "Candidate",
+    "CheckpointInfo",
+    "DiskTier",
+    "DurableTier",
+    "Inventory",
+    "Manifest",
+    "MemoryTier",
+    "OpenCheckpoint",
+    "Read",
+    "SaveId",
+    "SealedShard",
+    "ShardRecord",
+    "Tier",
+    "TierContext",
+    "TierEntry",
+    "abandon",
+    "agree_epoch",
+    "begin",
+    "candidates",
+    "commit",
+    "list_checkpoints",
+    "open_checkpoint",
+    "prune",
+    "read_manifest",
+    "remove_checkpoint",
+    "remove_left_overs",
+    "write_shard",
+]
+
+_NAMES_OF_HOME = {
+    "disk": ("DiskTier",),
+    "durable": ("DurableTier",),
+    "manifest": ("MANIFEST_NAME", "Manifest", "ShardRecord"),
+    "memory": ("MemoryTier",),
+    "pruning": ("abandon", "prune", "remove_checkpoint", "remove_left_overs"),
+    "inventory": ("CheckpointInfo",),
+    "reading": ("OpenCheckpoint", "list_checkpoints", "open_checkpoint", "read_manifest"),
+    "save_id": ("SaveId",),
+    "selection": ("Candidate", "Inventory", "Read", "candidates"),
+    "tier": ("SealedShard", "Tier", "TierContext", "TierEntry", "agree_epoch"),
+    "writing": ("begin", "commit", "write_shard"),
+}
+_HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
+
+__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

@@ -1,0 +1,163 @@
+"""Tiers in folders of which each host has its own; its ranks share that.
+
+Each shard counts as soon as it has its name, and the manifest follows: the hosts' folders together are the checkpoint,
+so no single rename could publish it.
+
+    <root>/step-000000123.e1.r5.g7/shard-00002-of-00008.shard
+                                   shard-00003-of-00008.shard
+                                   manifest.json     as on every other host
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from pathlib import Path
+
+from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
+from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.inventory import CheckpointInfo, prunable_checkpoints
+from torchelastic.checkpoint.store.manifest import Manifest
+from torchelastic.checkpoint.store.pruning import remove_checkpoint, remove_left_overs
+from torchelastic.checkpoint.store.reading import list_checkpoints, open_in, sizes_in
+from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
+from torchelastic.checkpoint.store.tier import Tier, TierContext, TierEntry
+from torchelastic.checkpoint.store.writing import require_stored, write_manifest
+
+
+class FolderTier(Tier):
+    """A tier in a folder; see `Tier` for the methods, and `DiskTier` for a folder that all hosts share.
+
+    Args:
+        folder: of this run alone.
+        keep: which checkpoints stay.
+        every: how rarely it takes part; None: in each save.
+        name: for logs and metrics.
+        is_shared: whether all hosts see the same folder.
+        disk: what touches files.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: KeepPolicy,
+        every: SavePolicy | None,
+        *,
+        name: str,
+        is_shared: bool,
+        disk: Disk,
+    ) -> None:
+        if not os.fspath(folder):
+            raise ValueError(
+                f"the folder of the {name} tier is empty: name the folder that shall hold the checkpoints (for memory, "
+                "one below /dev/shm)"
+            )
+        self._root = Path(folder).absolute()
+        self.name = name
+        self.is_shared = is_shared
+        self.keep = keep
+        self.every = every
+        self.where = str(self._root)
+        self._disk = disk
+        self._fence = Fence(self._root, disk)
+        self._context: TierContext | None = None
+
+    def require_own(self) -> None:
+        """See `Tier`."""
+        require_own_folder(self._root, Kind.TIERED)
+
+    def known_epoch(self, run_id: str) -> int:
+        """See `Tier`."""
+        return self._fence.known_epoch(run_id)
+
+    def prepare(self, context: TierContext) -> None:
+        """See `Tier`."""
+        self._fence.join(context.epoch, context.run_id)
+        self._context = context
+        remove_left_overs(self._root, context.token, self._disk)
+        for info in list_checkpoints(self._root):
+            remove_hidden_files(info.folder, self._disk)
+
+    def commit(self, manifest: Manifest) -> None:
+        """See `Tier`: what lies here must be what the manifest says, and this rank's shard must lie here."""
+        folder = self._folder_of(manifest.name)
+        sizes = sizes_in(folder)
+        for record in manifest.shards:
+            if record.file in sizes:
+                require_stored(folder, record)
+            elif self._context is not None and record.rank == self._context.rank:
+                raise CorruptCheckpointError(
+                    f"{folder} cannot be committed: the shard of rank {record.rank} is not there"
+                )
+        write_manifest(folder, manifest, self._disk)
+        self._disk.sync_folder(self._root)
+
+    def abandon(self, name: SaveId) -> None:
+        """See `Tier`: removes this rank's shard."""
+        for path, rank in self._shards(name):
+            if self._context is not None and rank == self._context.rank:
+                self._retire(path)
+        self._remove_if_empty(name)
+
+    def inventory(self) -> list[TierEntry]:
+        """See `Tier`."""
+        return [TierEntry.of(info) for info in self._own_checkpoints() if info.manifest is not None or info.shards]
+
+    def open(self, name: SaveId, shard_rank: int) -> ShardReader:
+        """See `Tier`."""
+        return open_in(self._root, name, shard_rank)
+
+    def prune(self) -> list[SaveId]:
+        """See `Tier`; what was never committed and is older than what was goes, too.
+
+        Of a checkpoint of this group each rank removes only what it has put, since the memory of it is used again by
+        the process that has put it. What older groups have left, anyone removes.
+        """
+        infos = self._own_checkpoints()
+        committed = [info for info in infos if info.manifest is not None and info.damage is None]
+        if not committed:
+            return []
+        unwanted = {info.name for info in prunable_checkpoints(self.keep, infos)}
+        unwanted |= {info.name for info in infos if info.manifest is None and info.name < committed[0].name}
+        for name in sorted(unwanted):
+            for path, rank in self._shards(name):
+                if self._may_remove(name, rank, path):
+                    self._retire(path)
+            self._remove_if_empty(name)
+        return sorted(unwanted)
+
+    def close(self) -> None:
+        """See `Tier`."""
+        self._fence.release()
+
+    def _folder_of(self, name: SaveId) -> Path:
+        """Where the shards of a checkpoint lie; created if it is missing."""
+        folder = self._root / name.folder_name
+        self._disk.make_folder(folder)
+        return folder
+
+    def _own_checkpoints(self) -> list[CheckpointInfo]:
+        """Those that tiers have saved, newest first; `BCPState` names its folders alike."""
+        return list_checkpoints(self._root, kind=Kind.TIERED, whole=self.is_shared)
+
+    def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:  # noqa: ARG002 - `MemoryTier` looks at it
+        return self._context is None or name.token < self._context.token or rank == self._context.rank
+
+    @abstractmethod
+    def _retire(self, path: Path) -> None:
+        """Removes the file of one shard."""
+
+    def _shards(self, name: SaveId) -> list[tuple[Path, int]]:
+        """The shards of a checkpoint that are here, and whose they are."""
+        folder = self._root / name.folder_name
+        parsed = ((file, parse_shard_file_name(file)) for file in sizes_in(folder))
+        return [(folder / file, number[0]) for file, number in parsed if number is not None]
+
+    def _remove_if_empty(self, name: SaveId) -> None:
+        if not self._shards(name):
+            remove_checkpoint(self._root, name, self._disk)

@@ -1,0 +1,131 @@
+"""Notes that the ranks of a group leave for each other in the store of their round: for threads beside the training.
+
+Nobody takes part in a collective, and nobody waits longer than a bound: who has left no note is the one that is missed,
+and the next notes are read as if nothing had been. A group of gloo (`rank_group.RankGroup`) cannot do that: a rank that
+once came too late is out of step with it for good, and forming it for each round would hold the recovery up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchelastic.checkpoint.errors import OutOfStepError
+
+#: How often a note is looked for that is not there yet: soon at first, then ever more rarely.
+FIRST_LOOK_S = 0.002
+LAST_LOOK_S = 0.25
+
+
+class Mailbox(Protocol):
+    """Notes that every rank of a group can read; may be used by any one thread, also while the training thread works.
+
+    Raises RuntimeError (as the store of a round does) when rank 0 is gone.
+    """
+
+    def post(self, key: str, words: bytes) -> None:
+        """Leave a note."""
+
+    def look(self, key: str) -> bytes | None:
+        """Read a note; None: there is none yet. Never waits for one."""
+
+    def drop(self, key: str) -> None:
+        """Throw a note away; there may be none."""
+
+
+class Drawer:
+    """The notes of a group of one."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, bytes] = {}
+
+    def post(self, key: str, words: bytes) -> None:
+        """See `Mailbox`."""
+        self._notes[key] = words
+
+    def look(self, key: str) -> bytes | None:
+        """See `Mailbox`."""
+        return self._notes.get(key)
+
+    def drop(self, key: str) -> None:
+        """See `Mailbox`."""
+        self._notes.pop(key, None)
+
+
+@dataclass
+class Patience:
+    """Until when notes of other ranks are waited for; shortened when the group has ended. Any thread may look at it.
+
+    Attributes:
+        timeout_s: for each note that is waited for.
+        until_s: nothing is waited for after that, by the clock.
+    """
+
+    timeout_s: float
+    until_s: float = float("inf")
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def shorten(self, grace_s: float) -> None:
+        """The group has ended: whoever is not done soon may be gone."""
+        self.until_s = min(self.until_s, self.monotonic() + grace_s)
+
+
+class Notes:
+    """What one rank writes into a mailbox and reads from it, as JSON. Used by one thread.
+
+    Args:
+        mailbox: of the group.
+        patience: how long to wait for others.
+    """
+
+    def __init__(self, mailbox: Mailbox, patience: Patience) -> None:
+        self._mailbox = mailbox
+        self.patience = patience
+
+    def post(self, key: str, value: Any) -> None:
+        """Leave a note. Raises: OutOfStepError if the group has ended."""
+        try:
+            self._mailbox.post(key, json.dumps(value).encode())
+        except RuntimeError as error:
+            raise _ended(error) from error
+
+    def drop(self, key: str) -> None:
+        """Throw a note away that all who need it have read; there may be none."""
+        self._mailbox.drop(key)
+
+    def wait(self, key: str, rank: int, timeout_s: float | None = None) -> Any:
+        """Read a note, when it is there.
+
+        Args:
+            key: of the note.
+            rank: who leaves it, for the error.
+            timeout_s: default: that of the patience.
+
+        Raises:
+            OutOfStepError: it is not there in time, or the group has ended.
+        """
+        patience, pause_s = self.patience, FIRST_LOOK_S
+        timeout_s = patience.timeout_s if timeout_s is None else timeout_s
+        until_s = patience.monotonic() + timeout_s
+        while True:
+            try:
+                words = self._mailbox.look(key)
+            except RuntimeError as error:
+                raise _ended(error) from error
+            if words is not None:
+                return json.loads(words)
+            now_s = patience.monotonic()
+            if now_s >= patience.until_s:
+                raise OutOfStepError(f"the group has ended before rank {rank} had stored or decided anything")
+            if now_s >= until_s:
+                raise OutOfStepError(f"rank {rank} has neither stored nor decided anything for {timeout_s:g} s")
+            patience.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_LOOK_S)
+
+
+def _ended(error: RuntimeError) -> OutOfStepError:
+    return OutOfStepError(f"the group has ended: rank 0 cannot be reached any more ({error})")

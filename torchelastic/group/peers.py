@@ -1,0 +1,78 @@
+"""The ranks of one group of a train loop, as one of them sees them: small messages, bytes from one to another, notes.
+
+`p2p.peers` has the real ones, over the groups of a round; `Alone` is a group of one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from torchelastic.group.notes import Drawer, Mailbox
+
+
+class Peers(Protocol):
+    """The ranks of one group. Used on the training thread; every rank makes the same calls.
+
+    Whatever waits raises RuntimeError as soon as the group is broken.
+
+    Attributes:
+        rank: of this worker.
+        world_size: how many there are.
+        round_number: of the rendezvous; grows from group to group.
+        address: at which the other hosts reach this one.
+    """
+
+    rank: int
+    world_size: int
+    round_number: int
+    address: str
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """What each rank says, by rank; JSON can hold it."""
+
+    def send(self, data: memoryview, rank: int) -> None:
+        """Give bytes to one rank, which calls `receive`."""
+
+    def receive(self, into: memoryview, rank: int) -> None:
+        """Take as many bytes from one rank, which calls `send`."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it, however long one of them works before it does."""
+
+    def mailbox(self) -> Mailbox:
+        """The notes of this group; called once."""
+
+
+class Alone:
+    """A group of one.
+
+    Args:
+        round_number: of the rendezvous.
+    """
+
+    rank = 0
+    world_size = 1
+    address = "127.0.0.1"
+
+    def __init__(self, round_number: int = 0) -> None:
+        self.round_number = round_number
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """See `Peers`."""
+        return [json.loads(json.dumps(value))]
+
+    def send(self, data: memoryview, rank: int) -> None:
+        """Never called: there is nobody else."""
+        raise RuntimeError(f"there is no rank {rank} to send {data.nbytes} bytes to: this worker is alone")
+
+    def receive(self, into: memoryview, rank: int) -> None:
+        """Never called: there is nobody else."""
+        raise RuntimeError(f"there is no rank {rank} to receive {into.nbytes} bytes from: this worker is alone")
+
+    def barrier(self) -> None:
+        """See `Peers`."""
+
+    def mailbox(self) -> Mailbox:
+        """See `Peers`."""
+        return Drawer()
