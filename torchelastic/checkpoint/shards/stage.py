@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, over_batches
+from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
     Entry,
@@ -60,7 +61,7 @@ class Stage:
         offset = _reserved_bytes(header)
         if slot.capacity_bytes < offset + header.data_bytes:
             raise ValueError(f"a slot of {slot.capacity_bytes} bytes is too small for {capacity_for(header)}")
-        places = tuple(_place(slot.memory, offset, entry) for entry in header.entries)
+        places = tuple(place_in(slot.memory, offset, entry) for entry in header.entries)
         return cls(slot, header, offset, places)
 
     def require_fitting(self, sources: Sequence[torch.Tensor]) -> None:
@@ -114,7 +115,7 @@ class Stage:
 
     def checksums(self, threads: int | None = None) -> list[str]:
         """The checksums of what is in the slot; for the background, since it lets the interpreter lock go."""
-        return over_batches(self.header.entries, lambda batch: [self._hash(index) for index in batch], threads)
+        return checksums_in(self.slot.view(), self.data_offset, self.header.entries, threads)
 
     def seal(self, header: Header) -> int:
         """Makes a shard of what was copied: writes the header, then the preamble; returns the length of the shard.
@@ -125,22 +126,13 @@ class Stage:
         Raises:
             ValueError: the header has grown out of its reserve; `SlotPool.seal` moves to a larger slot then.
         """
-        encoded = encode_header(header)
-        if PREAMBLE_BYTES + len(encoded) > self.data_offset:
-            raise ValueError(
-                f"a header of {len(encoded)} bytes does not fit in front of the data at {self.data_offset}"
-            )
-        self.slot.store(PREAMBLE_BYTES, encoded)
-        self.slot.store(0, encode_preamble(encoded, self.data_offset, header.data_bytes))
-        return self.data_offset + header.data_bytes
+        return seal(self.slot.view(), self.data_offset, header, self.slot.disk)
 
     def _hash(self, index: int) -> str:
-        return f"{xxhash.xxh3_64_intdigest(self._bytes_of(index)):016x}"
+        return _hash_of(self._bytes_of(index))
 
     def _bytes_of(self, index: int) -> memoryview:
-        entry = self.header.entries[index]
-        begin = self.data_offset + entry.offset_bytes
-        return self.slot.view()[begin : begin + entry.size_bytes]
+        return _bytes_of(self.slot.view(), self.data_offset, self.header.entries[index])
 
     def _copy_and_hash_long(self, index: int, source: torch.Tensor) -> str:
         """One tensor in chunks; one that is not in a row on the CPU is copied as a whole."""
@@ -174,6 +166,45 @@ def copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
                 copyable(place).copy_(copyable(source))
 
 
-def _place(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:
+def seal(view: memoryview, data_offset: int, header: Header, disk: Disk) -> int:
+    """Writes the header in front of data that are there, then the preamble; returns the length of the shard.
+
+    Args:
+        view: of a slot, in this process or in another one that has mapped it.
+        data_offset: where the data begin in it, in bytes.
+        header: with checksums and meta.
+        disk: what touches files.
+
+    Raises:
+        ValueError: the header has grown out of its reserve.
+    """
+    encoded = encode_header(header)
+    if PREAMBLE_BYTES + len(encoded) > data_offset:
+        raise ValueError(f"a header of {len(encoded)} bytes does not fit in front of the data at {data_offset}")
+    disk.store(view, PREAMBLE_BYTES, encoded)
+    disk.store(view, 0, encode_preamble(encoded, data_offset, header.data_bytes))
+    return data_offset + header.data_bytes
+
+
+def checksums_in(view: memoryview, data_offset: int, entries: Sequence[Entry], threads: int | None = None) -> list[str]:
+    """The checksums of entries of a slot; arguments as `seal`. It lets the interpreter lock go."""
+
+    def work(batch: range) -> list[str]:
+        return [_hash_of(_bytes_of(view, data_offset, entries[index])) for index in batch]
+
+    return over_batches(entries, work, threads)
+
+
+def _hash_of(data: memoryview) -> str:
+    return f"{xxhash.xxh3_64_intdigest(data):016x}"
+
+
+def _bytes_of(view: memoryview, data_offset: int, entry: Entry) -> memoryview:
+    begin = data_offset + entry.offset_bytes
+    return view[begin : begin + entry.size_bytes]
+
+
+def place_in(memory: torch.Tensor, data_offset: int, entry: Entry) -> torch.Tensor:
+    """The tensor of an entry in the memory of a slot, whose data begin at `data_offset`."""
     begin = data_offset + entry.offset_bytes
     return memory[begin : begin + entry.size_bytes].view(dtype_named(entry.dtype)).view(entry.box.sizes)
