@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from torchelastic.checkpoint.memory.job import claim
-from torchelastic.checkpoint.memory.job_file import JOB_FILE
+from torchelastic.checkpoint.memory.owner import JOB_FILE
 from torchelastic.checkpoint.shards.disk import is_in_memory
 
 _CLAIMANT = """
 import sys
 from pathlib import Path
 from torchelastic.checkpoint.memory.job import claim
-from torchelastic.checkpoint.memory.job_file import JOB_FILE
+from torchelastic.checkpoint.memory.owner import JOB_FILE
 held = claim(Path(sys.argv[1]), sys.argv[2] or None)
 print("claimed", flush=True)
 sys.stdin.read()

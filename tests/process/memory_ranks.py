@@ -101,7 +101,7 @@ def commit_of(world_size: int, step: int, generation: int, save_id: str) -> Comm
     files = tuple(str(ShardName(rank, world_size, save_id)) for rank in range(world_size))
     storage = {MetadataIndex(f"w{rank}"): StoredItem(file, "w") for rank, file in enumerate(files)}
     metadata = Metadata({}, storage_data=storage)
-    return Commit(step, generation, save_id, world_size, files, metadata, {"common.pt": b"common"})
+    return Commit(generation, step, save_id, world_size, files, metadata, {"common.pt": b"common"})
 
 
 def save(each: Member, step: int, generation: int, *, replicate: bool = True, spread: bool = True) -> None:

@@ -16,7 +16,7 @@ from tests.process.command_checkpoints import Capture, run
 from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
 from torchelastic.checkpoint.command.dead_jobs import prune_dead
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.dead import DOOMED, DeadJob, find_dead, remove_dead
+from torchelastic.checkpoint.memory.owner import DOOMED, DeadJob, find_dead, remove_dead
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def save(
 def commit(container: Container, step: int, *names: ShardName, settled: bool = True) -> Commit:
     files = tuple(sorted(map(str, names)))
     metadata = Metadata({}, storage_data={})
-    made = Commit(step, names[0].generation, names[0].save_id, 2, files, metadata, {"common.pt": b"all of it"})
+    made = Commit(names[0].generation, step, names[0].save_id, 2, files, metadata, {"common.pt": b"all of it"})
     container.write_commit(made, is_settled=settled)
     return made
 

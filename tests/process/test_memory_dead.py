@@ -19,9 +19,16 @@ import pytest
 
 from tests.process.memory_jobs import content, dead_job, is_held, living_job, tmpfs_folder
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.dead import find_dead, remove_dead
-from torchelastic.checkpoint.memory.job import Claim, claim
-from torchelastic.checkpoint.memory.job_file import JOB_FILE, JobRecord, is_current, open_job_file, put_job_file
+from torchelastic.checkpoint.memory.job import claim
+from torchelastic.checkpoint.memory.owner import (
+    JOB_FILE,
+    Claim,
+    JobRecord,
+    find_dead,
+    open_claim,
+    put_claim,
+    remove_dead,
+)
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
@@ -102,9 +109,9 @@ def test_what_was_left_on_a_disk_or_before_a_reboot_is_not_called_dead(root: Pat
         dead_job(tmp_path / "7")
         assert find_dead(tmp_path) == []
     (root / "8").mkdir()
-    made = put_job_file(root / "8", JobRecord("job8", "another boot", 0.0), REAL_DISK, instead=False)
+    made = put_claim(root / "8", JobRecord("job8", "another boot", 0.0), REAL_DISK, instead=False)
     assert made is not None
-    os.close(made)
+    made.close()
     assert find_dead(root) == []
 
 
@@ -232,11 +239,11 @@ def test_a_job_that_opened_the_claim_of_a_container_that_then_goes_begins_anew(
     removed: list[bool] = []
 
     def late(descriptor: int, operation: int) -> bool:
-        if not removed:
-            removed.append(remove_dead(dead))
+        monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", lock_file)
+        removed.append(remove_dead(dead))
         return lock_file(descriptor, operation)
 
-    monkeypatch.setattr("torchelastic.checkpoint.memory.job.lock_file", late)
+    monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", late)
     with claim(base, "job7"):
         assert removed == [True]
         assert content(base) == [JOB_FILE]
@@ -288,12 +295,12 @@ def test_a_container_that_is_new_since_its_claim_was_opened_is_not_called_dead(
     claims: list[Claim] = []
 
     def late(descriptor: int, operation: int) -> bool:
-        monkeypatch.setattr("torchelastic.checkpoint.memory.dead.lock_file", lock_file)
+        monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", lock_file)
         assert remove_dead(dead)
         claims.append(claim(base, "job7"))
         return lock_file(descriptor, operation)  # of the one that is gone: nobody else has it
 
-    monkeypatch.setattr("torchelastic.checkpoint.memory.dead.lock_file", late)
+    monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", late)
     assert find_dead(root) == []
     assert claims[0].base == base
     assert is_held(base)
@@ -303,7 +310,7 @@ def test_a_container_that_is_new_since_its_claim_was_opened_is_not_called_dead(
 _KILLED_REMOVER = """
 import sys
 from pathlib import Path
-from torchelastic.checkpoint.memory.dead import find_dead, remove_dead
+from torchelastic.checkpoint.memory.owner import find_dead, remove_dead
 from torchelastic.testing.disk_faults import FaultyDisk, kill_at
 remove_dead(find_dead(Path(sys.argv[1]))[0], disk=FaultyDisk(kill_at(int(sys.argv[2]))))
 """
@@ -327,7 +334,7 @@ def test_a_remover_that_is_killed_leaves_what_the_next_one_removes(root: Path, c
 _REMOVER = """
 import sys
 from pathlib import Path
-from torchelastic.checkpoint.memory.dead import find_dead, remove_dead
+from torchelastic.checkpoint.memory.owner import find_dead, remove_dead
 print("ready", flush=True)
 removed = 0
 while not Path(sys.argv[2]).exists():
@@ -356,9 +363,7 @@ def starts_and_stays(base: Path, number: int) -> bool:
     with claim(base, "job7"):
         slot = base / f"slot-{number}"
         slot.touch()
-        descriptor = open_job_file(base)
-        assert descriptor is not None
-        try:
-            return is_current(descriptor, base) and slot.exists()
-        finally:
-            os.close(descriptor)
+        found = open_claim(base)
+        assert found is not None
+        with found:
+            return found.is_current and slot.exists()

@@ -15,9 +15,8 @@ import pytest
 from tests.process.memory_jobs import content, dead_job, is_held, living_job, tmpfs_folder
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import job, job_container
-from torchelastic.checkpoint.memory.dead import find_dead
-from torchelastic.checkpoint.memory.job import Claim, claim, memory_root
-from torchelastic.checkpoint.memory.job_file import JOB_FILE, JobRecord, put_job_file
+from torchelastic.checkpoint.memory.job import claim, memory_root
+from torchelastic.checkpoint.memory.owner import JOB_FILE, Claim, JobRecord, find_dead, put_claim
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
@@ -211,7 +210,7 @@ def test_a_file_that_is_no_claim_is_an_error_and_no_wait(root: Path, trap: str) 
         (root / "other").write_text("{}")
         path.symlink_to(root / "other")
     elif os.geteuid() == 0:
-        put_job_file(root, JobRecord("job7", "", 0.0), REAL_DISK, instead=False)
+        put_claim(root, JobRecord("job7", "", 0.0), REAL_DISK, instead=False)
         os.chown(path, 4711, 4711)
     else:
         pytest.skip("only root can give a file away")

@@ -18,7 +18,7 @@ from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import Fetch
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, save_id_of
-from torchelastic.checkpoint.memory.retrieval import ReplicaMaking, Retrieval
+from torchelastic.checkpoint.memory.retrieval import Retrieval, make_replicas
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
@@ -267,7 +267,7 @@ def test_without_room_for_what_is_missing_all_ranks_agree_that_there_is_no_check
     assert succeeded(crew.run(recover_without_room, str(root), "ab", ranks=2)) == [[None, "step-5_ckpt"]] * 2
 
 
-def make_replicas(root: str, hosts: str) -> list[bool]:
+def replicas_made(root: str, hosts: str) -> list[bool]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank) as each:
         retrieval = Retrieval(each.objects.shelf, each.replication)
@@ -277,16 +277,14 @@ def make_replicas(root: str, hosts: str) -> list[bool]:
         fetch = Fetch(shard(1, 2, 3), 0, (1,), 10)
         done = []
         for is_wanted in (True, False):
-            making = ReplicaMaking(retrieval, each.container, 5, [fetch], lambda wanted=is_wanted: wanted)  # type: ignore[misc]
-            making.start()
-            done.append(making.wait(WAIT_S))
+            done.append(make_replicas(retrieval, each.container, 5, [fetch], lambda wanted=is_wanted: wanted))  # type: ignore[misc]
         return done
 
 
 def test_a_replica_that_cannot_be_made_is_told_to_who_waits_unless_it_is_not_wanted_any_more(
     crew: Crew, root: Path
 ) -> None:
-    (first, _) = succeeded(crew.run(make_replicas, str(root), "ab", ranks=2))
+    (first, _) = succeeded(crew.run(replicas_made, str(root), "ab", ranks=2))
     assert first == [False, True]
 
 

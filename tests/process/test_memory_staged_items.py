@@ -88,6 +88,7 @@ def test_what_was_copied_may_be_written_elsewhere(alone: Saving, write: Callable
         alone.writer.attach("common.pt", b"common")
         state["w"].zero_()
         if write(staged):
+            assert not list(Path(alone.id(step)).glob("rank-*")), "only who staged it gives it its name"
             alone.writer.adopt(staged)
         alone.writer.finish(metadata, [staged.results])
         assert same(alone.load(blank(state_of(step)), step), state_of(step))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.memory.choice import (
-    Candidate,
-    Listing,
     RecoveryPlan,
     Roster,
     candidates,
     missing,
+    objects_in,
     recovery_plan,
     verification_share,
 )
+from torchelastic.checkpoint.memory.commit import Candidate, Step, meta_of
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, save_id_of
 
 
@@ -24,6 +24,11 @@ def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> Candid
     save_id = save_id_of(generation, 7)
     files = tuple(str(ShardName(rank, world_size, save_id)) for rank in range(world_size))
     return Candidate(generation, step, save_id, world_size, files)
+
+
+def step_of(commit: Candidate, files: Sequence[str], sizes: Sequence[int]) -> Step:
+    """What other ranks are told of a folder with a commit and these shards."""
+    return Step.heard([20, dict(zip(files, sizes, strict=True)), meta_of(commit)])
 
 
 def roster_of(hosts: str) -> Roster:
@@ -63,16 +68,16 @@ def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[str, int]], roster:
 
 def test_candidates_are_ordered_by_generation_and_not_by_step() -> None:
     older, newer = candidate_of(2, generation=3, step=50), candidate_of(2, generation=4, step=20)
-    listings = {"a": Listing({50: older}), "b": Listing({50: older, 20: newer})}
+    listings = {"a": [Step(50, {}, older)], "b": [Step(50, {}, older), Step(20, {}, newer)]}
     assert candidates(listings) == [newer, older]
 
 
 def test_saves_of_the_same_step_are_told_apart() -> None:
     before, again = candidate_of(2, generation=3), candidate_of(2, generation=4)
-    listing = Listing({20: before}, {20: dict.fromkeys((*before.files, *again.files), 100)})
-    assert candidates({"a": listing, "b": Listing({20: again})}) == [again, before]
-    assert set(listing.objects_of(again)) == set(again.files)  # without a commit: the folder has that of the other one
-    assert set(listing.objects_of(before)) == {*before.files, COMMIT_FILE}
+    steps = [step_of(before, (*before.files, *again.files), [100] * 4)]
+    assert candidates({"a": steps, "b": [Step(20, {}, again)]}) == [again, before]
+    assert set(objects_in(steps, again)) == set(again.files)  # without a commit: the folder has that of the other one
+    assert set(objects_in(steps, before)) == {*before.files, COMMIT_FILE}
 
 
 def test_what_nobody_holds_is_missing() -> None:
@@ -199,10 +204,10 @@ def test_the_ranks_of_a_host_verify_everything_once_and_none_much_more_than_its_
     sizes: list[int], sharers: int
 ) -> None:
     candidate = candidate_of(len(sizes))
-    listing = Listing({20: candidate}, {20: dict(zip(candidate.files, sizes, strict=True))})
+    steps = [step_of(candidate, candidate.files, sizes)]
     ranks = list(range(3, 3 + sharers))
-    shares = [verification_share(listing, candidate, ranks, rank) for rank in ranks]
+    shares = [verification_share(steps, candidate, ranks, rank) for rank in ranks]
     assert sorted(file for share in shares for file in share) == sorted(candidate.objects)
-    here = listing.objects_of(candidate)
+    here = objects_in(steps, candidate)
     loads = [sum(here[file] + 1 for file in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes) + 1

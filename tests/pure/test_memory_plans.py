@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torchelastic.checkpoint.memory import plans
 from torchelastic.checkpoint.memory.items import (
     BYTES_ENTRY,
-    RecurringCopies,
-    RecurringItems,
+    CachedLayout,
     Resolved,
     entries_in_place,
     entries_of_pickles,
@@ -128,7 +127,7 @@ def test_letters_that_nobody_collects_are_few() -> None:
     for step in range(100):
         plans.deliver(Ticket(f"job/step-{step}_ckpt", 0, 1, "0" * 16))
         plans.deliver(note(about=f"job/step-{step}_ckpt"))
-    assert len(plans._tickets) == len(plans._notes) == plans._KEPT
+    assert len(plans._letters) == plans._KEPT
 
 
 def test_the_reason_of_a_save_that_is_left_out_survives_its_way() -> None:
@@ -151,27 +150,35 @@ def resolved(size: int = 100) -> Resolved:
 
 
 def test_pickles_lie_behind_the_tensors_which_do_not_move_for_them() -> None:
-    layout = RecurringItems()
-    header = layout.lay_out(resolved(100))
-    assert layout.lay_out(resolved(200)) is header
+    layout = CachedLayout()
+    header = layout.of_items(resolved(100))
+    assert layout.of_items(resolved(200)) is header
     assert [entry.name for entry in header.entries] == ["a", "b", BYTES_ENTRY]
     found = entries_of_pickles(resolved(100), header.entries[-1])
     assert [(entry.name, entry.offset_bytes, entry.size_bytes) for entry in found] == [("p", 128, 100), ("q", 256, 5)]
-    assert layout.lay_out(resolved(100_000)) is not header
+    assert layout.of_items(resolved(100_000)) is not header
 
 
 def test_a_change_of_a_tensor_is_laid_out_anew() -> None:
-    layout = RecurringItems()
-    header = layout.lay_out(resolved())
+    layout = CachedLayout()
+    header = layout.of_items(resolved())
     changed = resolved()
     changed.tensors[0] = (item("a"), torch.zeros(4, dtype=torch.float64))
-    assert layout.lay_out(changed) is not header
-    assert layout.lay_out(changed).entries[0].dtype == "float64"
+    assert layout.of_items(changed) is not header
+    assert layout.of_items(changed).entries[0].dtype == "float64"
+
+
+def test_a_header_that_grows_by_longer_names_of_pickles_is_laid_out_anew() -> None:
+    layout = CachedLayout()
+    header = layout.of_items(resolved())
+    longer = resolved()
+    longer.names[-1] = "q" * 10_000
+    assert layout.of_items(longer) is not header
 
 
 def copied() -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
     """Memory with two tensors in it, as `stage` lays them out."""
-    header = RecurringCopies().lay_out([torch.zeros(4), torch.zeros(2)], 2, 1000)
+    header = CachedLayout().of_copy([torch.zeros(4), torch.zeros(2)], 2, 1000)
     memory = torch.zeros(header.data_bytes, dtype=torch.uint8)
     places = [memory[e.offset_bytes : e.offset_bytes + e.size_bytes].view(torch.float32) for e in header.entries[:-1]]
     return memory, header, places

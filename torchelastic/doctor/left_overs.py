@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchelastic.checkpoint.memory.dead import find_dead
 from torchelastic.checkpoint.memory.job import DEFAULT_ROOT, ROOT_VARIABLE
+from torchelastic.checkpoint.memory.owner import find_dead
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.text import bytes_text, shortlist
 

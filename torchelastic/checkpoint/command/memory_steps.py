@@ -14,15 +14,14 @@ from torchelastic.checkpoint.command.format import Advance, Contents, Format, Fo
 from torchelastic.checkpoint.command.shard_checks import damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
-from torchelastic.checkpoint.memory.job_file import JOB_FILE, decode_record
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.tree import unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from torchelastic.checkpoint.memory.commit import Commit
+    from torchelastic.checkpoint.memory.commit import Candidate
 
 
 class MemorySteps(Format):
@@ -45,9 +44,10 @@ class MemorySteps(Format):
         """Out of the commit; of the pickles those whose shards are here."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+        from torchelastic.checkpoint.memory.container import read_commit
         from torchelastic.checkpoint.shards.tensors import dtype_name
 
-        metadata = read_commit(found.path, with_content=True).metadata
+        metadata = read_commit(found.path).metadata
         holders: dict[str, list[str]] = {}
         for index, item in (metadata.storage_data or {}).items():
             files = holders.setdefault(index.fqn, [])
@@ -68,8 +68,10 @@ class MemorySteps(Format):
 
     def verify(self, found: Found, advance: Advance) -> list[str]:
         """Compares the commit, the shards that are here, and the extra files."""
+        from torchelastic.checkpoint.memory.container import read_commit
+
         try:
-            commit = read_commit(found.path, with_content=True)
+            commit = read_commit(found.path)
         except CorruptCheckpointError as error:
             return [str(error)]
         lines = []
@@ -104,18 +106,21 @@ class MemorySteps(Format):
         )
 
     def _look_at(self, folder: Path) -> Found:
+        from torchelastic.checkpoint.memory.container import commit_path, read_candidate
+
         with explained("look at the checkpoint", folder):
             sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-            saved_s = _commit_path(folder).stat().st_ctime if _commit_path(folder).exists() else folder.stat().st_mtime
+            at = commit_path(folder)
+            saved_s = folder.stat().st_mtime if at is None else at.stat().st_ctime
         try:
-            commit, damage = read_commit(folder), None
+            commit, damage = read_candidate(folder), None
         except CorruptCheckpointError as error:
             commit, damage = None, str(error)
         run_id = _run_id_of(folder.parent)
         facts: dict[str, Any] = {} if run_id is None else {"run": run_id}
         here: list[str] = []
         if commit is not None:
-            settled = "yes" if _commit_path(folder).name == COMMIT_FILE else "not yet: no other host has the commit"
+            settled = "yes" if at is not None and at.name == COMMIT_FILE else "not yet: no other host has the commit"
             facts |= {"generation": commit.generation, "save": commit.save_id, "replaces older ones": settled}
             here = [file for file in commit.files if file in sizes]
         return Found(
@@ -140,7 +145,9 @@ class _LocalFiles:
         self._folder = folder
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return read_commit(self._folder, with_content=True).metadata
+        from torchelastic.checkpoint.memory.container import read_commit
+
+        return read_commit(self._folder).metadata
 
     def open(self, _: Any, file: str) -> ShardReader:
         return ShardReader(self._folder / file)
@@ -149,38 +156,7 @@ class _LocalFiles:
         return self.open(_, file)  # there is no other copy: reading it again names what is damaged
 
 
-def read_commit(folder: Path, *, with_content: bool = False) -> Commit:
-    """The commit of a step, without claiming its container.
-
-    Args:
-        folder: of the step.
-        with_content: also the metadata and the extra files; without, only the header is read.
-
-    Raises:
-        CorruptCheckpointError: there is none, or it is damaged.
-        CheckpointError: it cannot be read.
-    """
-    from torchelastic.checkpoint.memory.commit import commit_from
-
-    path = _commit_path(folder)
-    if not path.exists():
-        raise CorruptCheckpointError(f"{folder} has no commit: it is being written, or was never complete")
-    with ShardReader(path) as shard:
-        content = unflatten(shard.header.structure, shard.read()) if with_content else None
-        meta = shard.header.meta
-    try:
-        return commit_from(meta, content)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{path}: {error}") from error
-
-
-def _commit_path(folder: Path) -> Path:
-    """A pending one is the newer of two."""
-    pending = folder / PENDING_FILE
-    return pending if pending.exists() else folder / COMMIT_FILE
-
-
-def _partial(commit: Commit, here: list[str]) -> str | None:
+def _partial(commit: Candidate, here: list[str]) -> str | None:
     if len(here) == len(commit.files):
         return None
     ranks = ", ".join(str(name.rank) for file in here if (name := ShardName.find(file)) is not None)

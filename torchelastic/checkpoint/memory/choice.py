@@ -7,40 +7,12 @@ which the ranks there share; a *host* is what is lost at once, and may have seve
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName
+from torchelastic.checkpoint.memory.commit import Candidate, Step
+from torchelastic.checkpoint.memory.names import COMMIT_FILE
 from torchelastic.checkpoint.replication.exchange import retrieve_plan
 from torchelastic.checkpoint.replication.placement import missing_copies
-
-
-@dataclass(frozen=True, order=True)
-class Candidate:
-    """A checkpoint that somebody has a commit of; the greater, the newer.
-
-    Attributes:
-        generation: see `Commit`.
-        step: of the checkpoint.
-        save_id: of its save.
-        world_size: how many ranks have saved.
-        files: its shards, sorted.
-    """
-
-    generation: int
-    step: int
-    save_id: str
-    world_size: int
-    files: tuple[str, ...]
-
-    @property
-    def objects(self) -> tuple[str, ...]:
-        """Its shards and its commit."""
-        return (*self.files, COMMIT_FILE)
-
-    def files_of(self, ranks: Collection[int]) -> list[str]:
-        """The shards of some ranks, in the order of their ranks."""
-        found = [(shard.rank, file) for file in self.files if (shard := ShardName.find(file)) and shard.rank in ranks]
-        return [file for _, file in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -66,27 +38,6 @@ class Roster:
         for rank, folder in enumerate(self.folders):
             found.setdefault(folder, []).append(rank)
         return {folder: tuple(ranks) for folder, ranks in found.items()}
-
-
-@dataclass(frozen=True)
-class Listing:
-    """What one folder holds, by names.
-
-    Attributes:
-        commits: by step; the steps whose commit can be read.
-        files: by step, the shards there, with the lengths of their files in bytes.
-    """
-
-    commits: Mapping[int, Candidate] = field(default_factory=dict)
-    files: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-
-    def objects_of(self, candidate: Candidate) -> dict[str, int]:
-        """What there is of a checkpoint, with the lengths of the files (0 for the commit), the longest first."""
-        here = self.files.get(candidate.step, {})
-        found = {file: here[file] for file in candidate.files if file in here}
-        if self.commits.get(candidate.step) == candidate:
-            found[COMMIT_FILE] = 0
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 @dataclass(frozen=True)
@@ -127,9 +78,17 @@ class RecoveryPlan:
 Verified = Mapping[str, Mapping[str, int]]
 
 
-def candidates(listings: Mapping[str, Listing]) -> list[Candidate]:
+def candidates(listings: Mapping[str, Sequence[Step]]) -> list[Candidate]:
     """The checkpoints of which there is a commit, newest first; by folder what is there."""
-    return sorted({commit for listing in listings.values() for commit in listing.commits.values()}, reverse=True)
+    return sorted({one.commit for steps in listings.values() for one in steps if one.commit}, reverse=True)
+
+
+def objects_in(steps: Sequence[Step], candidate: Candidate) -> dict[str, int]:
+    """What a folder holds of a checkpoint, with the lengths of the files (0 for the commit), the longest first."""
+    here = next((one.objects for one in steps if one.step == candidate.step), {})
+    if candidate not in (one.commit for one in steps):
+        here.pop(COMMIT_FILE, None)  # it is that of another save of the same step
+    return dict(sorted(((file, here[file]) for file in candidate.objects if file in here), key=lambda x: (-x[1], x[0])))
 
 
 def missing(candidate: Candidate, held: Mapping[str, Collection[str]]) -> list[str]:
@@ -143,18 +102,18 @@ def missing(candidate: Candidate, held: Mapping[str, Collection[str]]) -> list[s
     return [file for file in candidate.objects if file not in there]
 
 
-def verification_share(listing: Listing, candidate: Candidate, ranks: Sequence[int], rank: int) -> list[str]:
+def verification_share(steps: Sequence[Step], candidate: Candidate, ranks: Sequence[int], rank: int) -> list[str]:
     """Which objects of a folder one of its ranks is to verify: about as many bytes as each of the others.
 
     Args:
-        listing: of the folder.
+        steps: of the folder.
         candidate: the checkpoint.
         ranks: that use the folder.
         rank: one of them.
     """
     load = dict.fromkeys(ranks, 0)
     shares: dict[int, list[str]] = {each: [] for each in ranks}
-    for file, size_bytes in listing.objects_of(candidate).items():
+    for file, size_bytes in objects_in(steps, candidate).items():
         chosen = min(load, key=lambda each: (load[each], each))
         load[chosen] += size_bytes + 1
         shares[chosen].append(file)

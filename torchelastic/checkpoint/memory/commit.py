@@ -7,7 +7,7 @@ state, so that it is checked like one. Metadata are stored as JSON: nothing that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory.names import ShardName, generation_of, is_part, is_save_id
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, generation_of, is_part, is_save_id
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 
 VERSION = 1
+#: What the header of a commit says, beside its files.
+_HEAD = ("generation", "step", "save_id", "world_size")
 
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -55,27 +57,23 @@ class StoredItem:
     entry: str
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A complete checkpoint.
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A complete checkpoint, by what the header of its commit says; the greater, the newer.
 
     Attributes:
-        step: of the checkpoint.
         generation: grows from save to save of a job, whatever the steps: the highest is the newest.
+        step: of the checkpoint.
         save_id: of the save; see `names`.
         world_size: how many ranks have saved.
         files: the shards, sorted.
-        metadata: DCP's, with a `StoredItem` for each index.
-        extras: further files of the checkpoint by name, which lie beside the shards on every host.
     """
 
-    step: int
     generation: int
+    step: int
     save_id: str
     world_size: int
     files: tuple[str, ...]
-    metadata: Metadata
-    extras: Mapping[str, bytes]
 
     def __post_init__(self) -> None:
         numbers = (self.step, self.generation, self.world_size)
@@ -87,8 +85,69 @@ class Commit:
             shard = ShardName.find(file)
             if shard is None or shard.save_id != self.save_id or shard.world_size != self.world_size:
                 raise ValueError(f"{file!r} is no shard of save {self.save_id} by {self.world_size} ranks")
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """Its shards and its commit."""
+        return (*self.files, COMMIT_FILE)
+
+    def files_of(self, ranks: Collection[int]) -> list[str]:
+        """The shards of some ranks, in the order of their ranks."""
+        found = [(shard.rank, file) for file in self.files if (shard := ShardName.find(file)) and shard.rank in ranks]
+        return [file for _, file in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Commit(Candidate):
+    """The same with all that it holds.
+
+    Attributes:
+        metadata: DCP's, with a `StoredItem` for each index.
+        extras: further files of the checkpoint by name, which lie beside the shards on every host.
+    """
+
+    metadata: Metadata
+    extras: Mapping[str, bytes]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.extras:
             check_extra_name(name)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What lies in the container of one step on one host, by names and sizes.
+
+    Attributes:
+        step: its number.
+        shards: the lengths of the shards' files in bytes.
+        commit: what its header says; None: it is not complete, or its commit cannot be read.
+        is_settled: whether another host has the commit too, so that older steps may go.
+    """
+
+    step: int
+    shards: Mapping[ShardName, int]
+    commit: Candidate | None = None
+    is_settled: bool = False
+
+    @property
+    def objects(self) -> dict[str, int]:
+        """The files that other hosts can have from here, with their lengths in bytes (0 for the commit)."""
+        sizes = {str(name): size_bytes for name, size_bytes in self.shards.items()}
+        return sizes if self.commit is None else {**sizes, COMMIT_FILE: 0}
+
+    def told(self) -> list[Any]:
+        """For other ranks, as JSON."""
+        commit = None if self.commit is None else meta_of(self.commit)
+        return [self.step, {str(name): size_bytes for name, size_bytes in self.shards.items()}, commit]
+
+    @classmethod
+    def heard(cls, told: Sequence[Any]) -> Step:
+        """The inverse of `told`."""
+        step, sizes, commit = told
+        shards = {name: int(size_bytes) for file, size_bytes in sizes.items() if (name := ShardName.find(file))}
+        return cls(int(step), shards, None if commit is None else candidate_from(commit))
 
 
 def check_extra_name(name: str) -> str:
@@ -102,16 +161,9 @@ def check_extra_name(name: str) -> str:
     return name
 
 
-def meta_of(commit: Commit) -> dict[str, Any]:
+def meta_of(commit: Candidate) -> dict[str, Any]:
     """What the header of the commit's shard says: enough to tell whether a checkpoint is complete."""
-    return {
-        "version": VERSION,
-        "step": commit.step,
-        "generation": commit.generation,
-        "save_id": commit.save_id,
-        "world_size": commit.world_size,
-        "files": list(commit.files),
-    }
+    return {"version": VERSION, **{name: getattr(commit, name) for name in _HEAD}, "files": list(commit.files)}
 
 
 def content_of(commit: Commit) -> dict[str, Any]:
@@ -126,12 +178,8 @@ def content_of(commit: Commit) -> dict[str, Any]:
     }
 
 
-def commit_from(meta: Mapping[str, Any], content: Any = None) -> Commit:
-    """The inverse of the two.
-
-    Args:
-        meta: as `meta_of` made it.
-        content: as `content_of` made it; None: the metadata and the extra files are left empty.
+def candidate_from(meta: Mapping[str, Any]) -> Candidate:
+    """The inverse of `meta_of`.
 
     Raises:
         CorruptCheckpointError: it is no commit.
@@ -143,15 +191,18 @@ def commit_from(meta: Mapping[str, Any], content: Any = None) -> Commit:
                 f"its commit is version {meta['version']}; this release reads version {VERSION}; use the release that "
                 "wrote it"
             )
-        return Commit(
-            meta["step"],
-            meta["generation"],
-            meta["save_id"],
-            meta["world_size"],
-            tuple(meta["files"]),
-            Metadata({}) if content is None else decode_metadata(_as_bytes(content["metadata"])),
-            {} if content is None else {name: _as_bytes(data) for name, data in content["extras"].items()},
-        )
+        return Candidate(**{name: meta[name] for name in _HEAD}, files=tuple(meta["files"]))
+    except _NONSENSE as error:
+        raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
+
+
+def commit_from(meta: Mapping[str, Any], content: Any) -> Commit:
+    """The inverse of `meta_of` and `content_of`; raises as `candidate_from`."""
+    head = candidate_from(meta)
+    try:
+        metadata = decode_metadata(_as_bytes(content["metadata"]))
+        extras = {name: _as_bytes(data) for name, data in content["extras"].items()}
+        return Commit(**vars(head), metadata=metadata, extras=extras)
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
 

@@ -12,16 +12,25 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.memory.commit import Commit, commit_from, content_of, meta_of
+from torchelastic.checkpoint.memory.commit import (
+    Candidate,
+    Commit,
+    Step,
+    candidate_from,
+    commit_from,
+    content_of,
+    meta_of,
+)
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.job import claim
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, is_part
+from torchelastic.checkpoint.memory.slots import Slots
+from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
@@ -35,38 +44,6 @@ log = logging.getLogger(__name__)
 _PUBLISH_ATTEMPTS = 10
 
 
-class Received(Protocol):
-    """Shards that were received from other hosts into this container."""
-
-    def retire(self, path: Path, /) -> bool:
-        """Removes a shard if it was received by this process, and keeps its slot; false if it is not."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What lies in the container of one step on this host, by names and sizes.
-
-    Attributes:
-        step: its number.
-        shards: the lengths of the shards' files in bytes.
-        commit: without metadata and extra files; None: it is not complete, or its commit cannot be read.
-        is_settled: whether another host has the commit too, so that older steps may go.
-    """
-
-    step: int
-    shards: Mapping[ShardName, int]
-    commit: Commit | None = None
-    is_settled: bool = False
-
-
-@dataclass
-class _Owned:
-    """What this process has published."""
-
-    paths: set[Path] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class Container:
     """One job's folder on this host; may be used by several threads. The same folder may be open in other processes.
 
@@ -78,7 +55,8 @@ class Container:
         root: the folder.
         name: its last part.
         pool: the slots of this process.
-        received: what this process has received from other hosts; set by whoever receives.
+        received: the slots for what this process receives from other hosts.
+        slots: who holds which of the pool's.
 
     Raises:
         ValueError: the last part of the path cannot name an object.
@@ -96,8 +74,8 @@ class Container:
         self.disk = disk
         self._claim = claim(self.root, disk=disk)
         self.pool = SlotPool(self.root, disk=disk)
-        self.received: Received | None = None
-        self._owned = _Owned()
+        self.received = SlotShelf(self.root, disk)
+        self.slots = Slots(self)
         self._lock = threading.RLock()  # one looks at the commits, or changes them, at a time
         remove_left_overs(self.root, disk)
 
@@ -132,12 +110,12 @@ class Container:
         """
         return self.pool.take(header)
 
-    def publish(self, stage: Stage, header: Header, step: int, name: ShardName | str) -> Path:
+    def publish(self, stage: Stage, header: Header | None, step: int, name: ShardName | str) -> Path:
         """Seals a stage and gives it its name; on any thread. Where it fails, the stage is given back.
 
         Args:
             stage: with all tensors copied.
-            header: of the stage, with checksums and meta.
+            header: of the stage, with checksums and meta; None: it is sealed already.
             step: of the checkpoint.
             name: of the shard, or of another object.
 
@@ -146,12 +124,11 @@ class Container:
         """
         path = self.folder_of(step) / str(name)
         try:
-            stage = self.pool.seal(stage, header)
+            stage = self.pool.seal(stage, header) if header is not None else stage
             self._publish(stage, path)
         except BaseException:
             self.pool.give_back(stage)
             raise
-        self._own(path)
         return path
 
     def _publish(self, stage: Stage, path: Path) -> None:
@@ -164,16 +141,6 @@ class Container:
                 # another rank, tidying up, has removed the folder of this step in the moment when it was empty
                 if error.errno != errno.ENOENT or attempt == _PUBLISH_ATTEMPTS - 1:
                     raise
-
-    def adopt(self, stage: Stage, step: int, name: ShardName) -> None:
-        """Another process has sealed this stage and given it its name, on behalf of this one."""
-        path = self.folder_of(step) / str(name)
-        self.pool.adopt(stage, path)
-        self._own(path)
-
-    def _own(self, path: Path) -> None:
-        with self._owned.lock:
-            self._owned.paths.add(path)
 
     def write_commit(self, commit: Commit, *, is_settled: bool) -> Path:
         """Makes a step complete on this host, with its extra files; replaces an older commit of the same step.
@@ -249,7 +216,7 @@ class Container:
                 if name is not None:
                     sizes[name] = entry.stat().st_size
             path = self.commit_path(step)
-            commit = self._read_commit(step, path, with_content=False)
+            commit = self.read_candidate(step)
         except FileNotFoundError:
             return Step(step, {})  # removed while we look
         except CheckpointError as error:
@@ -260,43 +227,34 @@ class Container:
         return Step(step, sizes, commit, is_settled=path is not None and path.name == COMMIT_FILE)
 
     def commit_path(self, step: int) -> Path | None:
-        """Where the commit of a step lies; None if there is none.
+        """See `commit_path`."""
+        return commit_path(self.folder_of(step))
 
-        Of two it is the one of the higher generation: the pending one, unless a process that was stopped for long has
-        written that when the step had been saved anew.
-        """
-        folder = self.folder_of(step)
-        there = [folder / name for name in (PENDING_FILE, COMMIT_FILE) if (folder / name).exists()]
-        return max(there, key=_generation_in) if len(there) > 1 else next(iter(there), None)
+    def read_candidate(self, step: int) -> Candidate:
+        """See `read_candidate`."""
+        return read_candidate(self.folder_of(step))
 
-    def read_commit(self, step: int, *, with_content: bool = True) -> Commit:
-        """The commit of a step.
+    def read_commit(self, step: int) -> Commit:
+        """See `read_commit`."""
+        return read_commit(self.folder_of(step))
 
-        Args:
-            step: which.
-            with_content: also the metadata and the extra files; without, only the header is read.
-
-        Raises:
-            CorruptCheckpointError: there is none, or it is damaged.
-            CheckpointError: it cannot be read.
-        """
-        return self._read_commit(step, self.commit_path(step), with_content=with_content)
-
-    def _read_commit(self, step: int, path: Path | None, *, with_content: bool) -> Commit:
-        if path is None:
-            raise CorruptCheckpointError(f"{self.folder_of(step)} has no commit: it is not complete")
-        with ShardReader(path) as shard:
-            content = unflatten(shard.header.structure, shard.read()) if with_content else None
-            commit = commit_from(shard.header.meta, content)
-        if commit.step != step:
-            raise CorruptCheckpointError(f"{path} is the commit of step {commit.step}")
-        return commit
+    def has_committed(self, path: Path) -> bool:
+        """Whether a shard is part of the checkpoint of its step, as far as this host knows."""
+        try:
+            return path.name in read_candidate(path.parent).files
+        except CheckpointError:
+            return False
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
     def newest_generation(self) -> int:
         """The highest generation of the commits here; -1 if there is none."""
         return max((step.commit.generation for step in self.steps() if step.commit), default=-1)
+
+    def generation_in_use(self) -> int:
+        """The highest generation of anything on this host, complete or not; -1 if there is nothing."""
+        of_shards = [name.generation for step in self.steps() for name in step.shards]
+        return max(self.newest_generation(), *of_shards, -1)
 
     def tidy(self) -> list[int]:
         """Removes what the newest settled commit has replaced, as far as it is this process's to remove.
@@ -348,12 +306,9 @@ class Container:
             self.disk.remove(self.folder_of(step) / name)
 
     def _retire(self, path: Path) -> None:
-        with self._owned.lock:
-            is_ours = path in self._owned.paths
-            self._owned.paths.discard(path)
-        if is_ours:
+        if self.pool.holds(path):
             self.pool.retire(path)
-        elif not (self.received is not None and self.received.retire(path)) and _is_nobodys(path):
+        elif not self.received.retire(path) and _is_nobodys(path):
             self.disk.remove(path)
 
     def _remove_if_empty(self, step: int) -> bool:
@@ -383,15 +338,66 @@ class Container:
 
     def close(self) -> None:
         """Gives the memory of free slots back; what is published stays."""
+        self.received.close()
         self.pool.close()
         self._claim.close()
+
+
+def commit_path(folder: Path) -> Path | None:
+    """Where the commit lies in the folder of a step; None if there is none.
+
+    Of two it is the one of the higher generation: the pending one, unless a process that was stopped for long has
+    written that when the step had been saved anew.
+    """
+    there = [folder / name for name in (PENDING_FILE, COMMIT_FILE) if (folder / name).exists()]
+    return max(there, key=_generation_in) if len(there) > 1 else next(iter(there), None)
+
+
+def read_candidate(folder: Path) -> Candidate:
+    """What the header of a commit says.
+
+    Args:
+        folder: of the step; its container need not be claimed.
+
+    Raises:
+        CorruptCheckpointError: there is none, or it is damaged.
+        CheckpointError: it cannot be read.
+    """
+    return _read(folder, lambda shard: candidate_from(shard.header.meta))
+
+
+def read_commit(folder: Path) -> Commit:
+    """The same with DCP's metadata and the extra files."""
+    return _read(folder, commit_in)
+
+
+def commit_in(shard: ShardReader) -> Commit:
+    """The commit that a shard holds. Raises: CorruptCheckpointError."""
+    return commit_from(shard.header.meta, unflatten(shard.header.structure, shard.read()))
+
+
+_Head = TypeVar("_Head", bound=Candidate)
+
+
+def _read(folder: Path, decode: Callable[[ShardReader], _Head]) -> _Head:
+    path = commit_path(folder)
+    if path is None:
+        raise CorruptCheckpointError(f"{folder} has no commit: it is being written, or was never complete")
+    with ShardReader(path) as shard:
+        try:
+            commit = decode(shard)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{path}: {error}") from error
+    if CheckpointContainerId.parse_version_container_step(folder.name) != commit.step:
+        raise CorruptCheckpointError(f"{path} is the commit of step {commit.step}")
+    return commit
 
 
 def _generation_in(path: Path) -> int:
     """The generation of a commit; -1 if it cannot be read."""
     try:
         with ShardReader(path) as shard:
-            return commit_from(shard.header.meta).generation
+            return candidate_from(shard.header.meta).generation
     except CheckpointError:
         return -1
 

@@ -102,6 +102,22 @@ class CheckpointContainerId(CheckpointId):
         return CheckpointContainerId(f"{parent}/{child}") if child else parent
 
 
+def parts_of(checkpoint_id: str | os.PathLike[str] | CheckpointId) -> tuple[CheckpointContainerId, int]:
+    """The container of the job in which a checkpoint lies, and its step.
+
+    Raises:
+        ValueError: it is no container of a step.
+    """
+    wanted = CheckpointContainerId(checkpoint_id)
+    base, step = wanted.get_parent(), CheckpointContainerId.parse_version_container_step(wanted.name)
+    if base is None or step is None:
+        raise ValueError(
+            f"{wanted} is no container of a checkpoint: put it into the job's, and name it with "
+            "CheckpointContainerId.format_version_container(step), such as /dev/shm/jobs/145/step-20_ckpt"
+        )
+    return base, step
+
+
 class CheckpointObjectId(CheckpointId):
     """What lies in a container; a file."""
 

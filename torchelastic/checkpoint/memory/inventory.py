@@ -1,43 +1,40 @@
-"""What lies in a container on this host: listed, verified, and told to the others as JSON."""
+"""What lies in a container on this host: completed, listed and verified."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory.choice import Candidate, Listing
-from torchelastic.checkpoint.memory.commit import Commit
+from torchelastic.checkpoint.memory.commit import Candidate, Commit, Step
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE
+from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName
+from torchelastic.checkpoint.shards.reading import ShardReader
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.replication.manager import ReplicationManager
 
 log = logging.getLogger(__name__)
 
 
-def list_container(container: Container) -> list[Any]:
-    """What a container holds, by names, for `listing_from`; a commit that is damaged is removed, with a warning.
+def list_container(container: Container) -> list[Step]:
+    """What a container holds, by names; a commit that is damaged is removed, with a warning.
 
     Raises:
         CheckpointError: it cannot be listed.
     """
-    found = []
     steps = container.steps()
     if [one.step for one in steps if one.commit is None and _remove_useless_commit(container, one.step)]:
         steps = container.steps()  # an older commit of the same step may have been behind it
-    for one in steps:
-        commit = None
-        if one.commit is not None:
-            commit = [one.commit.generation, one.commit.save_id, one.commit.world_size, list(one.commit.files)]
-        found.append([one.step, commit, {str(name): size_bytes for name, size_bytes in one.shards.items()}])
-    return found
+    return steps
 
 
 def _remove_useless_commit(container: Container, step: int) -> bool:
     if container.commit_path(step) is None:
         return False
     try:
-        container.read_commit(step, with_content=False)
+        container.read_candidate(step)
     except CorruptCheckpointError as error:
         log.warning("the commit of step %d is of no use and is removed: %s", step, error)
         remove_damaged(container, step, COMMIT_FILE)
@@ -45,19 +42,6 @@ def _remove_useless_commit(container: Container, step: int) -> bool:
     except CheckpointError:
         pass  # `Container.steps` has warned of it
     return False
-
-
-def listing_from(told: Sequence[Any]) -> Listing:
-    """What `list_container` told."""
-    commits, files = {}, {}
-    for step, commit, sizes in told:
-        files[int(step)] = {str(file): int(size_bytes) for file, size_bytes in sizes.items()}
-        if commit is not None:
-            generation, save_id, world_size, names = commit
-            commits[int(step)] = Candidate(
-                int(generation), int(step), str(save_id), int(world_size), tuple(sorted(map(str, names)))
-            )
-    return Listing(commits, files)
 
 
 def verify(container: Container, candidate: Candidate, files: Sequence[str]) -> dict[str, int]:
@@ -140,3 +124,31 @@ def settle(container: Container, candidate: Candidate, *, is_elsewhere: bool) ->
             container.disk.rename(folder / COMMIT_FILE, folder / PENDING_FILE)
         if is_elsewhere and one.step == candidate.step and not one.is_settled:
             container.settle(one.step)
+
+
+def complete(container: Container, commit: Commit, replication: ReplicationManager | None) -> None:
+    """Writes the commit of a checkpoint and sends it to all other hosts; older checkpoints may go once one has it.
+
+    Args:
+        container: of this host.
+        commit: of shards that all have their replicas.
+        replication: reaches the other hosts; None: there are none.
+
+    Raises:
+        CheckpointError: it cannot be written; then the checkpoint is not complete.
+    """
+    others = len(set(replication.hosts)) - 1 if replication is not None else 0
+    path = container.write_commit(commit, is_settled=not others)
+    if not others or replication is None:
+        return
+    with ShardReader(path) as shard, shard.view() as content:
+        missing = replication.spread(str(ObjectName(container.name, commit.step, COMMIT_FILE)), content)
+    if len(missing) < others:
+        container.settle(commit.step)
+    else:
+        log.warning(
+            "no other host has the commit of step %d in %s (missing: %s): older checkpoints stay until one has",
+            commit.step,
+            container.root,
+            ", ".join(missing),
+        )

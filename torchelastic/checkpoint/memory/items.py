@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pickle import UnpicklingError
@@ -15,7 +15,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from torchelastic.checkpoint.shards.boxes import Box
-from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align, encode_header, place
+from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align, place
 from torchelastic.checkpoint.shards.tensors import dtype_name, encode_leaf
 from torchelastic.checkpoint.shards.tree import NamedTensor
 
@@ -159,45 +159,33 @@ def _checked(content: Any, fqn: str, allow_pickles: bool) -> memoryview:
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-class RecurringItems:
-    """Lays out the shards of one rank: what is the same as last time is not worked out anew. For any threads.
+class CachedLayout:
+    """Lays out what one rank saves again and again: what is as last time is not worked out anew. For any threads.
 
     The tensors stand in front, as they are every time, and behind them is room for the pickles.
     """
 
     def __init__(self) -> None:
         self._last: tuple[list[Any], Header] | None = None
+        self._pickled_bytes = 0
 
-    def lay_out(self, resolved: Resolved) -> Header:
-        """The layout to take a slot with: an entry per tensor, and `BYTES_ENTRY`."""
-        needed = resolved.pickled_bytes
+    def of_items(self, resolved: Resolved) -> Header:
+        """The layout for the items of a plan: an entry per tensor, and `BYTES_ENTRY`."""
         chunks = [_chunk(item) for item, _ in resolved.tensors]
         looks = [
             (name, tensor.dtype, item.tensor_data.size if item.tensor_data else None, chunk)
             for (item, tensor), name, chunk in zip(resolved.tensors, resolved.names, chunks, strict=False)
         ]
-        last = self._last
-        if last is not None and looks == last[0] and _fits(last[1], needed, len(resolved.pickles)):
-            return last[1]
-        named = [
-            NamedTensor(name, tensor, tuple(look[2] or ()), chunk, item.type == WriteItemType.SHARD)
-            for (item, tensor), name, chunk, look in zip(resolved.tensors, resolved.names, chunks, looks, strict=False)
-        ]
-        reserve = sum(_ENTRY_BYTES + 6 * len(name) for name in resolved.names[len(named) :])
-        header = with_room(place(named), needed, reserve, len(resolved.pickles))
-        self._last = looks, header
-        return header
+        reserve_bytes = sum(_ENTRY_BYTES + 6 * len(name) for name in resolved.names[len(looks) :])
 
+        def tensors() -> Iterator[NamedTensor]:
+            for (item, tensor), (name, _, size, chunk) in zip(resolved.tensors, looks, strict=True):
+                yield NamedTensor(name, tensor, tuple(size or ()), chunk, item.type == WriteItemType.SHARD)
 
-class RecurringCopies:
-    """Lays out copies of the state of one rank; what is as last time is not worked out anew. For any threads."""
+        return self._lay_out(looks, tensors, resolved.pickled_bytes, reserve_bytes)
 
-    def __init__(self) -> None:
-        self._last: tuple[list[Any], Header] | None = None
-        self._pickled_bytes = 0
-
-    def lay_out(self, sources: Sequence[torch.Tensor], values: int, value_bytes: int) -> Header:
-        """The layout to take a slot with: an entry per tensor, by number, and `BYTES_ENTRY`.
+    def of_copy(self, sources: Sequence[torch.Tensor], values: int, value_bytes: int) -> Header:
+        """The layout for a copy of a state: an entry per tensor, by number, and `BYTES_ENTRY`.
 
         Args:
             sources: the tensors, none of them empty.
@@ -205,43 +193,42 @@ class RecurringCopies:
             value_bytes: how long their pickles will be, about.
         """
         looks = [(tensor.shape, tensor.dtype) for tensor in sources]
-        pickled_bytes = max(value_bytes, self._pickled_bytes)
-        last = self._last
-        if last is not None and looks == last[0] and pickled_bytes <= last[1].entries[-1].size_bytes:
-            return last[1]
-        entries = place(
-            NamedTensor(str(index), tensor, tuple(tensor.shape), Box.whole(tensor.shape))
-            for index, tensor in enumerate(sources)
-        )
-        header = with_room(entries, pickled_bytes, _NAMED_ENTRY_BYTES * (len(sources) + values), values)
-        self._last = looks, header
-        return header
+
+        def tensors() -> Iterator[NamedTensor]:
+            for index, tensor in enumerate(sources):
+                yield NamedTensor(str(index), tensor, tuple(tensor.shape), Box.whole(tensor.shape))
+
+        reserve_bytes = _NAMED_ENTRY_BYTES * (len(sources) + values)
+        return self._lay_out(looks, tensors, max(value_bytes, self._pickled_bytes), reserve_bytes)
 
     def needed(self, pickled_bytes: int) -> None:
-        """So long were the pickles really: next time there is room for them."""
+        """So long were the pickles of a copy really: next time there is room for them."""
         self._pickled_bytes = max(self._pickled_bytes, pickled_bytes)
 
+    def _lay_out(
+        self, looks: list[Any], tensors: Callable[[], Iterable[NamedTensor]], pickled_bytes: int, reserve_bytes: int
+    ) -> Header:
+        """The layout of last time, unless the tensors look otherwise now, or the room behind or before them is wrong.
 
-def with_room(entries: tuple[Entry, ...], pickled_bytes: int, reserve_bytes: int, pickles: int) -> Header:
-    """A layout with room for pickles behind the tensors, and for their entries in the header.
-
-    Args:
-        entries: of the tensors.
-        pickled_bytes: how long the pickles are; a quarter more is kept free.
-        reserve_bytes: how much longer the header will get.
-        pickles: how many there are.
-    """
-    capacity = align(pickled_bytes * 5 // 4, 4096) if pickled_bytes else 0
-    end = max((entry.offset_bytes + entry.size_bytes for entry in entries), default=0)
-    last = Entry(BYTES_ENTRY, "uint8", (capacity,), Box.whole((capacity,)), align(end, ALIGNMENT_BYTES), capacity)
-    # the slot keeps as much free in front of the data as this header needs
-    return Header(None, (*entries, last), {"reserved": " " * (reserve_bytes * 5 // 4), "pickles": pickles})
-
-
-def _fits(header: Header, pickled_bytes: int, pickles: int) -> bool:
-    capacity = header.entries[-1].size_bytes
-    is_wasteful = capacity > 4 * pickled_bytes + 2**20
-    return pickled_bytes <= capacity and not is_wasteful and pickles <= header.meta["pickles"]
+        Args:
+            looks: what has to be equal for that.
+            tensors: what is laid out if it is not.
+            pickled_bytes: how long the pickles are.
+            reserve_bytes: how much longer the header becomes by their entries: the slot keeps that free for it.
+        """
+        last = self._last
+        if last is not None and looks == last[0]:
+            capacity, reserved = last[1].entries[-1].size_bytes, len(last[1].meta["reserved"])
+            is_wasteful = capacity > 4 * pickled_bytes + 2**20
+            if pickled_bytes <= capacity and not is_wasteful and reserve_bytes <= reserved:
+                return last[1]
+        entries = place(tensors())
+        capacity = align(pickled_bytes * 5 // 4, 4096) if pickled_bytes else 0
+        end = max((entry.offset_bytes + entry.size_bytes for entry in entries), default=0)
+        room = Entry(BYTES_ENTRY, "uint8", (capacity,), Box.whole((capacity,)), align(end, ALIGNMENT_BYTES), capacity)
+        header = Header(None, (*entries, room), {"reserved": " " * (reserve_bytes * 5 // 4)})
+        self._last = looks, header
+        return header
 
 
 def entries_of_pickles(resolved: Resolved, room: Entry) -> list[Entry]:
@@ -293,8 +280,3 @@ def entries_in_place(resolved: Resolved, layout: Header, data_begin: int) -> tup
     if len(complete) < len(found):
         return None
     return [*complete, *empty], entry_names
-
-
-def header_bytes(header: Header) -> int:
-    """How long the header is, encoded; checksums do not change that."""
-    return len(encode_header(header))

@@ -1,8 +1,8 @@
 """Which folder of this host's memory is this job's, and the claim on it that lasts as long as its processes do.
 
 A container has to be the same after a restart, and another one for another job. So its name is made from the run id,
-and whoever uses it holds the lock of its file `.job` (`job_file.py`): two jobs that would share one are told so, and
-what dead jobs have left is found (`dead.py`). Imports no torch.
+and whoever uses it holds the lock of its file `.job` (`owner.py`): two jobs that would share one are told so, and
+what dead jobs have left is found (there too). Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ import re
 import stat
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.memory.job_file import (
-    JobRecord,
-    is_current,
-    open_job_file,
-    put_job_file,
-    read_record,
-)
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file
+from torchelastic.checkpoint.memory.owner import Claim, JobRecord, open_claim, put_claim
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.processes.identity import boot_id
 
 if TYPE_CHECKING:
@@ -172,41 +166,6 @@ def _make_private(folder: Path) -> None:
         )
 
 
-class Claim:
-    """A container is in use, as long as a process has this.
-
-    The lock belongs to the open file, which a fork shares: the container is in use until the process that has claimed
-    it and all its forks (the workers of a data loader, say) have ended or closed theirs. A new program (exec, spawn)
-    does not get it; one that writes into the container should claim it itself.
-
-    Attributes:
-        base: the container.
-        record: what its file says of the job.
-    """
-
-    def __init__(self, base: Path, record: JobRecord, descriptor: int) -> None:
-        self.base = base
-        self.record = record
-        self._descriptor = descriptor
-
-    def close(self) -> None:
-        """This process does not use the container any more; closing again does nothing. Forks keep their share."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)  # no LOCK_UN: that would take the lock away from forks too
-            self._descriptor = -1
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError(f"the claim on {self.base} cannot be sent to another process: claim the container there")
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 def claim(
     base: Path,
     run_id: str | None = None,
@@ -249,28 +208,30 @@ def _try_to_claim(base: Path, mine: JobRecord, *, is_given: bool, disk: Disk) ->
     """Why not, where it is worth another try."""
     if not _is_made(base, disk):
         return _COMES_AND_GOES
-    descriptor = open_job_file(base)
-    if descriptor is None:
-        made = put_job_file(base, mine, disk, instead=False)
-        return Claim(base, mine, made) if made is not None else _COMES_AND_GOES
-    try:
-        record = read_record(descriptor, base)
-        is_other = None not in (record.run_id, mine.run_id) and record.run_id != mine.run_id
+    found = open_claim(base)
+    if found is None:
+        return put_claim(base, mine, disk, instead=False) or _COMES_AND_GOES
+    record = found.record
+    is_other = None not in (record.run_id, mine.run_id) and record.run_id != mine.run_id
+    with ExitStack() as refused:
+        refused.push(found)
         if is_other and is_given:
             raise CheckpointError(
                 f"{base} belongs to job {record.run_id!r}, and this is job {mine.run_id!r}: give each job its own "
                 "container, see job_container; if that job is over, `torchelastic checkpoint prune --dead` removes it"
             )
-        because = _locked(descriptor, base, fcntl.LOCK_EX if is_other else fcntl.LOCK_SH)
-        if because is not None:
-            return f"it belongs to job {record.run_id!r}, which is alive: see job_container" if is_other else because
+        try:
+            found.lock(fcntl.LOCK_EX if is_other else fcntl.LOCK_SH)
+        except BlockingIOError:
+            if is_other:
+                return f"it belongs to job {record.run_id!r}, which is alive: see job_container"
+            return "its file .job is locked by a `torchelastic checkpoint prune --dead` that does not go on; end that"
+        if not found.is_current:
+            return _COMES_AND_GOES
         if is_other:
             return _take_over(base, mine, record, disk)
-        claimed, descriptor = Claim(base, record, descriptor), -1
-        return claimed
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        refused.pop_all()
+    return found
 
 
 def _is_made(base: Path, disk: Disk) -> bool:
@@ -284,19 +245,10 @@ def _is_made(base: Path, disk: Disk) -> bool:
     return True
 
 
-def _locked(descriptor: int, base: Path, operation: int) -> str | None:
-    """Locks the file of a container that may go at any moment; why that could not be done."""
-    try:
-        lock_file(descriptor, operation)
-    except BlockingIOError:
-        return "its file .job is locked by a `torchelastic checkpoint prune --dead` that does not go on; end that"
-    return None if is_current(descriptor, base) else _COMES_AND_GOES
-
-
 def _take_over(base: Path, mine: JobRecord, record: JobRecord, disk: Disk) -> Claim | str:
     """The file of a dead job is locked exclusively: a new one takes its place, so that our other ranks see ours."""
-    made = put_job_file(base, mine, disk, instead=True)
+    made = put_claim(base, mine, disk, instead=True)
     if made is None:
         return "it was removed meanwhile"
     log.warning("the container %s was of job %r, which is dead; job %r goes on there", base, record.run_id, mine.run_id)
-    return Claim(base, mine, made)
+    return made

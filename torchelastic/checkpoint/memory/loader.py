@@ -7,36 +7,38 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import (
-    Candidate,
-    Listing,
     RecoveryPlan,
     Roster,
     candidates,
     missing,
+    objects_in,
     recovery_plan,
     verification_share,
 )
+from torchelastic.checkpoint.memory.commit import Candidate, Step
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
 from torchelastic.checkpoint.memory.inventory import (
     list_container,
-    listing_from,
     remove_damaged,
     settle,
     verify,
 )
 from torchelastic.checkpoint.memory.names import COMMIT_FILE
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.memory.retrieval import ReplicaMaking, Retrieval
+from torchelastic.checkpoint.memory.retrieval import Retrieval, make_replicas
 from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.group.rank_group import begun
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._retrieval = Retrieval(checkpoint_object_manager.shelf, replication_manager)
         self._lock = threading.Lock()
         self._plans: dict[tuple[str, int], RecoveryPlan] = {}
-        self._making: ReplicaMaking | None = None
+        self._making: Future[bool] | None = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -118,11 +120,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         try:
             return container.read_commit(step).metadata
         except CorruptCheckpointError as error:
-            try:
-                remove_damaged(container, step, COMMIT_FILE)
-                self._retrieval.fetch(container, step, COMMIT_FILE, self._holders(container, step, COMMIT_FILE))
-            except CheckpointError as other:
-                raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
+            self._replace(container, step, COMMIT_FILE, error)
         return container.read_commit(step).metadata
 
     def open(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
@@ -154,12 +152,16 @@ class DefaultCheckpointLoader(CheckpointLoader):
                     shard.verify()
             except CheckpointError as error:
                 log.warning("%s is removed, and fetched from another host: %s", path, error)
-                remove_damaged(container, step, file)
-                try:
-                    self._retrieval.fetch(container, step, file, self._holders(container, step, file))
-                except CheckpointError as other:
-                    raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
+                self._replace(container, step, file, error)
         return container.open(step, file)
+
+    def _replace(self, container: Container, step: int, file: str, error: CheckpointError) -> None:
+        """Removes a damaged object, and fetches another copy. Raises: CorruptCheckpointError if there is none."""
+        try:
+            remove_damaged(container, step, file)
+            self._retrieval.fetch(container, step, file, self._holders(container, step, file))
+        except CheckpointError as other:
+            raise CorruptCheckpointError(f"{error}; and on other hosts: {other}") from other
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             if plan is None or not self._execute(container, plan, call):
                 continue
             self._finish(container, plan, roster, call)
-            return self._id_of(container, candidate.step)
+            return CheckpointContainerId(container.folder_of(candidate.step))
         return None
 
     def get_candidate_checkpoints(
@@ -199,9 +201,9 @@ class DefaultCheckpointLoader(CheckpointLoader):
         call = f"get_candidate_checkpoints(.../{_name_of(checkpoint_base_container)})"
         container, _, listings = self._survey(checkpoint_base_container, call)
         return [
-            self._id_of(container, candidate.step)
+            CheckpointContainerId(container.folder_of(candidate.step))
             for candidate in candidates(listings)
-            if not missing(candidate, {folder: listing.objects_of(candidate) for folder, listing in listings.items()})
+            if not missing(candidate, {folder: objects_in(steps, candidate) for folder, steps in listings.items()})
         ]
 
     def get_checkpoint_objects_by_rank(
@@ -209,11 +211,11 @@ class DefaultCheckpointLoader(CheckpointLoader):
     ) -> dict[int, list[CheckpointObjectId]]:
         """Of each rank, which shards of a checkpoint, and whether its commit, are on its host. Collective."""
         parent = CheckpointContainerId(checkpoint_id)
-        base, step = _parts_of(parent)
+        base, step = parts_of(parent)
         _, roster, listings = self._survey(base, f"get_checkpoint_objects_by_rank({base.name}, {step})")
         found = {}
         for rank, folder in enumerate(roster.folders):
-            files = [*listings[folder].files.get(step, {}), *([COMMIT_FILE] * (step in listings[folder].commits))]
+            files = next((one.objects for one in listings[folder] if one.step == step), {})
             found[rank] = [CheckpointObjectId.from_container(parent, file) for file in sorted(files)]
         return found
 
@@ -230,13 +232,13 @@ class DefaultCheckpointLoader(CheckpointLoader):
         Returns:
             Whether they are there, or the checkpoint was replaced meanwhile; false when the time is over or one failed.
         """
-        return self._making is None or self._making.wait(timeout_s)
+        return self._making is None or (bool(wait([self._making], timeout_s).done) and self._making.result())
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
     def _survey(
         self, base: str | os.PathLike[str] | CheckpointContainerId, call: str
-    ) -> tuple[Container, Roster, Mapping[str, Listing]]:
+    ) -> tuple[Container, Roster, Mapping[str, Sequence[Step]]]:
         """Where everybody is, and what there is by names; the first rank of each folder lists it."""
 
         def look() -> list[str]:
@@ -248,18 +250,23 @@ class DefaultCheckpointLoader(CheckpointLoader):
         roster = Roster(tuple(str(host) for host, _ in told), tuple(str(folder) for _, folder in told))
         folder = roster.folders[self._replication.rank]
         is_first = roster.ranks_of(folder)[0] == self._replication.rank
-        lists = self._replication.run_on_all(f"{call}, listing", lambda: list_container(container) if is_first else [])
-        return container, roster, {folder: listing_from(lists[ranks[0]]) for folder, ranks in roster.sharers.items()}
+
+        def list_here() -> list[Any]:
+            return [one.told() for one in list_container(container)] if is_first else []
+
+        lists = self._replication.run_on_all(f"{call}, listing", list_here)
+        found = {folder: [Step.heard(told) for told in lists[ranks[0]]] for folder, ranks in roster.sharers.items()}
+        return container, roster, found
 
     def _verified_plan(
         self,
         container: Container,
         candidate: Candidate,
         roster: Roster,
-        listings: Mapping[str, Listing],
+        listings: Mapping[str, Sequence[Step]],
         call: str,
     ) -> RecoveryPlan | None:
-        here = {folder: listing.objects_of(candidate) for folder, listing in listings.items()}
+        here = {folder: objects_in(steps, candidate) for folder, steps in listings.items()}
         if self._lacks(candidate, here):
             return None
         rank = self._replication.rank
@@ -318,10 +325,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self._replication.run_on_all(f"{call}, settling step {candidate.step}", settle_here)
         self._plans = {(container.name, candidate.step): plan}
         own = [fetch for fetch in plan.replicas if fetch.receiver == rank]
-        self._making = ReplicaMaking(
-            self._retrieval, container, candidate.step, own, lambda: _is_there(container, candidate)
-        )
-        self._making.start()
+        is_wanted = partial(_is_there, container, candidate)
+        self._making = begun(partial(make_replicas, self._retrieval, container, candidate.step, own, is_wanted))
 
     def _holders(self, container: Container, step: int, file: str) -> list[int]:
         """Who may have an object: those known to have it, else one rank of each other host; not all ask the same."""
@@ -334,26 +339,14 @@ class DefaultCheckpointLoader(CheckpointLoader):
         return sorted((one for one in known if one != rank), key=lambda one: (one - rank) % world_size)
 
     def _step_of(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> tuple[Container, int]:
-        base, step = _parts_of(CheckpointContainerId(checkpoint_id))
+        base, step = parts_of(checkpoint_id)
         return self._objects.container(base), step
-
-    @staticmethod
-    def _id_of(container: Container, step: int) -> CheckpointContainerId:
-        base = CheckpointContainerId(container.root)
-        return CheckpointContainerId.create_child(base, CheckpointContainerId.format_version_container(step))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"objects": self._objects, "replication": self._replication}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["objects"], state["replication"])  # type: ignore[misc]
-
-
-def _parts_of(checkpoint_id: CheckpointContainerId) -> tuple[CheckpointContainerId, int]:
-    parent, step = checkpoint_id.get_parent(), CheckpointContainerId.parse_version_container_step(checkpoint_id.name)
-    if parent is None or step is None:
-        raise ValueError(f"{checkpoint_id} is no container of a step, such as /dev/shm/jobs/145/step-20_ckpt")
-    return parent, step
 
 
 def _name_of(base: str | os.PathLike[str] | CheckpointContainerId) -> str:
@@ -363,6 +356,6 @@ def _name_of(base: str | os.PathLike[str] | CheckpointContainerId) -> str:
 def _is_there(container: Container, candidate: Candidate) -> bool:
     """Whether a checkpoint is still this one: it was not replaced by a newer one meanwhile."""
     try:
-        return container.read_commit(candidate.step, with_content=False).save_id == candidate.save_id
+        return container.read_candidate(candidate.step).save_id == candidate.save_id
     except CheckpointError:
         return False

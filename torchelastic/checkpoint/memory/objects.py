@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -12,11 +13,12 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.memory.buffer_io import BufferIO
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointId, CheckpointObjectId
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
+from torchelastic.checkpoint.memory.job import job_container
 from torchelastic.checkpoint.memory.names import ObjectName
 from torchelastic.checkpoint.memory.received import ReceivedObjects
 from torchelastic.checkpoint.memory.registry import new_registry, registered_in
-from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
+from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,6 @@ class CheckpointObjectManager:
             self._check_free(root)
             require_own_folder(root, Kind.MEMORY)
             container = Container(root, disk=self._disk)
-            container.received = SlotShelf(container.root, self._disk)
             self._containers[root.name] = container
             self._register(root)
             return container
@@ -136,11 +137,11 @@ class CheckpointObjectManager:
             CheckpointError: the disk refuses.
         """
         wanted = CheckpointContainerId(container_id)
-        parent, step = wanted.get_parent(), CheckpointContainerId.parse_version_container_step(wanted.name)
         if not Path(str(wanted)).exists():
             return
-        if step is not None and parent is not None:
-            self.container(parent).remove(step)
+        if CheckpointContainerId.parse_version_container_step(wanted.name) is not None:
+            base, step = parts_of(wanted)
+            self.container(base).remove(step)
             return
         container = self.container(wanted)
         with self._lock:
@@ -177,8 +178,6 @@ class CheckpointObjectManager:
 
     def _forget(self, container: Container) -> None:
         self._containers.pop(container.name, None)
-        if isinstance(container.received, SlotShelf):
-            container.received.close()
         if self._registry is not None:
             (self._registry / container.name).unlink(missing_ok=True)
 
@@ -221,11 +220,56 @@ class CheckpointObjectManager:
         self._prepare()
 
 
+class Homes:
+    """The containers that one saver saves into: one, as a rule. May be used by several threads.
+
+    DCP asks for the copy of a state before it tells which checkpoint it is for.
+
+    Args:
+        manager: opens them.
+    """
+
+    def __init__(self, manager: CheckpointObjectManager) -> None:
+        self._manager = manager
+        self._last: Path | None = None
+        self._elsewhere: Container | None = None
+
+    def at(self, base: CheckpointContainerId) -> Slots:
+        """The slots of a container. Raises: CheckpointError, ValueError if it cannot be used."""
+        container = self._manager.container(base)
+        self._last = container.root
+        return container.slots
+
+    def for_a_copy(self) -> Slots:
+        """The slots of the container that was used last, or of the only one that is known.
+
+        If none is known it may be any place in memory: on the same file system, a new name makes a shard of a copy.
+
+        Raises:
+            CheckpointError: there is no place for one.
+        """
+        if self._last is None:
+            only = self._manager.only_container()
+            self._last = only.root if only is not None else None
+        if self._last is None:
+            return self._slots_elsewhere()
+        if self._elsewhere is not None:
+            self._elsewhere.close()  # what it takes back from now on goes to the system
+            self._slots_elsewhere().reclaim()
+        return self._manager.container(self._last).slots
+
+    def _slots_elsewhere(self) -> Slots:
+        if self._elsewhere is None:
+            self._elsewhere = Container(job_container(f"copies-{os.getpid()}"))
+            atexit.register(self._elsewhere.remove_all)
+        return self._elsewhere.slots
+
+
 def _parts_of(object_id: CheckpointObjectId) -> tuple[CheckpointContainerId, int, str]:
     """The container of the job, the step, and the file."""
-    folder = CheckpointId.get_parent(object_id)
-    base = folder.get_parent() if folder is not None else None
-    step = CheckpointContainerId.parse_version_container_step(folder.name) if folder is not None else None
-    if base is None or step is None:
-        raise ValueError(f"{object_id} lies in no container of a step, such as /dev/shm/jobs/145/step-20_ckpt")
-    return base, step, object_id.name
+    try:
+        return *parts_of(object_id.get_parent() or ""), object_id.name
+    except ValueError as error:
+        raise ValueError(
+            f"{object_id} lies in no container of a step, such as /dev/shm/jobs/145/step-20_ckpt"
+        ) from error

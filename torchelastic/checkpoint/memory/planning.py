@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchelastic.checkpoint.memory.completion import generation_in_use
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.names import save_id_of
 from torchelastic.checkpoint.memory.plans import (
@@ -70,7 +69,7 @@ def with_note(save: Save, plan: SavePlan, slots: Slots, rank: int, host: str) ->
         save.about,
         rank,
         host,
-        max(generation_in_use(slots.container), slots.generation),
+        max(slots.container.generation_in_use(), slots.generation),
         needed_bytes,
         copied_bytes(),
         slots.warm_bytes(needed_bytes),

@@ -13,16 +13,16 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.room import decide
 
-#: Of how many checkpoints letters are kept that nobody has asked for: of saves that failed in between.
-_KEPT = 16
+#: Of how many checkpoints notes, and tickets, are kept that nobody has asked for: of saves that failed in between.
+_KEPT = 32
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,15 @@ class NotSavedError(CheckpointError):
         return type(self), (self.why,)
 
 
+class _Letter:
+    """What travels in a plan: unpickling one delivers it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (type(self), *vars(self).values())
+
+
 @dataclass(frozen=True)
-class Note:
+class Note(_Letter):
     """What one rank knows before a save.
 
     Attributes:
@@ -86,9 +93,6 @@ class Note:
     ram_bytes: int
     refused: NotSaved | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (type(self), _values(self))
-
     def allocates_bytes(self, share_bytes: int | None) -> int:
         """How much this rank has to allocate.
 
@@ -101,7 +105,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class Ticket(_Letter):
     """What the coordinator has decided.
 
     Attributes:
@@ -117,12 +121,6 @@ class Ticket:
     world_size: int
     save_id: str
     skipped: NotSaved | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (type(self), _values(self))
-
-
-_Letter = TypeVar("_Letter", Note, Ticket)
 
 
 def refusal(notes: Sequence[Note], shares_bytes: Sequence[int | None]) -> NotSaved | None:
@@ -171,21 +169,19 @@ def shares_bytes(plans: Iterable[SavePlan]) -> list[int | None]:
 
 
 _lock = threading.Lock()
-_notes: dict[str, dict[int, Note]] = {}
-_tickets: dict[str, Ticket] = {}
+#: What has arrived, by kind and checkpoint, of each rank: what came last stands last.
+_letters: dict[tuple[type, str], dict[int, Any]] = {}
 
 
 def deliver(letter: Note | Ticket) -> None:
     """Remembers a note or a ticket, instead of an older one; arriving from another rank does it too."""
+    key = (type(letter), letter.about)
     with _lock:
-        if isinstance(letter, Ticket):
-            _tickets.pop(letter.about, None)
-            _tickets[letter.about] = letter
-        else:
-            _notes.setdefault(letter.about, {})[letter.rank] = letter
-        for letters in (_notes, _tickets):
-            while len(letters) > _KEPT:
-                letters.pop(next(iter(letters)))
+        arrived = _letters.pop(key, {})
+        arrived.pop(letter.rank, None)
+        _letters[key] = {**arrived, letter.rank: letter}
+        while len(_letters) > _KEPT:
+            _letters.pop(next(iter(_letters)))
 
 
 def collect_notes(about: str, plans: Sequence[SavePlan]) -> list[Note]:
@@ -199,17 +195,12 @@ def collect_notes(about: str, plans: Sequence[SavePlan]) -> list[Note]:
         RuntimeError: the note of a rank is missing: not all of them save with a `MemoryStorageWriter`.
     """
     with _lock:
-        arrived = _notes.pop(about, {})
+        arrived = _letters.pop((Note, about), {})
     missing = [rank for rank in range(len(plans)) if rank not in arrived]
-    if not missing:
-        return [arrived[rank] for rank in range(len(plans))]
-    in_plans = [plan.storage_data for plan in plans]
-    if all(isinstance(note, Note) and note.about == about for note in in_plans):
-        return in_plans
-    raise RuntimeError(
-        f"rank {missing[0]} has said nothing about {about}: all ranks must save the same checkpoint, each with a "
-        "MemoryStorageWriter"
-    )
+    notes = [plan.storage_data for plan in plans] if missing else [arrived[rank] for rank in range(len(plans))]
+    if not all(isinstance(note, Note) and note.about == about for note in notes):
+        raise _nothing_said(f"rank {missing[0]}", about)
+    return notes
 
 
 def collect_ticket(about: str, plan: SavePlan) -> Ticket:
@@ -219,21 +210,21 @@ def collect_ticket(about: str, plan: SavePlan) -> Ticket:
         RuntimeError: there is none: the coordinator saves something else.
     """
     with _lock:
-        arrived = _tickets.pop(about, None)
-    ticket = arrived if arrived is not None else plan.storage_data
+        arrived = _letters.pop((Ticket, about), {})
+    ticket = list(arrived.values())[-1] if arrived else plan.storage_data
     if not isinstance(ticket, Ticket) or ticket.about != about:
-        raise RuntimeError(
-            f"the coordinator has said nothing about {about}: all ranks must save the same checkpoint, each with a "
-            "MemoryStorageWriter"
-        )
+        raise _nothing_said("the coordinator", about)
     return ticket
 
 
-def _values(letter: Note | Ticket) -> tuple[Any, ...]:
-    return tuple(getattr(letter, field.name) for field in fields(letter))
+def _nothing_said(who: str, about: str) -> RuntimeError:
+    return RuntimeError(
+        f"{who} has said nothing about {about}: all ranks must save the same checkpoint, each with a "
+        "MemoryStorageWriter"
+    )
 
 
-def _arrived(kind: type[_Letter], values: tuple[Any, ...]) -> _Letter:
+def _arrived(kind: type[Note | Ticket], *values: Any) -> Note | Ticket:
     letter = kind(*values)
     deliver(letter)
     return letter

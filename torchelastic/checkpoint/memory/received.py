@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -14,8 +13,7 @@ from torchelastic.checkpoint.local.image import tensors_of
 from torchelastic.checkpoint.memory.commit import Commit, commit_from
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName
-from torchelastic.checkpoint.replication.slot_shelf import SlotShelf, sealed_bytes
-from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.tree import unflatten
 
 #: A commit holds metadata and small extra files; nobody may fill this host's memory with one.
@@ -34,7 +32,7 @@ class ReceivedObjects:
         self._find = find
         self._names = names
         self._lock = threading.Lock()
-        self._commits: dict[str, _CommitBuffer] = {}
+        self._commits: dict[str, mmap.mmap] = {}
 
     # --- coming in ----------------------------------------------------------------------------------------------------
 
@@ -55,12 +53,10 @@ class ReceivedObjects:
         """
         name, container = self._place(object_id)
         if name.file == COMMIT_FILE:
-            self.abandon(object_id, fetch)
-            commit = _CommitBuffer(object_id, size_bytes)
             with self._lock:
-                self._commits[fetch + object_id] = commit
-            return commit.view()
-        slots = _slots_of(container)
+                memory = self._commits[fetch + object_id] = _room_for_commit(object_id, size_bytes)
+            return memoryview(memory)
+        slots = container.received
         if not slots.is_warm(size_bytes):
             container.tidy()  # who saves does this too, but in another process it cannot free the slots of this one
         return slots.take(fetch + object_id, size_bytes)
@@ -80,14 +76,13 @@ class ReceivedObjects:
         name, container = self._place(object_id)
         if name.file == COMMIT_FILE:
             with self._lock:
-                buffer = self._commits.pop(fetch + object_id)
-            with buffer:
-                commit = buffer.read(name)
+                memory = self._commits.pop(fetch + object_id)
+            commit = _commit_in(memory, name)
             container.write_commit(commit, is_settled=not fetch)
             if not fetch:
                 container.tidy()
             return
-        slots, path = _slots_of(container), container.folder_of(name.step) / name.file
+        slots, path = container.received, container.folder_of(name.step) / name.file
         try:
             slots.publish(fetch + object_id, path, _shard_of(name).rank, digest)
         except BaseException:
@@ -97,12 +92,11 @@ class ReceivedObjects:
     def abandon(self, object_id: str, fetch: str = "") -> None:
         """See `ReplicaShelf`."""
         name, container = self._place(object_id)
-        with self._lock:
-            buffer = self._commits.pop(fetch + object_id, None)
-        if buffer is not None:
-            buffer.close()
-        if name.file != COMMIT_FILE:
-            _slots_of(container).abandon(fetch + object_id)
+        if name.file == COMMIT_FILE:
+            with self._lock:
+                self._commits.pop(fetch + object_id, None)
+        else:
+            container.received.abandon(fetch + object_id)
 
     # --- going out ----------------------------------------------------------------------------------------------------
 
@@ -125,22 +119,19 @@ class ReceivedObjects:
             return None
         if name.file == COMMIT_FILE:
             return None
-        return _slots_of(container).digest(container.folder_of(name.step) / name.file)
+        return container.received.digest(container.folder_of(name.step) / name.file)
 
     def ids(self) -> list[str]:
         """See `ReplicaShelf`."""
         found = []
         for container in filter(None, map(self._find, self._names())):
             for step in container.steps():
-                files = [*map(str, step.shards), *([COMMIT_FILE] if step.commit is not None else [])]
-                found += [str(ObjectName(container.name, step.step, file)) for file in files]
+                found += [str(ObjectName(container.name, step.step, file)) for file in step.objects]
         return sorted(found)
 
     def close(self) -> None:
         """Gives the memory of what is on its way back."""
         with self._lock:
-            for buffer in self._commits.values():
-                buffer.close()
             self._commits.clear()
 
     def _place(self, object_id: str) -> tuple[ObjectName, Container]:
@@ -172,42 +163,16 @@ def _shard_of(name: ObjectName) -> ShardName:
     return shard
 
 
-def _slots_of(container: Container) -> SlotShelf:
-    if not isinstance(container.received, SlotShelf):
-        raise ValueError(f"the container {container.root} was not opened by a CheckpointObjectManager")
-    return container.received
+def _room_for_commit(object_id: str, size_bytes: int) -> mmap.mmap:
+    if not 0 < size_bytes <= MOST_COMMIT_BYTES:
+        raise ValueError(f"{object_id} has {size_bytes} bytes: a commit has 1 to {MOST_COMMIT_BYTES}")
+    return mmap.mmap(-1, size_bytes)
 
 
-class _CommitBuffer:
-    """A commit on its way, in a file without a name, so that it is read like any shard."""
-
-    def __init__(self, object_id: str, size_bytes: int) -> None:
-        if not 0 < size_bytes <= MOST_COMMIT_BYTES:
-            raise ValueError(f"{object_id} has {size_bytes} bytes: a commit has 1 to {MOST_COMMIT_BYTES}")
-        self._size_bytes = size_bytes
-        self._descriptor = os.memfd_create("torchelastic-commit", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, size_bytes)
-
-    def view(self) -> memoryview:
-        """All of it, writable."""
-        return memoryview(mmap.mmap(self._descriptor, self._size_bytes))
-
-    def read(self, name: ObjectName) -> Commit:
-        """The commit. Raises: CorruptCheckpointError if it is none, or that of another step."""
-        with ShardReader(f"/proc/self/fd/{self._descriptor}") as shard:
-            commit = commit_from(shard.header.meta, unflatten(shard.header.structure, shard.read()))
-        if commit.step != name.step:
-            raise CorruptCheckpointError(f"what was received as {name} is the commit of step {commit.step}")
-        return commit
-
-    def close(self) -> None:
-        """Gives the memory back as soon as nobody uses the view."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> _CommitBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _commit_in(memory: mmap.mmap, name: ObjectName) -> Commit:
+    """The commit that was received. Raises: CorruptCheckpointError if it is none, or that of another step."""
+    header, tensors = tensors_of(torch.frombuffer(memory, dtype=torch.uint8), f"the copy of {name}")
+    commit = commit_from(header.meta, unflatten(header.structure, tensors))
+    if commit.step != name.step:
+        raise CorruptCheckpointError(f"what was received as {name} is the commit of step {commit.step}")
+    return commit

@@ -6,11 +6,11 @@ import fcntl
 import logging
 import os
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.choice import Fetch
@@ -106,30 +106,30 @@ def _alone(container: Container, name: ObjectName) -> Iterator[None]:
     with explained("lock an object of the checkpoint", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        deadline_s = time.monotonic() + FETCHING_ELSEWHERE_S
-        while not _is_locked(descriptor):
-            if time.monotonic() >= deadline_s:
-                raise CheckpointError(
-                    f"another process has been fetching {name} for {FETCHING_ELSEWHERE_S:g} s and holds {path}: end it "
-                    "if it is stopped"
-                )
-            time.sleep(_POLL_S)
+        try:
+            for attempt in Retrying(
+                retry=retry_if_exception_type(BlockingIOError),
+                wait=wait_fixed(_POLL_S),
+                stop=stop_after_delay(FETCHING_ELSEWHERE_S),
+                reraise=True,
+            ):
+                with attempt:
+                    lock_file(descriptor, fcntl.LOCK_EX)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process has been fetching {name} for {FETCHING_ELSEWHERE_S:g} s and holds {path}: end it if "
+                "it is stopped"
+            ) from error
         yield
         container.disk.remove(path)  # who waits for this one has the file open, and finds the object
     finally:
         os.close(descriptor)
 
 
-def _is_locked(descriptor: int) -> bool:
-    try:
-        lock_file(descriptor, fcntl.LOCK_EX)
-    except BlockingIOError:
-        return False
-    return True
-
-
-class ReplicaMaking:
-    """Makes missing replicas on a thread; one run.
+def make_replicas(
+    retrieval: Retrieval, container: Container, step: int, fetches: Sequence[Fetch], is_wanted: Callable[[], bool]
+) -> bool:
+    """Makes missing replicas, beside the training.
 
     Args:
         retrieval: fetches them.
@@ -137,49 +137,22 @@ class ReplicaMaking:
         step: of the checkpoint.
         fetches: what this rank fetches.
         is_wanted: whether the checkpoint still is the one to keep.
+
+    Returns:
+        Whether they are there, or not wanted any more.
     """
-
-    def __init__(
-        self,
-        retrieval: Retrieval,
-        container: Container,
-        step: int,
-        fetches: Sequence[Fetch],
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        self._retrieval, self._container, self._step = retrieval, container, step
-        self._fetches, self._is_wanted = fetches, is_wanted
-        self._is_done = threading.Event()
-        self._failed: list[str] = []
-
-    def start(self) -> None:
-        """Begins."""
-        if self._fetches:
-            threading.Thread(target=self._run, name="replica-making", daemon=True).start()
-        else:
-            self._is_done.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether all replicas are there, or not wanted any more, within so many seconds."""
-        return self._is_done.wait(timeout_s) and not self._failed
-
-    def _run(self) -> None:
+    failed = False
+    for fetch in fetches:
+        if not is_wanted():
+            break
         try:
-            for fetch in self._fetches:
-                if self._is_wanted():
-                    self._make(fetch)
-        finally:
-            self._is_done.set()
-
-    def _make(self, fetch: Fetch) -> None:
-        try:
-            self._retrieval.fetch(self._container, self._step, fetch.file, fetch.holders)
+            retrieval.fetch(container, step, fetch.file, fetch.holders)
         except Exception as error:  # noqa: BLE001 - training goes on; the next save makes replicas of its own
-            if not self._is_wanted():
-                return
-            self._failed.append(fetch.file)
+            if not is_wanted():
+                break
+            failed = True
             publish_metric("torchelastic", "checkpoint.replication.failures", 1)
-            because = str(error) or type(error).__name__
-            log.warning("step %d has no new replica of %s: %s", self._step, fetch.file, because)
+            log.warning("step %d has no new replica of %s: %s", step, fetch.file, str(error) or type(error).__name__)
         else:
             publish_metric("torchelastic", "checkpoint.replication.remade.bytes", fetch.size_bytes)
+    return not failed

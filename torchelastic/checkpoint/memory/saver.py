@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, storage_data_of
-from torchelastic.checkpoint.memory.completion import complete
-from torchelastic.checkpoint.memory.homes import Homes
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
+from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
 from torchelastic.checkpoint.memory.names import ShardName, generation_of
+from torchelastic.checkpoint.memory.objects import Homes
 from torchelastic.checkpoint.memory.planning import Save, with_note, with_tickets
 from torchelastic.checkpoint.memory.plans import (
     NotSaved,
@@ -35,11 +35,10 @@ from torchelastic.checkpoint.memory.skipping import SkippedSaves
 from torchelastic.checkpoint.memory.staged_state import (
     StagedState,
     TakenApart,
-    find_copy,
     not_staged,
     staged_in,
 )
-from torchelastic.checkpoint.memory.staging import StagedItems, Target, items_of_copy, push_shard, stage_items, why_not
+from torchelastic.checkpoint.memory.staging import StagedItems, Target, push_shard, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 
 if TYPE_CHECKING:
@@ -130,15 +129,8 @@ class DefaultCheckpointSaver(CheckpointSaver):
 
     def initialize_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
         """Begins a save on this thread; see `CheckpointSaver`."""
-        container_id = CheckpointContainerId(checkpoint_id)
-        step = CheckpointContainerId.parse_version_container_step(container_id.name)
-        base = container_id.get_parent()
-        if step is None or base is None:
-            raise ValueError(
-                f"{container_id} cannot be the container of a checkpoint: put it into the job's, and name it with "
-                "CheckpointContainerId.format_version_container(step), such as /dev/shm/jobs/145/step-20_ckpt"
-            )
-        self._current.save = Save(container_id, step, base)
+        base, step = parts_of(checkpoint_id)
+        self._current.save = Save(CheckpointContainerId(checkpoint_id), step, base)
 
     def describe(self) -> str:
         """The save of this thread, for people."""
@@ -172,10 +164,10 @@ class DefaultCheckpointSaver(CheckpointSaver):
         try:
             base = CheckpointContainerId(checkpoint_id).get_parent() if checkpoint_id is not None else None
             slots = self._homes.at(base) if base is not None else self._homes.for_a_copy()
-            layout = slots.copies.lay_out(taken.sources, taken.values, taken.value_bytes)
+            layout = slots.copies.of_copy(taken.sources, taken.values, taken.value_bytes)
             held = slots.take(layout, None)
             try:
-                staged = staged_in(held, taken, layout)
+                staged = staged_in(held, taken)
             except BaseException:
                 held.give_back()
                 raise
@@ -241,19 +233,18 @@ class DefaultCheckpointSaver(CheckpointSaver):
         slots = self._homes.at(save.base)
         name = ShardName(ticket.rank, ticket.world_size, ticket.save_id)
         target = Target(slots.container.root, save.step, name)
-        meta = name.meta(save.step)
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
-        tensors = [tensor for _, tensor in resolved.tensors]
-        if any(tensor.is_meta for tensor in tensors):
+        if any(tensor.is_meta for _, tensor in resolved.tensors):
             raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", ticket.rank))
-        copied = find_copy(tensors)
-        how: dict[str, Any] = {"replication": self._replication, "threads": self._threads}
-        if copied is not None:
-            staged = items_of_copy(resolved, copied, target, slots, meta, **how)
-            if staged is not None:
-                return staged
-        owner = None if is_own else save
-        return stage_items(resolved, target, slots, meta, owner=owner, with_checksums=with_checksums, **how)
+        return stage_items(
+            resolved,
+            target,
+            slots,
+            owner=None if is_own else save,
+            replication=self._replication,
+            threads=self._threads,
+            with_checksums=with_checksums,
+        )
 
     def write_data(self, staged: StagedItems) -> list[WriteResult]:
         """Writes what was copied, and returns when the partners have it. On any thread.
@@ -330,7 +321,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
         generation = generation_of(ticket.save_id)
         slots = self._homes.at(save.base)
         commit = Commit(
-            save.step, generation, ticket.save_id, ticket.world_size, tuple(files), metadata, dict(save.extras)
+            generation, save.step, ticket.save_id, ticket.world_size, tuple(files), metadata, dict(save.extras)
         )
         with slots.finishing:
             if slots.container.newest_generation() > generation:

@@ -7,28 +7,26 @@ checkpoint. That is looked at when the next slot is needed: what a finaliser cal
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
-from torchelastic.checkpoint.memory.items import RecurringCopies, RecurringItems
+from torchelastic.checkpoint.memory.items import CachedLayout
 from torchelastic.checkpoint.memory.names import ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.room import decide, measure
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.memory.container import Container
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +45,14 @@ class Held:
     stage: Stage | None
     published: Path | None = None
 
+    def publish(self, step: int, name: ShardName) -> None:
+        """Gives the stage, which is sealed, its name. Raises: CheckpointError; then it is given back."""
+        stage, self.stage = self.stage, None
+        if stage is None:
+            raise CheckpointError(f"{name} of step {step} was given back")
+        self.published = self.container.publish(stage, None, step, name)
+        self.stage = stage
+
     def give_back(self) -> None:
         """What is in it is of no worth."""
         stage, self.stage = self.stage, None
@@ -54,7 +60,7 @@ class Held:
             return
         if self.published is not None:
             self.container.remove_object(self.published)
-        elif name_of(stage.slot, self.container) == stage.slot.path:
+        elif stage.slot.path is not None and stage.slot.path.exists():
             self.container.pool.give_back(stage)
         else:
             stage.slot.close()  # another process has removed it
@@ -76,8 +82,8 @@ class Slots:
     def __init__(self, container: Container) -> None:
         self.container = container
         self.generation = -1
-        self.items = RecurringItems()
-        self.copies = RecurringCopies()
+        self.items = CachedLayout()
+        self.copies = CachedLayout()
         self._over: deque[Held] = deque()
         self.finishing = threading.Lock()
         self._lock = threading.Lock()
@@ -139,22 +145,8 @@ class Slots:
                 log.warning("a slot of %s cannot be used again: %s", self.container.root, error)
 
     def _reclaim(self, held: Held) -> None:
-        if held.stage is None:
-            return
-        if held.published is None:
-            path = name_of(held.stage.slot, held.container)
-            if path is not None and path != held.stage.slot.path:
-                self._adopt(held, path)
-        if held.published is None or not is_committed(held.container, held.published):
+        if held.published is None or not held.container.has_committed(held.published):
             held.give_back()
-
-    def _adopt(self, held: Held, path: Path) -> None:
-        """Another process has published it on behalf of this one, and this one learns of it now."""
-        name, step = ShardName.find(path.name), CheckpointContainerId.parse_version_container_step(path.parent.name)
-        if held.stage is None or name is None or step is None:
-            return
-        held.container.adopt(held.stage, step, name)
-        held.published = path
 
     def _require_room(self, header: Header) -> None:
         free = measure(self.container.root)
@@ -163,46 +155,7 @@ class Slots:
             raise NotSavedError(NotSaved(decision.reason, decision.because))
 
 
-def is_committed(container: Container, path: Path) -> bool:
-    """Whether a shard is part of the checkpoint of its step, as far as this host knows."""
-    step = CheckpointContainerId.parse_version_container_step(path.parent.name)
-    try:
-        return step is not None and path.name in container.read_commit(step, with_content=False).files
-    except CheckpointError:
-        return False
-
-
-def name_of(slot: Slot, container: Container) -> Path | None:
-    """Under which name the file of a slot is now, whoever renamed it; None if it was removed.
-
-    Args:
-        slot: of this process.
-        container: where to look, if it is not where it was put, and the system has forgotten (it shows the first name).
-    """
-    status = slot.status()
-    named = [path for path in (slot.path, slot.shown_path()) if path is not None]
-    for path in itertools.chain(named, container.root.glob("step-*_ckpt/rank-*.shard")):
-        try:
-            if os.path.samestat(status, path.stat()):
-                return path
-        except OSError:
-            continue
-    return None
-
-
 def mapped(path: Path) -> torch.Tensor:
     """The file of a slot, also of another process; mapped as long as the tensor lives. Raises: CheckpointError."""
     with explained("map memory for the checkpoint", path):
         return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-
-
-_lock = threading.Lock()
-_known: weakref.WeakKeyDictionary[Container, Slots] = weakref.WeakKeyDictionary()
-
-
-def slots_of(container: Container) -> Slots:
-    """The slots of a container in this process."""
-    with _lock:
-        if container not in _known:
-            _known[container] = Slots(container)
-        return _known[container]

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torchelastic.checkpoint.memory.plans import NotSaved
 from torchelastic.checkpoint.memory.slots import Held, mapped
 from torchelastic.checkpoint.shards.cuda import copy_beside
-from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.checkpoint.shards.tensors import dtype_named, encode_leaf
+from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.checkpoint.shards.stage import Stage, tensor_at
+from torchelastic.checkpoint.shards.tensors import encode_leaf
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _UNCHANGEABLE = frozenset(
@@ -52,6 +52,9 @@ class _Empty:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def tensor(self, device: str = "cpu") -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -168,23 +171,23 @@ class Copied:
 
     Attributes:
         held: the slot.
-        path: its file, still hidden.
-        memory: all of it.
-        data_offset: where its data begin.
-        layout: its tensors that are not empty, and `items.BYTES_ENTRY`.
+        stage: its tensors that are not empty, and `items.BYTES_ENTRY`.
         is_consumed: whether it was published, so that it is nobody's copy any more.
     """
 
     held: Held
-    path: Path
-    memory: torch.Tensor
-    data_offset: int
-    layout: Header
+    stage: Stage
     is_consumed: bool = False
+
+    @property
+    def data_begin(self) -> int:
+        """The address of its data."""
+        return self.stage.slot.memory.data_ptr() + self.stage.data_offset
 
     def holds(self, address: int) -> bool:
         """Whether an address lies in it."""
-        return 0 <= address - self.memory.data_ptr() < self.memory.numel()
+        memory = self.stage.slot.memory
+        return 0 <= address - memory.data_ptr() < memory.numel()
 
 
 class StagedState(dict[str, Any]):
@@ -205,30 +208,26 @@ class StagedState(dict[str, Any]):
         copied = self.copied
         if copied is None:
             return _without_data, (self.skeleton, next(key for key in self if key.startswith(_REFUSED)))
-        return _elsewhere, (copied.path, copied.data_offset, replace(copied.layout, meta={}), self.skeleton)
+        stage = copied.stage
+        return _elsewhere, (stage.slot.path, stage.data_offset, stage.header.entries, self.skeleton)
 
 
-def staged_in(held: Held, taken: TakenApart, layout: Header) -> StagedState:
+def staged_in(held: Held, taken: TakenApart) -> StagedState:
     """Copies a state into a slot; when this returns, the state may change.
 
     Args:
-        held: a slot that was taken with `layout`.
+        held: a slot that was taken with the layout of `items.CachedLayout.of_copy`.
         taken: the state.
-        layout: of `items.RecurringCopies`.
 
     Raises:
         ValueError: the slot is not for this layout.
     """
     stage = held.stage
-    if stage is None or stage.slot.path is None:
+    if stage is None:
         raise ValueError("the slot was given back already")
     copy_into(stage, taken.sources)
-    copied = Copied(held, stage.slot.path, stage.slot.memory, stage.data_offset, layout)
-    places = stage.places
-    content = fill(
-        taken.skeleton, lambda at: places[at.index] if isinstance(at, _At) else torch.empty(at.shape, dtype=at.dtype)
-    )
-    return StagedState(taken.skeleton, copied, content)
+    content = fill(taken.skeleton, lambda at: stage.places[at.index] if isinstance(at, _At) else at.tensor())
+    return StagedState(taken.skeleton, Copied(held, stage), content)
 
 
 def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:
@@ -254,13 +253,15 @@ def refused_in(names: Iterable[str]) -> tuple[str, NotSaved] | None:
 
 def copy_into(stage: Stage, sources: Sequence[torch.Tensor]) -> None:
     """Copies all tensors of a layout whose last entry is that of the pickles; also from GPUs, waiting once."""
-    tensors_only = replace(
-        stage, header=replace(stage.header, entries=stage.header.entries[:-1]), places=stage.places[:-1]
-    )
     if any(source.is_cuda for source in sources):
-        copy_beside(tensors_only, sources).wait()
+        copy_beside(tensors_only(stage), sources).wait()
     else:
-        tensors_only.copy(sources)
+        tensors_only(stage).copy(sources)
+
+
+def tensors_only(stage: Stage) -> Stage:
+    """The same without the place for pickles behind the tensors."""
+    return replace(stage, header=replace(stage.header, entries=stage.header.entries[:-1]), places=stage.places[:-1])
 
 
 def find_copy(tensors: Sequence[torch.Tensor]) -> Copied | None:
@@ -275,7 +276,7 @@ def find_copy(tensors: Sequence[torch.Tensor]) -> Copied | None:
 def copied_bytes() -> int:
     """How large the largest copy is that waits in this process to be written."""
     with _lock:
-        sizes = [sum(e.size_bytes for e in one.layout.entries[:-1]) for one in _copies if not one.is_consumed]
+        sizes = [sum(e.size_bytes for e in one.stage.header.entries[:-1]) for one in _copies if not one.is_consumed]
     return max(sizes, default=0)
 
 
@@ -288,16 +289,12 @@ def _remember(copied: Copied) -> None:
         _copies.add(copied)
 
 
-def _elsewhere(path: Path, data_offset: int, layout: Header, skeleton: Any) -> StagedState:
+def _elsewhere(path: Path, data_offset: int, entries: Sequence[Entry], skeleton: Any) -> StagedState:
     """The copy, in the process that it was sent to."""
-    memory = mapped(path)[data_offset:]
+    memory = mapped(path)
 
     def tensor(at: _At | _Empty) -> torch.Tensor:
-        if isinstance(at, _Empty):
-            return torch.empty(at.shape, dtype=at.dtype)
-        entry = layout.entries[at.index]
-        data = memory[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        return data.view(dtype_named(entry.dtype)).view(entry.box.sizes)
+        return at.tensor() if isinstance(at, _Empty) else tensor_at(memory, data_offset, entries[at.index])
 
     return StagedState(skeleton, None, fill(skeleton, tensor))
 
@@ -310,4 +307,4 @@ def _without_data(shapes: Any, refusal: str) -> StagedState:
 def _meta_tensor(at: _At | _Empty) -> torch.Tensor:
     if isinstance(at, _At):
         raise TypeError("a copy that was not made has no tensors by number")
-    return torch.empty(at.shape, dtype=at.dtype, device="meta")
+    return at.tensor("meta")

@@ -12,36 +12,25 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.local.image import read_header
 from torchelastic.checkpoint.memory.commit import StoredItem
-from torchelastic.checkpoint.memory.items import (
-    Resolved,
-    entries_in_place,
-    entries_of_pickles,
-    header_bytes,
-)
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
 from torchelastic.checkpoint.memory.names import ObjectName, ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.slots import Held, Slots, mapped
-from torchelastic.checkpoint.memory.staged_state import Copied, copy_into
+from torchelastic.checkpoint.memory.staged_state import Copied, copy_into, find_copy, tensors_only
 from torchelastic.checkpoint.replication.errors import ReplicationError
-from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, over_batches
+from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksums_in
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.header import (
-    ALIGNMENT_BYTES,
-    PREAMBLE_BYTES,
-    Entry,
-    Header,
-    align,
-    encode_header,
-    encode_preamble,
-)
+from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.stage import Stage, seal
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.manager import ReplicationManager
 
-_PUBLISH_ATTEMPTS = 50
 _REASONS = {errno.ENOSPC: "tmpfs", errno.EDQUOT: "tmpfs", errno.ENOMEM: "ram"}
 
 
@@ -62,7 +51,7 @@ class Target:
     @property
     def path(self) -> Path:
         """Its file, once it is published."""
-        return self.root / f"step-{self.step}_ckpt" / str(self.name)
+        return self.root / CheckpointContainerId.format_version_container(self.step) / str(self.name)
 
     @property
     def object_id(self) -> str:
@@ -74,7 +63,8 @@ class Target:
 class StagedItems:
     """One rank's share of a save: copied, so that the state may change, and not yet a shard.
 
-    It pickles to what another process of this host needs to write it, and it may be written after a fork.
+    It pickles to what another process of this host needs to write it, and it may be written after a fork. Only the
+    process that staged it gives the shard its name, so that nobody else ever has to find out where its slot went.
 
     Attributes:
         results: for DCP: where each item will lie.
@@ -105,127 +95,101 @@ class StagedItems:
         return {**self.__dict__, "held": None, "_pid": -1, "header": replace(self.header, meta=dict(self.header.meta))}
 
     def write(self) -> None:
-        """Computes checksums, gives the shard its name and sends it to the partners; when this returns, they have it.
+        """Computes checksums, sends the shard to the partners, and gives it its name; when this returns, they have it.
 
-        On any thread, or in another process of this host (then `adopt` it in the one that staged it). Once.
+        On any thread, or in another process of this host: then `adopt` gives it its name, in the one that staged it.
+        Once.
 
         Raises:
-            ReplicationError: a partner does not take it. The shard is removed here.
+            ReplicationError: a partner does not take it.
             CheckpointError: the disk refuses.
         """
         if self.path is None:
             return
-        self._publish(self.path)
+        is_own = self.held is not None and self._pid == os.getpid()
         try:
-            self._push()
+            with self._view(self.path) as view:
+                checksums = self.checksums or checksums_in(view, self.header.entries, self.data_offset, self.threads)
+                end = seal(view, self.header.with_checksums(checksums), self.data_offset, self.disk)
+                if self.replication is not None and self.replication.partners:
+                    with view[:end] as content:
+                        self.replication.push(self.target.object_id, content)
+            if is_own:
+                self.adopt()
         except BaseException:
-            self._withdraw(self.path)
+            if is_own:
+                self.abandon()
             raise
 
     def adopt(self) -> None:
-        """In the process that staged it: another one has written it. Raises: CheckpointError if it has not."""
+        """In the process that staged it: publishes what another one has written.
+
+        Raises:
+            CheckpointError: it was not written, or the disk refuses.
+        """
         held = self.held
         if self.path is None:
             return
         if held is None or held.stage is None:
             raise CheckpointError(f"{self.target.path} was given back, or belongs to another process")
-        if held.published is None:
+        if held.published is not None:
+            return
+        with held.stage.slot.view() as view:
             try:
-                is_there = self.target.path.exists() and not self.path.exists()
-            except OSError:
-                is_there = False
-            if not is_there:
-                raise CheckpointError(f"{self.target.path} was not written: see the log of the process that had to")
-            held.container.adopt(held.stage, self.target.step, self.target.name)
-            held.published = self.target.path
+                written, _ = read_header(view, str(self.target.path))
+            except CorruptCheckpointError as error:
+                raise CheckpointError(
+                    f"{self.target.path} was not written: see the log of the process that had to"
+                ) from error
+        self.target.name.require_in(written.meta, self.target.step, str(self.target.path))
+        held.publish(self.target.step, self.target.name)
 
     def abandon(self) -> None:
         """Instead of `write`, or after it: there will be no such checkpoint; the slot is free again."""
-        if self.path is None or self.held is None:
-            return
-        if self.held.published is None and self.held.stage is not None and self.target.path.exists():
-            self.adopt()
-        self.held.give_back()
+        if self.held is not None:
+            self.held.give_back()
 
-    def _view(self) -> memoryview:
-        if self.held is not None and self.held.stage is not None:
-            return self.held.stage.slot.view()
-        return memoryview(mapped(self.path if self.path is not None else self.target.path).numpy())  # type: ignore[arg-type]
+    def _view(self, path: Path) -> memoryview:
+        if self.held is None:
+            return memoryview(mapped(path).numpy())  # type: ignore[arg-type]
+        if self.held.stage is None:
+            raise CheckpointError(f"{self.target.path} was given back")
+        return self.held.stage.slot.view()
 
-    def _publish(self, path: Path) -> None:
-        view = self._view()
-        begin, entries = self.data_offset, self.header.entries
 
-        def work(batch: range) -> list[str]:
-            return [
-                f"{xxhash.xxh3_64_intdigest(view[begin + e.offset_bytes : begin + e.offset_bytes + e.size_bytes]):016x}"
-                for e in entries[batch.start : batch.stop]
-            ]
+@dataclass(frozen=True)
+class _Placed:
+    """Where the items of a plan lie.
 
-        checksums = self.checksums or over_batches(entries, work, self.threads)
-        header = self.header.with_checksums(checksums)
-        held = self.held
-        if held is not None and held.stage is not None and self._pid == os.getpid():
-            stage, held.stage = held.stage, None  # `publish` gives it back where it fails
-            held.published = held.container.publish(stage, header, self.target.step, self.target.name)
-            held.stage = stage
-            return
-        encoded = encode_header(header)
-        self.disk.store(view, PREAMBLE_BYTES, encoded)
-        self.disk.store(view, 0, encode_preamble(encoded, begin, header.data_bytes))
-        self._rename(path)
+    Attributes:
+        held: the slot.
+        header: of the shard, without checksums.
+        names: of the entry of each item, in the order of `Resolved.items`.
+        checksums: of the entries, if they are known.
+    """
 
-    def _rename(self, path: Path) -> None:
-        for attempt in range(_PUBLISH_ATTEMPTS):
-            self.disk.make_folder(self.target.path.parent)
-            try:
-                self.disk.rename(path, self.target.path)
-                return
-            except CheckpointError as error:
-                # another rank, tidying up, has removed the folder of this step in the moment when it was empty
-                is_lost = error.errno == errno.ENOENT and path.exists()
-                if not is_lost or attempt == _PUBLISH_ATTEMPTS - 1:
-                    raise
-
-    def _push(self) -> None:
-        if self.replication is None or not self.replication.partners:
-            return
-        held = self.held
-        with ShardReader(self.target.path) as shard:  # locked while it is sent
-            # a new mapping of the file would cost a page fault per page
-            is_mapped = held is not None and held.stage is not None and self._pid == os.getpid()
-            view = self._view()[: shard.size_bytes] if is_mapped else shard.view()
-            with view as content:
-                self.replication.push(self.target.object_id, content)
-
-    def _withdraw(self, path: Path) -> None:
-        try:
-            if self.held is not None and self._pid == os.getpid():
-                self.held.give_back()
-            else:
-                self.disk.rename(self.target.path, path)  # the owner finds it where it was
-        except CheckpointError:
-            pass  # the first error is the one to see
+    held: Held
+    header: Header
+    names: Sequence[str]
+    checksums: Sequence[str] | None = None
 
 
 def stage_items(
     resolved: Resolved,
     target: Target,
     slots: Slots,
-    meta: dict[str, Any],
     *,
     owner: Any,
     replication: ReplicationManager | None,
     threads: int,
     with_checksums: bool,
 ) -> StagedItems:
-    """Copies what a plan writes into a slot.
+    """Copies what a plan writes into a slot; if it is exactly what was copied with a state, that copy is the shard.
 
     Args:
         resolved: the items.
         target: where they go.
         slots: of the container.
-        meta: for the header.
         owner: when it is gone the save is over; None: that is the object that is returned.
         replication: sends the shard to the partners.
         threads: how many copy.
@@ -237,71 +201,79 @@ def stage_items(
     disk = slots.container.disk
     if not resolved.names:
         return StagedItems([], target, None, 0, Header(None, ()), (), disk)
-    layout = slots.items.lay_out(resolved)
+    copied = find_copy([tensor for _, tensor in resolved.tensors])
+    placed = _in_copy(resolved, copied, target, slots) if copied is not None else None
+    is_new = placed is None
+    if placed is None:
+        placed = _in_slot(resolved, target, slots, owner, threads, with_checksums=with_checksums)
+    assert placed.held.stage is not None
+    size_of = {entry.name: entry.size_bytes for entry in placed.header.entries}
+    staged = StagedItems(
+        [
+            WriteResult(item.index, size_of[name], StoredItem(str(target.name), name))
+            for item, name in zip(resolved.items, placed.names, strict=True)
+        ],
+        target,
+        placed.held.stage.slot.path,
+        placed.held.stage.data_offset,
+        placed.header,
+        placed.checksums,
+        disk,
+        threads,
+        replication,
+        placed.held,
+    )
+    if is_new and owner is None:
+        slots.hold(placed.held, staged)
+    return staged
+
+
+def _in_slot(
+    resolved: Resolved, target: Target, slots: Slots, owner: Any, threads: int, *, with_checksums: bool
+) -> _Placed:
+    """Copies all items; arguments and errors as `stage_items`."""
+    layout = slots.items.of_items(resolved)
     held = slots.take(layout, owner)
     stage = held.stage
     assert stage is not None
     try:
         tensors = [tensor for _, tensor in resolved.tensors]
         pickled = entries_of_pickles(resolved, layout.entries[-1])
-        header = Header(None, (*layout.entries[:-1], *pickled), meta)
         checksums: list[str] | None = None
         if with_checksums and not any(tensor.is_cuda for tensor in tensors):
-            tensors_only = replace(stage, header=Header(None, layout.entries[:-1]), places=stage.places[:-1])
-            checksums = tensors_only.copy_and_hash(tensors, threads)
+            checksums = tensors_only(stage).copy_and_hash(tensors, threads)
         else:
             copy_into(stage, tensors)
-        digests = _store_pickles(resolved, pickled, stage.slot.view(), stage.data_offset, disk)
-        path = stage.slot.path
-        results = _results(resolved, header, resolved.names, target)
-        stage.slot.share()
-        staged = StagedItems(results, target, path, stage.data_offset, header, None, disk, threads, replication, held)
-        staged.checksums = (*checksums, *digests) if checksums is not None else None
+        digests = _store_pickles(resolved, pickled, stage)
     except BaseException:
         held.give_back()
         raise
-    if owner is None:
-        slots.hold(held, staged)
-    return staged
+    header = Header(None, (*layout.entries[:-1], *pickled), target.name.meta(target.step))
+    known = (*checksums, *digests) if checksums is not None else None
+    return _Placed(held, header, resolved.names, known)
 
 
-def items_of_copy(
-    resolved: Resolved,
-    copied: Copied,
-    target: Target,
-    slots: Slots,
-    meta: dict[str, Any],
-    *,
-    replication: ReplicationManager | None,
-    threads: int,
-) -> StagedItems | None:
-    """The same for a state that was copied already, if the plan writes exactly what is in the copy: none is made.
-
-    Returns:
-        None if it writes something else, or if the copy does not lie where it can become a shard: use `stage_items`.
-    """
-    data_begin = copied.memory.data_ptr() + copied.data_offset
-    found = entries_in_place(resolved, copied.layout, data_begin)
-    room = copied.layout.entries[-1]
+def _in_copy(resolved: Resolved, copied: Copied, target: Target, slots: Slots) -> _Placed | None:
+    """The copy of a state itself, if the plan writes exactly what is in it, and it lies where it can become a shard."""
     slots.copies.needed(resolved.pickled_bytes)
-    if found is None or resolved.pickled_bytes > room.size_bytes or not _same_file_system(copied.path, target.root):
+    stage = copied.stage
+    found = entries_in_place(resolved, stage.header, copied.data_begin)
+    room = stage.header.entries[-1]
+    is_too_long = resolved.pickled_bytes > room.size_bytes
+    if found is None or is_too_long or not _same_file_system(stage.slot.path, target.root):
         return None
     entries, tensor_names = found
     pickled = entries_of_pickles(resolved, room)
     full = [entry for entry in entries if entry.size_bytes]
     end = max((entry.offset_bytes + entry.size_bytes for entry in (*full, *pickled)), default=0)
     empty = [replace(e, offset_bytes=align(end, ALIGNMENT_BYTES)) for e in entries if not e.size_bytes]
-    header = Header(None, (*full, *pickled, *empty), meta)
-    if PREAMBLE_BYTES + header_bytes(header) > copied.data_offset:
+    header = Header(None, (*full, *pickled, *empty), target.name.meta(target.step))
+    if not stage.has_room_for(header):
         return None
-    held, disk = copied.held, slots.container.disk
-    assert held.stage is not None
-    _store_pickles(resolved, pickled, held.stage.slot.view(), copied.data_offset, disk)
-    names = [*tensor_names, *resolved.names[len(resolved.tensors) :]]
-    results = _results(resolved, header, names, target)
+    _store_pickles(resolved, pickled, stage)
     copied.is_consumed = True
-    held.container = slots.container  # the copy may have been made before the container was known
-    return StagedItems(results, target, copied.path, copied.data_offset, header, None, disk, threads, replication, held)
+    copied.held.container = slots.container  # the copy may have been made before the container was known
+    return _Placed(copied.held, header, [*tensor_names, *resolved.names[len(resolved.tensors) :]])
 
 
 def push_shard(path: Path, object_id: str, replication: ReplicationManager) -> int:
@@ -324,25 +296,14 @@ def why_not(error: CheckpointError, rank: int) -> NotSaved:
     return NotSaved(_REASONS.get(error.errno or 0, "disk"), str(error), rank)
 
 
-def _store_pickles(
-    resolved: Resolved, entries: Sequence[Entry], view: memoryview, data_offset: int, disk: Disk
-) -> list[str]:
+def _store_pickles(resolved: Resolved, entries: Sequence[Entry], stage: Stage) -> list[str]:
     for (_, content), entry in zip(resolved.pickles, entries, strict=True):
-        disk.store(view, data_offset + entry.offset_bytes, bytes(content))
+        stage.slot.store(stage.data_offset + entry.offset_bytes, bytes(content))
     return [f"{xxhash.xxh3_64_intdigest(content):016x}" for _, content in resolved.pickles]
 
 
-def _results(resolved: Resolved, header: Header, names: Sequence[str], target: Target) -> list[WriteResult]:
-    size_of = {entry.name: entry.size_bytes for entry in header.entries}
-    file = str(target.name)
-    return [
-        WriteResult(item.index, size_of[name], StoredItem(file, name))
-        for item, name in zip(resolved.items, names, strict=True)
-    ]
-
-
-def _same_file_system(path: Path, root: Path) -> bool:
+def _same_file_system(path: Path | None, root: Path) -> bool:
     try:
-        return path.stat().st_dev == root.stat().st_dev
+        return path is not None and path.stat().st_dev == root.stat().st_dev
     except OSError:
         return False

@@ -166,7 +166,7 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
         return self._saver.prepare_write_data(plan, planner)
 
     def adopt(self, staged: StagedItems) -> None:
-        """Takes over what another process has written. Raises: CheckpointError if it has not."""
+        """Publishes what another process has written. Raises: CheckpointError if it has not."""
         staged.adopt()
 
     def abandon(self, staged: StagedItems) -> None:

@@ -119,6 +119,11 @@ class SlotPool:
         with self._lock:
             self._published[target] = stage
 
+    def holds(self, path: Path) -> bool:
+        """Whether this is a shard that was published here."""
+        with self._lock:
+            return path in self._published
+
     def give_back(self, stage: Stage) -> None:
         """A stage that was taken is free again, its content of no worth; after `close` it is given back at once."""
         with self._lock:

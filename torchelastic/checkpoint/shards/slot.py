@@ -94,22 +94,6 @@ class Slot:
         self.disk.publish(self.path, target)
         self.path = target
 
-    def share(self) -> None:
-        """Lets another process read the hidden file, and publish it on behalf of this one; nobody takes it for dead."""
-        if self.path is not None:
-            share_lock(self._descriptor, self.path)
-
-    def status(self) -> os.stat_result:
-        """The status of the file, whatever its name is now."""
-        return os.fstat(self._descriptor)
-
-    def shown_path(self) -> Path | None:
-        """Where Linux says that the file is, whoever renamed it; None where it cannot say."""
-        try:
-            return Path(f"/proc/self/fd/{self._descriptor}").readlink()
-        except OSError:
-            return None
-
     def was_published(self, target: Path) -> None:
         """Somebody else has given the file its name: another process, on behalf of this one."""
         share_lock(self._descriptor, target)
