@@ -2,7 +2,8 @@
 
 Nobody takes part in a collective, and nobody waits longer than a bound: who has left no note is the one that is missed,
 and the next notes are read as if nothing had been. A group of gloo (`rank_group.RankGroup`) cannot do that: a rank that
-once came too late is out of step with it for good, and forming it for each round would hold the recovery up.
+once came too late is out of step with it for good; it ends with the groups of its round, while a save that all have
+stored is still completed in the time of grace after that; and forming it for each round would hold the recovery up.
 """
 
 from __future__ import annotations
