@@ -78,8 +78,14 @@ def recover(root: Path) -> tuple[int | None, bool]:
         return step, all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def save_with_helpers(root: Path, victim: int) -> list[str]:
-    """Saves three steps with DCP's helper process; that of one rank is killed after the first. How each save ended."""
+def save_with_helpers(root: Path, victim: int, *, during: bool) -> list[str]:
+    """Saves three steps with DCP's helper process; how each save ended.
+
+    Args:
+        root: of all hosts.
+        victim: the rank whose helper is killed.
+        during: while it is at the second save, and not after the first.
+    """
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have children
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -93,15 +99,21 @@ def save_with_helpers(root: Path, victim: int) -> list[str]:
                 storage_writer=writer,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             )
+            if during and step == 2 and rank == victim:
+                _kill_helper()
             try:
                 future.result(50)
                 ended.append("saved")
             except Exception as error:
                 ended.append(f"{type(error).__name__}: {error}"[:300])
-            if step == 1 and rank == victim:
-                (helper,) = multiprocessing.active_children()
-                assert helper.pid
-                os.kill(helper.pid, signal.SIGKILL)
-                os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and for its parent to reap
+            if not during and step == 1 and rank == victim:
+                _kill_helper()
             dist.barrier()
     return ended
+
+
+def _kill_helper() -> None:
+    (helper,) = multiprocessing.active_children()
+    assert helper.pid
+    os.kill(helper.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and for its parent to reap

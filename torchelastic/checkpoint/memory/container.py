@@ -7,7 +7,6 @@ what: each process removes its own shards, since it uses their memory again; wha
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -31,7 +30,7 @@ from torchelastic.checkpoint.memory.job import claim
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, is_part
 from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -152,22 +151,19 @@ class Container:
         Raises:
             CheckpointError: the disk refuses; nothing has changed.
         """
-        with self._lock:
-            return self._write_commit(commit, is_settled=is_settled)
-
-    def _write_commit(self, commit: Commit, *, is_settled: bool) -> Path:
         folder = self.folder_of(commit.step)
         new = folder / f"commit.{secrets.token_hex(4)}.new"  # not hidden: nobody holds it between here and its rename
-        self.disk.make_folder(folder)
-        save_tree(new, content_of(commit), meta=meta_of(commit), disk=self.disk)
-        try:
-            with ShardReader(new):  # locked, so that no other process that tidies up takes it for a left-over
-                self._write_extras(folder, commit.extras)
-                self.disk.rename(new, folder / PENDING_FILE)
-        except BaseException:
-            self.disk.remove(new)
-            raise
-        return self.settle(commit.step) if is_settled else folder / PENDING_FILE
+        with self._lock:
+            self.disk.make_folder(folder)
+            save_tree(new, content_of(commit), meta=meta_of(commit), disk=self.disk)
+            try:
+                with ShardReader(new):  # locked, so that no other process that tidies up takes it for a left-over
+                    self._write_extras(folder, commit.extras)
+                    self.disk.rename(new, folder / PENDING_FILE)
+            except BaseException:
+                self.disk.remove(new)
+                raise
+            return self.settle(commit.step) if is_settled else folder / PENDING_FILE
 
     def settle(self, step: int) -> Path:
         """Another host has the commit of this step too. Raises: CheckpointError."""
@@ -253,8 +249,9 @@ class Container:
 
     def generation_in_use(self) -> int:
         """The highest generation of anything on this host, complete or not; -1 if there is nothing."""
-        of_shards = [name.generation for step in self.steps() for name in step.shards]
-        return max(self.newest_generation(), *of_shards, -1)
+        steps = self.steps()
+        of_commits = [step.commit.generation for step in steps if step.commit is not None]
+        return max([*of_commits, *(name.generation for step in steps for name in step.shards)], default=-1)
 
     def tidy(self) -> list[int]:
         """Removes what the newest settled commit has replaced, as far as it is this process's to remove.
@@ -265,24 +262,21 @@ class Container:
         Returns:
             The steps that are gone.
         """
+        gone: list[int] = []
         with self._lock:
-            return self._tidy()
-
-    def _tidy(self) -> list[int]:
-        steps = self.steps()
-        settled = next((one.commit for one in steps if one.commit is not None and one.is_settled), None)
-        if settled is None:
-            return []
-        gone = []
-        for one in steps:
-            if one.commit is not None and one.commit.generation < settled.generation:
-                self._remove_commit(one.step)
-            for name in one.shards:
-                is_kept = one.step == settled.step and str(name) in settled.files
-                if name.generation <= settled.generation and not is_kept:
-                    self._retire(self.folder_of(one.step) / str(name))
-            if one.step != settled.step and self._remove_if_empty(one.step):
-                gone.append(one.step)
+            steps = self.steps()
+            settled = next((one.commit for one in steps if one.commit is not None and one.is_settled), None)
+            if settled is None:
+                return gone
+            for one in steps:
+                if one.commit is not None and one.commit.generation < settled.generation:
+                    self._remove_commit(one.step)
+                for name in one.shards:
+                    is_kept = one.step == settled.step and str(name) in settled.files
+                    if name.generation <= settled.generation and not is_kept:
+                        self._retire(self.folder_of(one.step) / str(name))
+                if one.step != settled.step and self._remove_if_empty(one.step):
+                    gone.append(one.step)
         return gone
 
     def remove(self, step: int) -> None:
@@ -308,8 +302,10 @@ class Container:
     def _retire(self, path: Path) -> None:
         if self.pool.holds(path):
             self.pool.retire(path)
-        elif not self.received.retire(path) and _is_nobodys(path):
-            self.disk.remove(path)
+        elif not self.received.retire(path):
+            with lock_of_nobody(path) as is_left_over:
+                if is_left_over:
+                    self.disk.remove(path)
 
     def _remove_if_empty(self, step: int) -> bool:
         """Removes a step's folder if only extra files are left in it."""
@@ -400,17 +396,3 @@ def _generation_in(path: Path) -> int:
             return candidate_from(shard.header.meta).generation
     except CheckpointError:
         return -1
-
-
-def _is_nobodys(path: Path) -> bool:
-    """Whether no living process holds a shard, as its writer or as a reader (both keep it locked)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False  # gone meanwhile, or not ours
-    try:
-        return lock_file(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)

@@ -33,7 +33,7 @@ from types import TracebackType
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.room import held_bytes
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file, lock_of_nobody
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX
 from torchelastic.processes.identity import boot_id
 
@@ -302,18 +302,11 @@ def _is_in_use(base: Path) -> bool:
     """Whether a process without a claim writes or reads there: writers and readers of shards keep them locked."""
     for where, _, names in os.walk(base):
         for name in names:
-            try:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                descriptor = os.open(Path(where) / name, flags)
-            except OSError:
-                continue  # gone, or nothing that could be locked
-            try:
-                if name != JOB_FILE:  # that one we have locked ourselves
-                    lock_file(descriptor, fcntl.LOCK_EX)
-            except OSError:
-                return True
-            finally:
-                os.close(descriptor)
+            if name == JOB_FILE:
+                continue  # that one we have locked ourselves
+            with lock_of_nobody(Path(where) / name) as is_left_over:
+                if is_left_over is False:
+                    return True
     return False
 
 

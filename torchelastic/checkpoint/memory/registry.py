@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from torchelastic.checkpoint.shards.disk import lock_file
+from torchelastic.checkpoint.shards.disk import lock_file, lock_of_nobody
 
 _PREFIX = "torchelastic-containers-"
 _LOCK = ".lock"
@@ -40,17 +40,9 @@ def registered_in(folder: Path) -> list[str]:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return  # being made, being removed, or not ours
-    try:
-        if lock_file(descriptor, fcntl.LOCK_EX):
+    with lock_of_nobody(folder / _LOCK) as is_left_over:  # one that is being made has no such file yet
+        if is_left_over:
             shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        pass  # its process lives
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path, pid: int) -> None:

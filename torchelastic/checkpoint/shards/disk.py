@@ -11,7 +11,8 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -41,6 +42,30 @@ def lock_file(descriptor: int, operation: int) -> bool:
             return False
         raise
     return True
+
+
+@contextmanager
+def lock_of_nobody(path: Path) -> Iterator[bool | None]:
+    """Holds the lock of a file inside, unless somebody else does: writers and readers keep their files locked.
+
+    Yields:
+        Whether it is held, so that no living process has the file; None: nobody can tell, for it is gone, or of another
+        user, or the file system has no locks.
+    """
+    try:
+        # O_NONBLOCK: a pipe that somebody put there must not stop us
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield None
+        return
+    try:
+        is_held: bool | None = lock_file(descriptor, fcntl.LOCK_EX) or None
+    except OSError:
+        is_held = False
+    try:
+        yield is_held
+    finally:
+        os.close(descriptor)
 
 
 def is_in_memory(path: Path) -> bool:

@@ -7,14 +7,13 @@ being finished; after that nothing is allocated any more.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import threading
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
@@ -191,18 +190,13 @@ def remove_left_overs(folder: Path, disk: Disk = REAL_DISK) -> int:
     """
     removed = 0
     for path in _hidden_files(folder):
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # removed meanwhile, or not ours
-        try:
-            if lock_file(descriptor, fcntl.LOCK_EX):
-                disk.remove(path)
-                removed += 1
-        except OSError:
-            pass  # its writer lives, or the folder is read-only
-        finally:
-            os.close(descriptor)
+        with lock_of_nobody(path) as is_left_over:
+            if is_left_over:
+                try:
+                    disk.remove(path)
+                    removed += 1
+                except CheckpointError:
+                    pass  # the folder is read-only
     return removed
 
 
