@@ -230,7 +230,7 @@ def test_a_file_that_is_not_what_it_was_is_named(
     position = position_in(source, 25)
     change(folder / "part-2.jsonl")
     with pytest.raises(SourceError, match=message):
-        list(source(0, 1, position))
+        next(source(0, 1, position))
 
 
 def test_a_file_of_a_list_that_is_not_there_is_named(folder: Path) -> None:

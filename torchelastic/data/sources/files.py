@@ -26,7 +26,7 @@ Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 logger = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 17
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 
 
@@ -141,7 +141,7 @@ class FileIterator(Iterator[T], Generic[T, Part]):
         self._checksum = f"{zlib.crc32(chr(0).join(self._last_names).encode(errors='surrogateescape')):08x}"
         self._position = position
         self._place: tuple[int, int, Any] | None = None
-        self._samples = self._from(position)
+        self._samples = self._from(*self._checked(position))
 
     def __next__(self) -> T:
         return next(self._samples)
@@ -155,8 +155,7 @@ class FileIterator(Iterator[T], Generic[T, Part]):
             "file": number, "name": self._last_names[number], "size": size, "at": at, "files": self._checksum
         }  # fmt: skip
 
-    def _from(self, position: Any) -> Iterator[T]:
-        first, size_then, at = self._checked(position)
+    def _from(self, first: int, size_then: int | None, at: Any) -> Iterator[T]:
         for number, part in self._parts:
             if number < first:
                 continue

@@ -18,7 +18,7 @@ class packed(Generic[T]):
     A source of `list[int]`. What is left of a document when a sequence is full begins the next one; no token is in two
     sequences. For inputs and targets that are shifted by one, take `length` + 1.
 
-    Position: the source's at the document in which the next sequence begins, and the token there, so that opening a
+    Position: the source's at the document in which the newest sequence ends, and the token there, so that opening a
     shard reads and tokenizes one document again.
 
     Args:
@@ -46,11 +46,6 @@ class packed(Generic[T]):
     def for_epoch(self, epoch: int) -> packed[T]:
         """The source for an epoch."""
         return replace(self, source=of_epoch(self.source, epoch))
-
-    def tokens_of(self, document: T) -> list[int]:
-        """The tokens of a document, and its end."""
-        tokens: Any = document if self.tokenize is None else self.tokenize(document)
-        return list(tokens) if self.end_of_document is None else [*tokens, self.end_of_document]
 
     def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[list[int]]:
         """Opens a shard; see `Source`."""
@@ -90,11 +85,11 @@ class _Packed(Iterator[list[int]]):
         return sequence
 
     def _next_tokens(self) -> list[int] | None:
+        how = self._how
         for document in self._inner:
-            return self._how.tokens_of(document)
+            tokens: Any = document if how.tokenize is None else how.tokenize(document)
+            return list(tokens) if how.end_of_document is None else [*tokens, how.end_of_document]
         return None
 
     def state_dict(self) -> Any:
-        if self._used == len(self._tokens):
-            return {"source": self._inner.state_dict(), "token": 0}
         return {"source": self._begin, "token": self._used}

@@ -21,6 +21,7 @@ class repeated(Generic[T]):
     Args:
         source: what to repeat.
         times: how often; None: for ever.
+        epoch: which `for_epoch` sets.
 
     Raises:
         ValueError: `times` is below 1.

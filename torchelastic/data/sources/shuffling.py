@@ -27,6 +27,7 @@ class shuffled(Generic[T]):
         source: what to shuffle.
         buffer_size: samples in a block; that many are in memory for each shard.
         seed: the order of everything.
+        epoch: which `for_epoch` sets.
 
     Raises:
         ValueError: `buffer_size` is below 1.

@@ -55,6 +55,7 @@ class from_datasets:
 
     Args:
         dataset: the IterableDataset, not split before. A `Dataset` becomes one by `to_iterable_dataset(num_shards)`.
+        epoch: which `for_epoch` sets.
 
     Raises:
         ImportError: (when opened) `datasets` is not installed.
