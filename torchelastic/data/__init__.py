@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchelastic.data.cycling import CyclingIterator as CyclingIterator
     from torchelastic.data.distributed_sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from torchelastic.data.epoch_loader import EpochLoader as EpochLoader
+    from torchelastic.data.epoch_stream import EpochStream as EpochStream
     from torchelastic.data.loader import ElasticLoader as ElasticLoader
     from torchelastic.data.shares import BatchShare as BatchShare
     from torchelastic.data.shares import Share as Share
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torchelastic.data.sources.tar_files import tar_samples as tar_samples
     from torchelastic.data.sources.text_files import jsonl as jsonl
     from torchelastic.data.sources.text_files import lines as lines
+    from torchelastic.data.stream import ElasticStream as ElasticStream
+    from torchelastic.data.stream import StreamShare as StreamShare
 
 _HOMES = {
     "BatchShare": "shares",
@@ -37,10 +40,13 @@ _HOMES = {
     "ElasticBatchSampler": "batch_sampler",
     "ElasticDistributedSampler": "distributed_sampler",
     "ElasticLoader": "loader",
+    "ElasticStream": "stream",
     "EpochLoader": "epoch_loader",
+    "EpochStream": "epoch_stream",
     "Share": "shares",
     "Source": "sources.api",
     "SourceError": "sources.api",
+    "StreamShare": "stream",
     "from_datasets": "sources.stateful",
     "from_stateful": "sources.stateful",
     "jsonl": "sources.text_files",
@@ -60,10 +66,13 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticDistributedSampler",
     "ElasticLoader",
+    "ElasticStream",
     "EpochLoader",
+    "EpochStream",
     "Share",
     "Source",
     "SourceError",
+    "StreamShare",
     "from_datasets",
     "from_stateful",
     "jsonl",
