@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from torchelastic.data.batch_sampler import ElasticBatchSampler
     from torchelastic.data.loader import ElasticLoader
+    from torchelastic.data.stream import ElasticStream
     from torchelastic.model.world_change import WorldChange, keep_global_batch, scale_learning_rate
     from torchelastic.model_state import ModelState
     from torchelastic.p2p.coordinator_p2p import CoordinatorP2P
@@ -33,6 +34,7 @@ _WHERE = {
     "CoordinatorP2P": "p2p.coordinator_p2p",
     "ElasticBatchSampler": "data.batch_sampler",
     "ElasticLoader": "data.loader",
+    "ElasticStream": "data.stream",
     "ModelState": "model_state",
     "NonRetryableException": "coordinator",
     "RetryableException": "coordinator",
@@ -53,6 +55,7 @@ __all__ = [
     "CoordinatorP2P",
     "ElasticBatchSampler",
     "ElasticLoader",
+    "ElasticStream",
     "ModelState",
     "NonRetryableException",
     "RetryableException",

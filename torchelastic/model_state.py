@@ -38,8 +38,8 @@ class ModelState(InCheckpoints, State):
     """Model, optimizer, scheduler, sampler, random numbers and counters, kept level and whole.
 
     In a train step use `state.model` (wrapped for the present group), `state.optimizer` and so on. Gradients are
-    averaged over the global batch: with an `ElasticBatchSampler` each rank counts by its share of the samples, else
-    all alike.
+    averaged over the global batch: with an `ElasticBatchSampler` or an `ElasticStream` each rank counts by its share of
+    the samples, else all alike.
 
     The step may fail anywhere. Before the optimizer has stepped nothing large has changed, and undoing costs no copy of
     the weights. After that the weights come from a peer; where every survivor had stepped already, the step stands.
@@ -53,7 +53,8 @@ class ModelState(InCheckpoints, State):
         model: the plain module, already on its device.
         optimizer: for its parameters; or a list, a tuple or a dict of several.
         scheduler: of the learning rate; anything with state_dict/load_state_dict, or several. Step it in the step.
-        sampler: an `ElasticBatchSampler`, or anything with state_dict/load_state_dict (and set_world, commit, weight).
+        sampler: an `ElasticBatchSampler` or `ElasticStream`, or anything with state_dict/load_state_dict (and
+            set_world, commit, weight).
         extra: your own values: rolled back, sent to newcomers, saved. Plain ones, tensors, and objects with
             state_dict/load_state_dict (a GradScaler, an EMA), which stay the same objects; see docs/batteries.md.
         snapshot: "commit" or "full", see above.
@@ -64,7 +65,7 @@ class ModelState(InCheckpoints, State):
             goes through `shards` then. See docs/salvage.md.
         salvage: what becomes of a step in which a worker is lost: "discard" repeats it, "drop" commits what the
             survivors have computed and trains the rest later in the epoch, "recompute" computes the rest at once. The
-            last two need an `ElasticBatchSampler`.
+            last two need an `ElasticBatchSampler` or an `ElasticStream`.
 
     Attributes:
         module: the user's module.
@@ -149,7 +150,7 @@ class ModelState(InCheckpoints, State):
         dropped. A rank may have no shard of a small batch.
 
         Args:
-            loader: an `ElasticLoader` over the state's sampler.
+            loader: an `ElasticLoader` over the state's sampler, or the `ElasticStream` that is the sampler.
 
         Raises:
             StopIteration: the last epoch is over; let it end the step.

@@ -5,16 +5,18 @@ The data of an iteration is the same for any number of workers; dropout is drawn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import torchelastic
 from examples.nanogpt.losses import LossFile
 from examples.nanogpt.options import Options
+from examples.nanogpt.stream import text_stream
 from examples.nanogpt.training import (
     ELASTIC_FOLDER,
     Workshop,
@@ -24,6 +26,7 @@ from examples.nanogpt.training import (
     summary_line,
 )
 from torchelastic.checkpoint import DiskTier, KeepLast, OnSignal, TieredCheckpointManager
+from torchelastic.data import ElasticStream
 from torchelastic.data.order import mixed_seed
 from torchelastic.data.shares import share_bounds
 from torchelastic.lifetime import Lifetime
@@ -79,7 +82,10 @@ class GPTState(torchelastic.ModelState):
         extra: dict[str, Any] = {"best_val_loss": float("inf"), "losses": [], "is_better": False}
         if workshop.scaler.is_enabled():  # one that is off has no state
             extra["scaler"] = workshop.scaler
-        super().__init__(workshop.model, workshop.optimizer, sampler=Rows(self.options.sequences), extra=extra)
+        sampler: Rows | ElasticStream = Rows(self.options.sequences)
+        if self.options.stream:
+            sampler = text_stream(self.options, workshop.corpus.vocabulary)
+        super().__init__(workshop.model, workshop.optimizer, sampler=sampler, extra=extra)
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - all ranks are of one mind
         """After the last iteration, when the options say so, and when the last evaluation was worth it."""
@@ -115,7 +121,7 @@ class ElasticTraining:
 
     def train_step(self, state: GPTState) -> None:
         """One iteration; may fail anywhere and be repeated."""
-        options, workshop, rows = self.options, self.workshop, state.sampler
+        options, workshop = self.options, self.workshop
         is_over = state.step >= options.max_iters or options.eval_only
         if state.step % options.log_interval == 0:
             self.flush(state)  # before what this iteration adds: the file is cut at the first of what is written
@@ -124,15 +130,24 @@ class ElasticTraining:
         if is_over:
             self.flush(state)
             raise StopIteration
-        torch.manual_seed(mixed_seed(mixed_seed(options.seed, rows.rank + 1), state.step))
+        torch.manual_seed(mixed_seed(mixed_seed(options.seed, state.sampler.rank + 1), state.step))
         rate = workshop.learning_rate(state.step)
-        own = workshop.rows(state.step, rows.rank, rows.world_size)
-        # a worker beyond the number of sequences takes part with one that does not count
-        numbers = own or workshop.rows(state.step, 0, options.sequences)
-        total = workshop.add_gradients(state.model, numbers, scale=1 / len(numbers), no_sync=state.no_sync)
-        mean = sum_over_ranks(total if own else torch.zeros_like(total)).item() / options.sequences
+        rows, do_count, all_rows = self.rows(state)
+        total = workshop.add_gradients(state.model, rows, scale=1 / len(rows), no_sync=state.no_sync)
+        mean = sum_over_ranks(total if do_count else torch.zeros_like(total)).item() / all_rows
         workshop.step()
         state.extra["losses"].append({"iteration": state.step, "loss": mean, "learning_rate": rate})
+
+    def rows(self, state: GPTState) -> tuple[Sequence[int] | Tensor, bool, int]:
+        """What this worker trains in this iteration: the sequences, whether they count, and how many all have."""
+        if isinstance(state.sampler, ElasticStream):
+            batch: Tensor = next(state.sampler)
+            (share,) = state.sampler.pending
+            return batch, share.local_samples > 0, share.global_samples
+        rank, world_size = state.sampler.rank, state.sampler.world_size
+        own = self.workshop.rows(state.step, rank, world_size)
+        # a worker beyond the number of sequences takes part with some that do not count
+        return own or self.workshop.rows(state.step, 0, self.options.sequences), bool(own), self.options.sequences
 
     def evaluate(self, state: GPTState) -> None:
         """Measures; noted in the state, so that it is undone if the iteration fails."""

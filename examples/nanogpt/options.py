@@ -33,7 +33,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _AT_LEAST_ONE = (
     *("eval_interval", "log_interval", "eval_iters", "gradient_accumulation_steps", "batch_size"),
-    *("block_size", "n_layer", "n_head", "n_embd"),
+    *("block_size", "n_layer", "n_head", "n_embd", "stream_shards"),
 )
 _AT_LEAST_ZERO = (
     *("max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip"),
@@ -62,6 +62,9 @@ class Options:
         redundant_time: seconds in reserve before the deadline.
         save_ckpt_time: seconds that a save takes at least; 0: 10 s until one was measured.
         data_dir: the folder that `dataset` is in.
+        stream: text files to train on instead of `dataset`'s training part, a name or a glob pattern: each character
+            once in an epoch; for `torchelastic run`. Vocabulary and evaluation stay `dataset`'s.
+        stream_shards: logical shards of the stream: at least as many as workers; divides the sequences of an iteration.
         gradient_accumulation_steps: micro batches of an iteration, on all ranks together.
         batch_size: sequences of a micro batch.
         grad_clip: norm to which gradients are cut; 0: never.
@@ -82,6 +85,8 @@ class Options:
     save_ckpt_time: float = 0.0
     data_dir: str = "data"
     dataset: str = "char"
+    stream: str = ""
+    stream_shards: int = 4
     gradient_accumulation_steps: int = 40
     batch_size: int = 12
     block_size: int = 1024
@@ -206,5 +211,10 @@ def _check(options: Options) -> None:
             raise OptionError(f"{name} is {getattr(options, name)}: give a number from 0 on and below 1")
     if options.n_embd % options.n_head:
         raise OptionError(f"n_embd is {options.n_embd}: give a multiple of n_head, which is {options.n_head}")
+    if options.stream and options.sequences % options.stream_shards:
+        raise OptionError(
+            f"stream_shards is {options.stream_shards}, and an iteration has {options.sequences} sequences "
+            "(gradient_accumulation_steps x batch_size): give a divisor of that"
+        )
     if options.wandb_log:
         raise OptionError("wandb_log is not supported: the losses of all iterations are in out_dir/losses.jsonl")

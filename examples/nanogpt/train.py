@@ -48,6 +48,8 @@ def main(words: Sequence[str] | None = None) -> int:
             from examples.nanogpt import elastic
 
             return elastic.train(options)
+        if options.stream:
+            raise OptionError("stream is for `torchelastic run`: start train.py with that, or leave out --stream")
         from examples.nanogpt import plain
 
         return exit_code_for(plain.train(options, is_distributed="RANK" in os.environ), os.environ)

@@ -133,12 +133,12 @@ class Workshop:
         begin = iteration * self.options.sequences
         return range(begin + first, begin + last)
 
-    def add_gradients(self, model: nn.Module, rows: Sequence[int], *, scale: float, no_sync: NoSync) -> Tensor:
+    def add_gradients(self, model: nn.Module, rows: Sequence[int] | Tensor, *, scale: float, no_sync: NoSync) -> Tensor:
         """Forward and backward passes over some sequences, one micro batch after the other.
 
         Args:
             model: the wrapped one, in training mode.
-            rows: of this rank.
+            rows: the numbers of this rank's sequences; or the sequences, of shape (count, block_size + 1).
             scale: the weight of one sequence in what is minimised.
             no_sync: a context in which gradients stay on this rank.
 
@@ -195,10 +195,13 @@ class Workshop:
         means = (sum_over_ranks(sums) / count).tolist()
         return dict(zip(SPLITS, means, strict=True))
 
-    def _loss(self, model: nn.Module, split: str, numbers: Sequence[int], stream: str) -> Tensor:
-        inputs, targets = self.corpus.sequences(
-            split, numbers, self.options.block_size, seed=self.options.seed, stream=stream
-        )
+    def _loss(self, model: nn.Module, split: str, numbers: Sequence[int] | Tensor, stream: str) -> Tensor:
+        if isinstance(numbers, Tensor):
+            inputs, targets = numbers[:, :-1], numbers[:, 1:]
+        else:
+            inputs, targets = self.corpus.sequences(
+                split, numbers, self.options.block_size, seed=self.options.seed, stream=stream
+            )
         with self.device.autocast():
             logits = model(inputs.to(self.device.device))
             return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device.device).flatten())

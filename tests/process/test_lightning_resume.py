@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torchelastic.adapters.lightning import (
     MemoryCheckpointCallback,
     wrap_trainer_and_auto_resume,
 )
-from torchelastic.data import ElasticBatchSampler, EpochLoader
+from torchelastic.data import ElasticBatchSampler, ElasticStream, EpochLoader, EpochStream
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,32 +112,47 @@ def loader(**options: Any) -> EpochLoader:
     return EpochLoader(Numbers(), sampler, **options)
 
 
-def fit(container: Path, *callbacks: Callback, max_steps: int = -1, **options: Any) -> Notes:
+def numbers_of(shard: int, num_shards: int, position: int) -> Iterator[torch.Tensor]:
+    for number in range(shard + num_shards * position, SAMPLES, num_shards):
+        yield torch.tensor([float(number)])
+
+
+def stream_loader(**options: Any) -> EpochStream:
+    stream = ElasticStream(numbers_of, 2, global_batch_size=BATCH, epochs=EPOCHS, **options)
+    return EpochStream(stream, fetched_ahead=1)
+
+
+Loader = Callable[..., EpochLoader | EpochStream]
+
+
+def fit(container: Path, *callbacks: Callback, max_steps: int = -1, data: Loader = loader, **options: Any) -> Notes:
     """Trains all epochs, or so many steps, from the newest checkpoint; one is saved at each step."""
     saving = MemoryCheckpointCallback(container, 1, keep_on_train_end=True)
     trainer: Trainer = quiet_trainer(saving, *callbacks, max_steps=max_steps, max_epochs=EPOCHS)
     auto_resume = wrap_trainer_and_auto_resume(trainer, container, async_save=False)
     model = Notes()
-    trainer.fit(model, loader(**options), ckpt_path=auto_resume.ckpt_path())
+    trainer.fit(model, data(**options), ckpt_path=auto_resume.ckpt_path())
     return model
 
 
-def test_an_epoch_goes_on_where_it_was_interrupted(folder: Path) -> None:
-    whole = fit(folder / "whole").batches
+@pytest.mark.parametrize("data", [loader, stream_loader], ids=["index", "stream"])
+def test_an_epoch_goes_on_where_it_was_interrupted(folder: Path, data: Loader) -> None:
+    whole = fit(folder / "whole", data=data).batches
     assert [step for step, _, _ in whole] == list(range(EPOCHS * PER_EPOCH))
     for epoch in range(EPOCHS):
         parts = [ids for _, ids, _ in whole[epoch * PER_EPOCH :][:PER_EPOCH]]
         assert sorted(chain.from_iterable(parts)) == list(range(SAMPLES))
     for stop in (1, PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, 2 * PER_EPOCH, 3 * PER_EPOCH - 1):
-        assert fit(folder / f"{stop}", max_steps=stop).batches == whole[:stop]
-        assert fit(folder / f"{stop}").batches == whole[stop:], f"interrupted after {stop} steps"
-    assert fit(folder / "whole").batches == [], "it was over"
+        assert fit(folder / f"{stop}", max_steps=stop, data=data).batches == whole[:stop]
+        assert fit(folder / f"{stop}", data=data).batches == whole[stop:], f"interrupted after {stop} steps"
+    assert fit(folder / "whole", data=data).batches == [], "it was over"
 
 
-def test_what_worker_processes_have_loaded_ahead_is_not_counted(folder: Path) -> None:
-    whole = fit(folder / "whole").batches
-    fit(folder / "job", max_steps=7, num_workers=2)
-    assert fit(folder / "job", num_workers=2).batches == whole[7:]
+@pytest.mark.parametrize("data", [loader, stream_loader], ids=["index", "stream"])
+def test_what_worker_processes_have_loaded_ahead_is_not_counted(folder: Path, data: Loader) -> None:
+    whole = fit(folder / "whole", data=data).batches
+    fit(folder / "job", max_steps=7, data=data, num_workers=2)
+    assert fit(folder / "job", data=data, num_workers=2).batches == whole[7:]
 
 
 @pytest.mark.long

@@ -156,6 +156,22 @@ def test_a_run_of_torchelastic_goes_on_to_the_bits_of_python(here: Path) -> None
     assert kept[0] == 30
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_run_on_a_stream_of_files_goes_on_at_its_place_to_the_same_bits(here: Path) -> None:
+    for number in range(3):
+        (here / f"{number}.txt").write_text(TEXT[: 700 * (number + 1)].replace("; ", "\n"))
+    write_corpus(here / "data" / "fox", TEXT + "\n", source="a test")
+    words = ["--stream=*.txt", "--stream_shards=3", "--dropout=0.0", "--eval_interval=1000"]
+    train_by([*ELASTIC_RUN, "2"], "--max_iters=60", "--out_dir=whole", *words)  # more than an epoch
+    for max_iters in (17, 60):
+        train_by([*ELASTIC_RUN, "2"], f"--max_iters={max_iters}", "--out_dir=parts", *words)
+    losses = [[record for record in read_losses(here / out) if "loss" in record] for out in ("whole", "parts")]
+    assert iterations(losses[0]) == list(range(60))
+    assert losses[0] == losses[1]
+    assert losses[0][-1]["loss"] < losses[0][0]["loss"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_ranks_with_uneven_shares_go_on_to_the_same_bits(here: Path) -> None:
@@ -249,6 +265,7 @@ def test_two_ranks_lose_no_step_however_often_they_are_stopped(
         (["--init_from=resume", "--out_dir=empty"], "there is no checkpoint in empty"),
         (["--mode=elastic"], "holds checkpoints of --mode=plain"),
         (["--dtype=float16"], "needs a GPU"),
+        (["--stream=*.txt", "--stream_shards=3"], "stream is for `torchelastic run`"),
         (["--block_size=500"], "too few for sequences of block_size=500"),
     ],
 )

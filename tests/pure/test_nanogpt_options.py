@@ -87,6 +87,8 @@ def test_what_would_have_to_be_executed_is_refused(tmp_path: Path, text: str, mo
         (["--mode=both"], "give one of auto, plain, elastic"),
         (["--init_from=gpt2-xl"], "weights of GPT-2 are not loaded"),
         (["--wandb_log=True"], "losses.jsonl"),
+        (["--stream=x", "--stream_shards=7"], "an iteration has 480 sequences"),
+        (["--stream_shards=0"], "stream_shards is 0: give a number from 1 on"),
     ],
 )
 def test_a_senseless_word_is_refused_with_the_remedy(words: list[str], complaint: str) -> None:

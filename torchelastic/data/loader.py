@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import time
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchelastic.data import waiting
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.order import mixed_seed
+from torchelastic.data.worker_processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,8 @@ class ElasticLoader(Iterator[Any]):
         if isinstance(dataset, IterableDataset):
             raise ValueError(
                 f"{type(dataset).__name__} is an IterableDataset, and ElasticLoader needs a map-style dataset, since "
-                "it asks for samples by index: write __getitem__ and __len__"
+                "it asks for samples by index: write __getitem__ and __len__, or use ElasticStream, which keeps each "
+                "sample once for data without an index"
             )
         size = len(dataset)  # type: ignore[arg-type] # torch types no __len__ on Dataset, but batch sampling needs one
         if size != sampler.dataset_size:
@@ -85,7 +85,7 @@ class ElasticLoader(Iterator[Any]):
         self._dataloader: DataLoader[Any] | None = None
         self._running: Iterator[Any] | None = None
         self._running_for: tuple[tuple[int, int], int, int, int] | None = None
-        self._workers: set[BaseProcess] = set()
+        self._processes = WorkerProcesses()
 
     def __iter__(self) -> ElasticLoader:
         return self
@@ -128,26 +128,25 @@ class ElasticLoader(Iterator[Any]):
         """Drop what was prefetched and let the workers end. A later `next` starts them anew."""
         self.reset()
         self._dataloader = None
-        self._workers = set()
+        self._processes.forget()
 
     def _place(self) -> tuple[tuple[int, int], int, int, int]:
         return self.sampler.position, self.sampler.rank, self.sampler.world_size, self.sampler.deals
 
     def _start(self) -> None:
         self.reset()
-        if not all(worker.is_alive() for worker in self._workers):
-            # DataLoader would notice too, but only after waiting five seconds for the dead one's answer.
+        if self._processes.have_died():
             logger.warning("a data worker of this loader died; starting new ones")
             self._dataloader = None
         if self._dataloader is None:
             options = {"generator": torch.Generator(), **self._options}
             self._dataloader = DataLoader(self.dataset, batch_sampler=_Upcoming(self.sampler), **options)
-        others = set(multiprocessing.active_children())
-        self._running = self._iterate(self._dataloader)
+        dataloader = self._dataloader
+        if self._options.get("persistent_workers"):  # the others end with each iterator, and should
+            self._running = self._processes.started_by(lambda: self._iterate(dataloader))
+        else:
+            self._running = self._iterate(dataloader)
         self._running_for = self._place()
-        started = set(multiprocessing.active_children()) - others
-        if started and self._options.get("persistent_workers"):  # the others end with each iterator, and should
-            self._workers = started
 
     def _iterate(self, dataloader: DataLoader[Any]) -> Iterator[Any]:
         if "generator" not in self._options and dataloader.generator is not None:
@@ -157,4 +156,5 @@ class ElasticLoader(Iterator[Any]):
         return iter(dataloader)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_dataloader": None, "_running": None, "_running_for": None, "_workers": set()}
+        nothing = {"_dataloader": None, "_running": None, "_running_for": None, "_processes": WorkerProcesses()}
+        return {**self.__dict__, **nothing}

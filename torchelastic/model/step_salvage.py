@@ -40,7 +40,7 @@ class StepSalvage:
     Args:
         mode: "discard", "drop" or "recompute".
         gradients: where the step's gradients are.
-        sampler: an `ElasticBatchSampler`; unused with "discard".
+        sampler: an `ElasticBatchSampler` or `ElasticStream`; unused with "discard".
 
     Attributes:
         last: see `Salvaged`; None while no step was salvaged.
@@ -145,7 +145,8 @@ def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:
     if (mode != "discard" or logical_shards is not None) and not hasattr(sampler, "deal_again"):
         what = f"salvage={mode!r}" if logical_shards is None else f"logical_shards={logical_shards}"
         raise ValueError(
-            f"{what} needs ModelState(..., sampler=ElasticBatchSampler(...)): it knows which samples a step has"
+            f"{what} needs ModelState(..., sampler=ElasticBatchSampler(...)), or an ElasticStream: it knows which "
+            "samples a step has"
         )
     if mode == "drop" and logical_shards is not None:
         raise ValueError(

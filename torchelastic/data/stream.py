@@ -1,0 +1,351 @@
+"""Batches for train steps from a stream: data without an index, each sample once at any world size.
+
+The stream is a fixed number of logical shards, each read by an iterator of its own. A batch takes the same number of
+samples from each shard that has any left, whoever reads it, so the batches do not depend on the world size. Each rank
+reads a contiguous range of the shards and tells the others where they are (see `stream_exchange`); when the group
+changes, shards move, and who opens one goes on behind the last sample that counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from torchelastic.data import waiting
+from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, units_of_rank
+from torchelastic.data.stream_course import Mark, StreamCourse, samples_between
+from torchelastic.data.stream_exchange import StreamExchange
+from torchelastic.data.stream_reading import Draw, MakeIterator, ShardReader, ShardReading, joined, of_epoch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StreamShare:
+    """What one rank contributes to one global batch of a stream.
+
+    Attributes:
+        epoch: from 0 up.
+        number: the global batch's number within its epoch, from 0 up.
+        pieces: what counts as this rank's, in order: logical shard, number of its first sample in the shard's epoch,
+            number of samples; empty where its batch is padding.
+        global_samples: how many samples the step counts over all ranks.
+        carried: pieces whose gradients this rank brings along from a failed attempt at the same step.
+    """
+
+    epoch: int
+    number: int
+    pieces: tuple[tuple[int, int, int], ...]
+    global_samples: int
+    carried: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def local_samples(self) -> int:
+        """How many samples count as this rank's."""
+        return sum(samples for _, _, samples in self.pieces)
+
+    @property
+    def weight(self) -> float:
+        """Local over global samples; with those that are carried, the weights of all ranks sum to 1."""
+        return self.local_samples / self.global_samples
+
+
+class ElasticStream(Iterator[Any]):
+    """Loader and sampler of a stream: `next(stream)` is this rank's share of the next global batch.
+
+    Give it to `ModelState(..., sampler=stream)` and draw from it in the step. Drawing moves nothing for good: `commit`
+    does, so that a step that failed is drawn again. Each sample of an epoch is trained once, whatever workers are lost
+    or come, and after a stop at another world size. With `ModelState(logical_shards=)` of the same number, losses and
+    weights have the same bits at any world size.
+
+    Near the end of an epoch, when some shards are over, batches have fewer samples, and a rank may have none: it gets
+    a copy of up to two of another rank's samples, with weight 0, so that a step needs no special case.
+
+    Every rank has its own, made with the same arguments, and uses it on its training thread. All ranks draw equally
+    often: each draw is a collective of the default process group.
+
+    Args:
+        make_iterator: `make_iterator(shard, num_shards, position)` opens a logical shard at a position: 0 for the
+            beginning of an epoch; else what its iterator's `state_dict()` returned (plain values that JSON holds, the
+            place behind the newest sample) or, without that method, the number of samples that were drawn. It must
+            give the same samples in the same order each time, in any process. Where it has a method
+            `for_epoch(epoch)`, that returns what opens the shards in this epoch.
+        logical_shards: how many there are, the same for the whole run, at least as many as ranks.
+        global_batch_size: samples of a batch over all ranks; `logical_shards` divides it.
+        epochs: how often the shards are gone through; None: without an end.
+        seed: of the random numbers of a step with `ModelState(logical_shards=)`.
+        num_workers: worker processes of each rank that read ahead, among which its shards are divided.
+        prefetch_batches: how many batches each of them reads ahead.
+        collate_fn: makes a batch of a list of samples, on the training thread; default: torch's `default_collate`,
+            which worker processes then run too.
+        multiprocessing_context: how worker processes are started, as for DataLoader.
+
+    Raises:
+        ValueError: numbers that do not go together.
+    """
+
+    def __init__(
+        self,
+        make_iterator: MakeIterator,
+        logical_shards: int,
+        *,
+        global_batch_size: int,
+        epochs: int | None = 1,
+        seed: int = 0,
+        num_workers: int = 0,
+        prefetch_batches: int = 2,
+        collate_fn: Any = None,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        _check(logical_shards, global_batch_size, epochs, num_workers, prefetch_batches)
+        self.logical_shards = logical_shards
+        self.global_batch_size = global_batch_size
+        self.epochs = epochs
+        self.seed = seed
+        self._make_iterator = make_iterator
+        self._collate = default_collate if collate_fn is None else collate_fn
+        self._collates_in_workers = collate_fn is None and num_workers > 0
+        reader = ShardReader(
+            make_iterator,
+            logical_shards,
+            global_batch_size // logical_shards,
+            collates=self._collates_in_workers,
+            keeps=prefetch_batches + 2 if collate_fn is None else 0,
+        )
+        self._reading = ShardReading(reader, num_workers, prefetch_batches, multiprocessing_context)
+        self._exchange = StreamExchange()
+        self._rank, self._world_size = 0, 1
+        self._course = self._next = StreamCourse.start(0, logical_shards)
+        self._pending: tuple[StreamShare, ...] = ()
+        # the places behind the first batch after `_course`, since it was first drawn: also when that step has failed
+        self._attempt: tuple[Mark, ...] | None = None
+        self._second_deal: SecondDeal | None = None
+        self._padding: list[Any] = []
+
+    # Where we are
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next uncommitted batch; equals `epochs` when the run is finished."""
+        return self._course.epoch
+
+    @property
+    def number(self) -> int:
+        """Committed batches of the present epoch."""
+        return self._course.number
+
+    @property
+    def finished(self) -> bool:
+        """True when all epochs are committed."""
+        return self.epochs is not None and self.epoch >= self.epochs
+
+    @property
+    def rank(self) -> int:
+        """This rank, as last set by `set_world`."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, as last set by `set_world`."""
+        return self._world_size
+
+    @property
+    def pending(self) -> tuple[StreamShare, ...]:
+        """What was drawn since the last commit, in order."""
+        return self._pending
+
+    @property
+    def weight(self) -> float:
+        """This step's share of the gradient: pending local over pending global samples (1/world_size when none)."""
+        if not self._pending:
+            return 1.0 / self._world_size
+        return sum(share.local_samples for share in self._pending) / sum(
+            share.global_samples for share in self._pending
+        )
+
+    @property
+    def units(self) -> int:
+        """Into how many units a global batch is cut: the logical shards."""
+        return self.logical_shards
+
+    @property
+    def present_units(self) -> tuple[int, ...]:
+        """The logical shards that have samples in the next uncommitted batch."""
+        if not self._pending or self._attempt is None:
+            return () if self.finished else self._course.present
+        counts = samples_between(self._course.marks, self._attempt)
+        return tuple(shard for shard, samples in enumerate(counts) if samples)
+
+    def pending_units(self) -> tuple[tuple[int, int], ...]:
+        """The shards of the one batch that is pending, with their numbers of samples, in the order of the batch."""
+        (share,) = self._pending
+        return tuple((shard, samples) for shard, _, samples in share.pieces)
+
+    # What there is to read
+
+    def set_world(self, rank: int, world_size: int) -> None:
+        """Take a place in a (new) world; called on every rank of it. What was drawn and not committed is forgotten.
+
+        Args:
+            rank: 0 to world_size - 1.
+            world_size: number of ranks that share each global batch: those of the default process group.
+
+        Raises:
+            ValueError: `rank` is not in that range, the process group has another size, or, at the start of a run,
+                there are more ranks than logical shards. (Those that come later have nothing to read.)
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}: ranks go from 0 to world_size - 1")
+        if world_size > self.logical_shards:
+            few = (
+                f"{world_size} ranks share {self.logical_shards} logical shards, so some have nothing to read: start a "
+                "run with at least as many logical_shards as there will ever be ranks, and some more to divide evenly"
+            )
+            if self._course == StreamCourse.start(0, self.logical_shards):
+                raise ValueError(few)
+            log.warning("%s", few)
+        self._exchange.enter(world_size)
+        self._second_deal = None
+        self.rollback()
+        self._rank, self._world_size = rank, world_size
+
+    def set_logical_shards(self, shards: int) -> None:
+        """Called by `ModelState(logical_shards=)`. Raises ValueError where that is not the number of this stream."""
+        if shards != self.logical_shards:
+            raise ValueError(
+                f"ModelState has logical_shards={shards}, its ElasticStream {self.logical_shards}: give both the same"
+            )
+
+    def deal_again(self, deal: SecondDeal) -> None:
+        """Deal out the next uncommitted batch a second time, after an attempt at it has failed in another group.
+
+        Every rank of the new group calls it, after `set_world`, with what is for it. It holds until that batch is
+        committed, or until the next `set_world`. Shards that are postponed give nothing to it: their samples are in the
+        batches after it.
+        """
+        self._second_deal = deal
+
+    def __iter__(self) -> ElasticStream:
+        return self
+
+    def __next__(self) -> Any:
+        course = self._next
+        if self.epochs is not None and course.epoch >= self.epochs:
+            self.close()
+            raise StopIteration
+        deal = None if self._pending else self._second_deal
+        shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute
+        draws = self._read(course, shards)
+        told = {shard: draw.mark for shard, draw in draws.items()}
+        carried = () if deal is None else deal.carried
+        if carried:
+            assert self._attempt is not None, "a rank that brings gradients has drawn the batch"
+            told |= {shard: self._attempt[shard] for shard in carried}
+        absent: Collection[int] = ()
+        if deal is not None:  # nobody reads what is postponed, or what was over before
+            absent = {shard for shard, mark in enumerate(course.marks) if mark.ended or shard in deal.postponed}
+        marks = self._exchange.marks(course.number, course.marks, told, absent)
+        share = _share(course, marks, tuple(shards), carried)
+        if not share.global_samples:
+            raise ValueError(
+                f"none of the {self.logical_shards} logical shards has a sample in epoch {course.epoch}: does "
+                "make_iterator find its data?"
+            )
+        batch = self._batch(draws) if share.pieces else self._padding_batch(course, marks)
+        if not self._pending:
+            self._attempt = marks
+        self._pending += (share,)
+        self._next = course.advanced(marks)
+        return batch
+
+    def _read(self, course: StreamCourse, shards: Sequence[int]) -> dict[int, Draw]:
+        began_ns = time.monotonic_ns()
+        draws = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
+        if waiting.listener is not None:
+            waiting.listener(time.monotonic_ns() - began_ns)
+        return draws
+
+    def _batch(self, draws: Mapping[int, Draw]) -> Any:
+        if self._collates_in_workers:
+            return joined([draw.samples for draw in draws.values() if draw.samples is not None])
+        return self._collate([sample for draw in draws.values() for sample in draw.samples])
+
+    def _padding_batch(self, course: StreamCourse, marks: tuple[Mark, ...]) -> Any:
+        """The first samples of a shard that has some: any rank can open any shard."""
+        if not self._padding:
+            shard = next(s for s, samples in enumerate(samples_between(course.marks, marks)) if samples)
+            samples = of_epoch(self._make_iterator, course.epoch)(shard, self.logical_shards, 0)
+            self._padding = [sample for sample, _ in zip(samples, range(PADDING_SAMPLES), strict=False)]
+        return self._collate(list(self._padding))
+
+    # What happened
+
+    def commit(self) -> None:
+        """The step succeeded: move past all that was drawn."""
+        if self._pending:
+            self._course, self._attempt, self._second_deal = self._next, None, None
+        self._pending = ()
+
+    def rollback(self) -> None:
+        """The step failed: forget what was drawn since the last commit, so that it is drawn again."""
+        self._next = self._course
+        self._pending = ()
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The committed place of all logical shards, as plain values; the same on every rank."""
+        return self._course.to_state()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go to a saved place, whatever the world was there. What was drawn and not committed is forgotten.
+
+        Args:
+            state: from `state_dict` of a stream of the same shards; `global_batch_size` and `epochs` may differ.
+
+        Raises:
+            ValueError: it is something else, damaged, or of another number of shards. Nothing was changed then.
+        """
+        course = StreamCourse.from_state(state, self.logical_shards)
+        if course != self._course:
+            self._course, self._attempt = course, None
+        self._second_deal = None
+        self.rollback()
+
+    def close(self) -> None:
+        """Drop what was read ahead and let the worker processes end. A later `next` starts them anew."""
+        self._reading.close()
+
+
+def _share(
+    course: StreamCourse, marks: tuple[Mark, ...], shards: tuple[int, ...], carried: tuple[int, ...]
+) -> StreamShare:
+    counts = samples_between(course.marks, marks)
+
+    def pieces(of: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+        return tuple((shard, course.marks[shard].drawn, counts[shard]) for shard in of if counts[shard])
+
+    return StreamShare(course.epoch, course.number, pieces(shards), sum(counts), pieces(carried))
+
+
+def _check(
+    logical_shards: int, global_batch_size: int, epochs: int | None, num_workers: int, prefetch_batches: int
+) -> None:
+    if logical_shards < 1 or global_batch_size < 1 or (epochs is not None and epochs < 0):
+        raise ValueError(
+            f"logical_shards and global_batch_size start at 1 and epochs at 0, got "
+            f"logical_shards={logical_shards}, global_batch_size={global_batch_size}, epochs={epochs}"
+        )
+    if global_batch_size % logical_shards:
+        raise ValueError(
+            f"global_batch_size={global_batch_size} must be a multiple of logical_shards={logical_shards}: a batch "
+            "takes the same number of samples from each shard"
+        )
+    if num_workers < 0 or prefetch_batches < 1:
+        raise ValueError(
+            f"num_workers starts at 0 and prefetch_batches at 1, got num_workers={num_workers}, "
+            f"prefetch_batches={prefetch_batches}"
+        )

@@ -1,0 +1,330 @@
+"""Reads the logical shards that a rank holds, in this process or in worker processes that read ahead.
+
+Both ways run the same `ShardReader`: a worker process has one for its part of the shards. A reader is told where to
+begin, and then gives one batch's samples of all its shards each time it is asked. torch's DataLoader starts the
+processes, asks them ahead of time, and brings what they answer in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from torchelastic.data.fingerprint import fingerprint
+from torchelastic.data.stream_course import NO_DIGEST, Mark, position_text
+from torchelastic.data.worker_processes import WorkerProcesses
+
+log = logging.getLogger(__name__)
+
+#: A shard's position is taken anew after so many batches: what is drawn again, at most, when the shard moves. Positions
+#: of some iterators are large, or cost time, so they are not taken for each batch.
+POSITION_EVERY = 8
+#: So many times in a row worker processes may die before the error is raised.
+MAX_DEATHS = 3
+
+MakeIterator = Callable[[int, int, Any], Iterator[Any]]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one shard gives to one batch.
+
+    Attributes:
+        samples: as the iterator gave them; or already made one batch by torch's `default_collate`, None for no samples.
+        mark: the place behind them.
+    """
+
+    samples: Any
+    mark: Mark
+
+
+class _OpenShard:
+    """The iterator of one shard, at a place in it; one sample ahead, so that the end is known with the last sample."""
+
+    def __init__(self, make_iterator: MakeIterator, shard: int, num_shards: int, mark: Mark, keeps: int) -> None:
+        self._shard, self._mark = shard, mark
+        self._place = mark.drawn  # behind what was handed out
+        self._kept: deque[tuple[int, Draw]] = deque(maxlen=keeps)
+        self._again: deque[Draw] = deque()
+        self._samples: Iterator[Any] = iter(())
+        self._next: list[Any] = []
+        if mark.ended:
+            return
+        self._samples = iter(make_iterator(shard, num_shards, json.loads(mark.position)))
+        self._look_ahead()
+        digest = self._digest()
+        if mark.digest == NO_DIGEST:
+            self._mark = replace(mark, digest=digest, ended=not self._next)
+            return
+        missing = 1 - len(self._next)
+        if not missing and digest != mark.digest:
+            raise ValueError(
+                f"shard {shard} gives another sample behind its position {mark.position[:200]} (sample {mark.at} of "
+                "the epoch) than it did before. make_iterator(shard, num_shards, position) must give the same samples "
+                "in the same order each time: seed what is shuffled, sort lists of files. Or its data has changed"
+            )
+        again = mark.drawn - mark.at
+        if not missing and again:
+            given = sum(1 for _ in itertools.islice(self._samples, again - 1))
+            self._look_ahead()
+            missing = again - given - len(self._next)
+        if missing:
+            raise ValueError(
+                f"shard {shard} ends before its position: {mark.drawn} samples of it were trained in this epoch and "
+                "there was a further one, but the source has no more than that now. Has a file shrunk, or vanished? "
+                "Bring it back as it was, or start a new run"
+            )
+
+    def go_back(self, place: int) -> bool:
+        """Have what was handed out behind this place, so many samples into the epoch, come again.
+
+        Returns:
+            Whether that could be done: only so much is kept.
+        """
+        while self._place != place and self._kept:
+            self._place, draw = self._kept.pop()
+            self._again.appendleft(draw)
+        return self._place == place
+
+    def draw(self, wanted: int) -> Draw:
+        """Up to so many samples, fewer at the end of the shard."""
+        draw = self._again.popleft() if self._again else self._read(wanted)
+        self._kept.append((self._place, draw))
+        self._place = draw.mark.drawn
+        return draw
+
+    def _read(self, wanted: int) -> Draw:
+        if self._mark.ended:
+            return Draw([], self._mark)
+        samples = self._next + list(itertools.islice(self._samples, wanted - 1))
+        self._next = []
+        mark = replace(self._mark, drawn=self._mark.drawn + len(samples))
+        is_due = mark.drawn - mark.at >= POSITION_EVERY * wanted
+        if is_due:  # before looking ahead, since it is to be the place behind these samples
+            mark = replace(mark, position=self._position(mark.drawn), at=mark.drawn)
+        if len(samples) == wanted:
+            self._look_ahead()
+        if is_due and self._next:
+            mark = replace(mark, digest=self._digest())
+        self._mark = replace(mark, ended=not self._next)
+        return Draw(samples, self._mark)
+
+    def _look_ahead(self) -> None:
+        self._next = list(itertools.islice(self._samples, 1))
+
+    def _digest(self) -> int:
+        return fingerprint(self._next[0]) if self._next else NO_DIGEST
+
+    def _position(self, drawn: int) -> str:
+        state_dict = getattr(self._samples, "state_dict", None)
+        if state_dict is None:
+            return str(drawn)
+        try:
+            return position_text(state_dict())
+        except (TypeError, ValueError) as error:
+            kind = type(self._samples).__name__
+            raise ValueError(
+                f"the position of shard {self._shard} cannot be kept: state_dict() of its {kind} holds {error}; it may "
+                "hold numbers, strings, booleans, None, and lists and dicts of them by name"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a reader is asked for: the next batch of its shards; after going to `start` first, if that is given."""
+
+    worker: int
+    start: tuple[int, dict[int, Mark]] | None = None
+
+
+class ShardReader(Dataset[dict[int, Draw]]):
+    """Reads some shards batch by batch; asked by `_Order`s, one after the other.
+
+    Args:
+        make_iterator: as of `ElasticStream`.
+        num_shards: logical shards of the whole stream.
+        samples: of one shard in each batch.
+        collates: whether to make one batch of each shard's samples, by torch's `default_collate`.
+        keeps: how many batches back a shard can go without being opened anew. 0 where the samples themselves are
+            handed out: they may be changed there.
+    """
+
+    def __init__(
+        self, make_iterator: MakeIterator, num_shards: int, samples: int, *, collates: bool, keeps: int
+    ) -> None:
+        self._make_iterator, self._num_shards, self._wanted = make_iterator, num_shards, samples
+        self._collates, self._keeps = collates, keeps
+        self._epoch = -1
+        self._open: dict[int, _OpenShard] = {}
+
+    def __getitem__(self, order: _Order) -> dict[int, Draw]:
+        try:
+            if order.start is not None:
+                self._go_to(*order.start)
+            draws = {shard: opened.draw(self._wanted) for shard, opened in self._open.items()}
+        except BaseException:
+            self._open = {}  # one of them is in the middle of a batch
+            raise
+        if self._collates:
+            return {
+                shard: replace(draw, samples=default_collate(draw.samples) if draw.samples else None)
+                for shard, draw in draws.items()
+            }
+        return draws
+
+    def _go_to(self, epoch: int, marks: Mapping[int, Mark]) -> None:
+        make = of_epoch(self._make_iterator, epoch)
+        before = self._open if epoch == self._epoch else {}
+        self._open, self._epoch = {}, epoch
+        for shard, mark in marks.items():
+            opened = before.pop(shard, None)
+            if opened is None or not opened.go_back(mark.drawn):
+                opened = _OpenShard(make, shard, self._num_shards, mark, self._keeps)
+            self._open[shard] = opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_epoch": -1, "_open": {}}  # iterators stay in their process
+
+
+def _as_it_is(draws: dict[int, Draw]) -> dict[int, Draw]:
+    return draws
+
+
+def of_epoch(make_iterator: MakeIterator, epoch: int) -> MakeIterator:
+    """What opens the shards in this epoch."""
+    for_epoch = getattr(make_iterator, "for_epoch", None)
+    made: MakeIterator = make_iterator if for_epoch is None else for_epoch(epoch)
+    return made
+
+
+class _Orders:
+    """What the worker processes are asked for, in turn, without an end: DataLoader's view of a stream."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.start: tuple[int, dict[int, Mark]] = (0, {})
+
+    def __iter__(self) -> Iterator[_Order]:
+        epoch, marks = self.start
+        # a shard that stays with its rank stays with its worker process
+        parts = [{s: mark for s, mark in marks.items() if s % self._workers == w} for w in range(self._workers)]
+        yield from (_Order(worker, (epoch, part)) for worker, part in enumerate(parts))
+        yield from (_Order(worker) for worker in itertools.cycle(range(self._workers)))
+
+
+class ShardReading:
+    """The reading of one rank. Use it from the training thread.
+
+    Args:
+        reader: reads in this process, or a copy of it in each worker process.
+        num_workers: worker processes; 0: none.
+        prefetch_batches: how many batches they read ahead.
+        multiprocessing_context: how they are started: "fork", "spawn", "forkserver"; None: as torch does.
+    """
+
+    def __init__(
+        self, reader: ShardReader, num_workers: int, prefetch_batches: int, multiprocessing_context: str | None
+    ) -> None:
+        self._reader, self._num_workers = reader, num_workers
+        self._prefetch, self._context = prefetch_batches, multiprocessing_context
+        self._orders = _Orders(max(num_workers, 1))
+        self._processes = WorkerProcesses()
+        self._dataloader: DataLoader[dict[int, Draw]] | None = None
+        self._running: Iterator[dict[int, Draw]] | None = None
+        self._at: tuple[int, dict[int, int]] | None = None
+
+    def draw(self, epoch: int, marks: Mapping[int, Mark]) -> dict[int, Draw]:
+        """The next batch's samples of these shards, from these places on.
+
+        Args:
+            epoch: of the places.
+            marks: the shards and their places; reading goes on where they are those behind the batch before.
+
+        Returns:
+            What each shard gives, in their order.
+
+        Raises:
+            ValueError: a shard cannot be read again as it was before, or its position cannot be kept.
+            Exception: what `make_iterator` and its iterators raise.
+        """
+        drawn = {}
+        for deaths in itertools.count(1):
+            try:
+                drawn = self._draw(epoch, marks)
+                break
+            except RuntimeError as error:
+                self._running = None
+                if not self._processes.have_died() or deaths == MAX_DEATHS:
+                    raise
+                log.warning("a data worker of this stream died (%s): starting new ones", error)
+            except BaseException:
+                self._running = None  # it is in the middle of another batch
+                raise
+        self._at = epoch, {shard: draw.mark.drawn for shard, draw in drawn.items()}
+        return {shard: drawn[shard] for shard in marks}
+
+    def close(self) -> None:
+        """Let the worker processes end, and the iterators. A later `draw` starts them anew."""
+        self._running = self._dataloader = self._at = None
+        self._processes.forget()
+
+    def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> dict[int, Draw]:
+        is_going_on = self._running is not None and self._at == (epoch, {s: mark.drawn for s, mark in marks.items()})
+        if not is_going_on:
+            self._orders.start = epoch, dict(marks)
+            self._start()
+        assert self._running is not None
+        drawn: dict[int, Draw] = {}
+        for _ in range(max(self._num_workers, 1)):
+            drawn |= next(self._running)
+        return drawn
+
+    def _start(self) -> None:
+        if not self._num_workers:
+            self._running = map(self._reader.__getitem__, self._orders)
+            return
+        if self._processes.have_died():
+            log.warning("a data worker of this stream died; starting new ones")
+            self._dataloader = None
+        if self._dataloader is None:
+            self._dataloader = DataLoader(
+                self._reader, batch_size=None, sampler=self._orders,
+                num_workers=self._num_workers, prefetch_factor=self._prefetch, persistent_workers=True,
+                multiprocessing_context=self._context,
+                collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch types lists here, also without batches
+                # one of its own: the random numbers of the train step are not drawn from
+                generator=torch.Generator(),
+            )  # fmt: skip
+        dataloader = self._dataloader
+        self._running = self._processes.started_by(lambda: iter(dataloader))
+
+    def __getstate__(self) -> dict[str, Any]:
+        nothing = {"_dataloader": None, "_running": None, "_at": None, "_processes": WorkerProcesses()}
+        return {**self.__dict__, **nothing}
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """One batch of several that `default_collate` made, one behind the other; the tensors are copied.
+
+    Raises:
+        TypeError: batches of another kind.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        if all(isinstance(value, (str, bytes)) for value in first):
+            return [value for part in parts for value in part]
+        columns = [joined(list(column)) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    raise TypeError(f"default_collate made a {type(first).__name__}: give a collate_fn of your own")
