@@ -115,7 +115,8 @@ class ElasticStream(Iterator[Any]):
             logical_shards,
             global_batch_size // logical_shards,
             collates=self._collates_in_workers,
-            keeps=prefetch_batches + 2 if collate_fn is None else 0,
+            # what is read ahead, the batch of the step, and one more; a collate_fn may hand out the samples themselves
+            keeps=0 if collate_fn is not None else 2 + (prefetch_batches if num_workers else 0),
         )
         self._reading = ShardReading(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()

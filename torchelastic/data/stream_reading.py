@@ -12,8 +12,8 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -33,8 +33,7 @@ MAX_DEATHS = 3
 MakeIterator = Callable[[int, int, Any], Iterator[Any]]
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """What one shard gives to one batch.
 
     Attributes:
@@ -62,7 +61,7 @@ class _OpenShard:
         self._look_ahead()
         digest = self._digest()
         if mark.digest == NO_DIGEST:
-            self._mark = replace(mark, digest=digest, ended=not self._next)
+            self._mark = mark._replace(digest=digest, ended=not self._next)
             return
         missing = 1 - len(self._next)
         if not missing and digest != mark.digest:
@@ -102,19 +101,21 @@ class _OpenShard:
         return draw
 
     def _read(self, wanted: int) -> Draw:
-        if self._mark.ended:
+        position, at, drawn, digest, ended = self._mark
+        if ended:
             return Draw([], self._mark)
-        samples = self._next + list(itertools.islice(self._samples, wanted - 1))
-        self._next = []
-        mark = replace(self._mark, drawn=self._mark.drawn + len(samples))
-        is_due = mark.drawn - mark.at >= POSITION_EVERY * wanted
-        if is_due:  # before looking ahead, since it is to be the place behind these samples
-            mark = replace(mark, position=self._position(mark.drawn), at=mark.drawn)
-        if len(samples) == wanted:
+        if drawn + wanted - at < POSITION_EVERY * wanted:
+            samples = self._next + list(itertools.islice(self._samples, wanted))
+            self._next = samples[wanted:]
+            del samples[wanted:]
+            drawn += len(samples)
+        else:  # the new position is the place behind these samples, so it is taken before looking ahead
+            samples = self._next + list(itertools.islice(self._samples, wanted - 1))
+            drawn += len(samples)
+            position, at = self._position(drawn), drawn
             self._look_ahead()
-        if is_due and self._next:
-            mark = replace(mark, digest=self._digest())
-        self._mark = replace(mark, ended=not self._next)
+            digest = self._digest()
+        self._mark = Mark(position, at, drawn, digest, not self._next)
         return Draw(samples, self._mark)
 
     def _look_ahead(self) -> None:
@@ -175,8 +176,8 @@ class ShardReader(Dataset[dict[int, Draw]]):
             raise
         if self._collates:
             return {
-                shard: replace(draw, samples=default_collate(draw.samples) if draw.samples else None)
-                for shard, draw in draws.items()
+                shard: Draw(default_collate(samples) if samples else None, mark)
+                for shard, (samples, mark) in draws.items()
             }
         return draws
 
@@ -239,7 +240,7 @@ class ShardReading:
         self._processes = WorkerProcesses()
         self._dataloader: DataLoader[dict[int, Draw]] | None = None
         self._running: Iterator[dict[int, Draw]] | None = None
-        self._at: tuple[int, dict[int, int]] | None = None
+        self._at: tuple[int, dict[int, Mark]] | None = None
 
     def draw(self, epoch: int, marks: Mapping[int, Mark]) -> dict[int, Draw]:
         """The next batch's samples of these shards, from these places on.
@@ -268,7 +269,7 @@ class ShardReading:
             except BaseException:
                 self._running = None  # it is in the middle of another batch
                 raise
-        self._at = epoch, {shard: draw.mark.drawn for shard, draw in drawn.items()}
+        self._at = epoch, {shard: draw.mark for shard, draw in drawn.items()}
         return {shard: drawn[shard] for shard in marks}
 
     def close(self) -> None:
@@ -277,8 +278,7 @@ class ShardReading:
         self._processes.forget()
 
     def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> dict[int, Draw]:
-        is_going_on = self._running is not None and self._at == (epoch, {s: mark.drawn for s, mark in marks.items()})
-        if not is_going_on:
+        if self._running is None or self._at != (epoch, marks):
             self._orders.start = epoch, dict(marks)
             self._start()
         assert self._running is not None
