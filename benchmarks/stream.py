@@ -16,6 +16,7 @@ costs without any data to speak of, alone and with several ranks, so the differe
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import socket
@@ -88,10 +89,10 @@ def ways(workers: int) -> dict[str, Iterator[Any]]:
         "ours": committed(make_stream(workers)),
     }
     try:
-        from torchdata.stateful_dataloader import StatefulDataLoader
+        torchdata: Any = importlib.import_module("torchdata.stateful_dataloader")
     except ImportError:
         return found
-    return {**found, "stateful": iter(StatefulDataLoader(BareShards(), **options))}
+    return {**found, "stateful": iter(torchdata.StatefulDataLoader(BareShards(), **options))}
 
 
 def rates(workers: int, rounds: int, batches: int) -> Mapping[str, Any]:

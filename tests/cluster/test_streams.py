@@ -181,7 +181,6 @@ class History:
         self.told = [f"seed {seed}", str(self.options), f"gates {self.gates}"]
 
     def start_host(self) -> None:
-        # what has asked before is counted, so that it is known when this one has
         self.hosts.append(
             self.job.start(
                 f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.run_id}-{self.run}", "--nnodes=1:4",
@@ -190,10 +189,10 @@ class History:
         )  # fmt: skip
 
     def start_hosts(self, count: int) -> None:
-        asked = len(self.job.of("asking"))
+        known = {event["pid"] for event in self.job.of("asking")}
         for _ in range(count):
             self.start_host()
-        self.job.wait_for("asking", count=asked + count, timeout_s=90)
+        wait_until(lambda: len({e["pid"] for e in self.job.of("asking")} - known) >= count, 90, "newcomers have asked")
 
     def happen(self, gate: int) -> None:
         """One thing, just after this gate is opened, or just before."""
