@@ -1,0 +1,260 @@
+"""Sources that read files: each sample in one shard, going on from any place, and what is said of bad files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tests.pure.source_contract import PAD, all_samples, through_json
+from torchelastic.data import Source, SourceError, jsonl, lines, mapped, mixed, packed, repeated, shuffled
+from torchelastic.data.sources import files as files_module
+from torchelastic.data.sources.api import opened
+
+_LINE = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=12)
+_FILES = st.lists(st.lists(_LINE, max_size=8), min_size=1, max_size=4)
+_SHARDS = st.integers(1, 6)
+
+
+@contextlib.contextmanager
+def folder_of(contents: list[bytes]) -> Iterator[str]:
+    """A pattern that matches files with these contents."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, content in enumerate(contents):
+            (Path(folder) / f"{number}.txt").write_bytes(content)
+        yield f"{folder}/*.txt"
+
+
+@settings(max_examples=25)
+@given(_FILES, _SHARDS, st.sampled_from(["\n", "\r\n"]), st.booleans())
+def test_each_line_is_in_one_shard_and_reading_goes_on_from_any_place(
+    texts: list[list[str]], num_shards: int, end: str, has_last_end: bool
+) -> None:
+    contents = [end.join(text) + (end if text and has_last_end else "") for text in texts]
+    expected = [line for text, content in zip(texts, contents, strict=True) for line in text if content]
+    if not has_last_end:  # an empty line without an end is no line
+        expected = [line for text in texts for line in (text if not text or text[-1] else text[:-1])]
+    with folder_of([content.encode() for content in contents]) as pattern:
+        assert Counter(all_samples(lines(pattern), num_shards)) == Counter(expected)
+        assert list(lines(pattern)(0, 1, 0)) == expected
+
+
+_VALUE = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | _LINE, st.lists, max_leaves=4)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.lists(_VALUE, max_size=6), min_size=1, max_size=3), _SHARDS)
+def test_each_value_of_jsonl_comes_once(values: list[list[Any]], num_shards: int) -> None:
+    contents = ["".join(json.dumps(value, ensure_ascii=False) + "\n\n" for value in one).encode() for one in values]
+    with folder_of(contents) as pattern:
+        samples = all_samples(jsonl(pattern), num_shards)
+    assert Counter(map(json.dumps, samples)) == Counter(json.dumps(value) for one in values for value in one)
+
+
+def numbered(sample: Any) -> list[int]:
+    return [int(word) for word in sample.split()] if isinstance(sample, str) else sample
+
+
+_COMPOSITIONS: list[Callable[[Source[Any], Source[Any]], Source[Any]]] = [
+    lambda one, _: shuffled(packed(one, 3, numbered, pad=PAD), 4, seed=1),
+    lambda one, _: packed(shuffled(one, 4, seed=2), 5, numbered, pad=PAD),
+    lambda one, other: shuffled(mixed({"a": mapped(one, numbered), "b": other}, {"a": 1, "b": 2}), 3),
+    lambda one, other: packed(mixed({"a": repeated(one, 2), "b": other}, {"a": 3, "b": 2}), 4, numbered, pad=PAD),
+]
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    st.lists(st.integers(0, 5), max_size=5),
+    _SHARDS,
+    st.sampled_from(range(len(_COMPOSITIONS))),
+)
+def test_compositions_of_files_have_each_token_once(
+    texts: list[int], values: list[int], num_shards: int, which: int
+) -> None:
+    token = iter(range(1000))
+    in_text = [[[next(token) for _ in range(count)] for _ in range(3)] for count in texts]
+    in_json = [[next(token) for _ in range(count)] for count in values]
+    contents = [
+        "".join(" ".join(map(str, line)) + "\n" for line in text).encode() for text in in_text
+    ]  # fmt: skip
+    with folder_of(contents) as one, folder_of([json.dumps(value).encode() for value in in_json] or [b""]) as other:
+        samples = all_samples(_COMPOSITIONS[which](lines(one), jsonl(other)), num_shards)
+    times = 2 if which == 3 else 1
+    expected = Counter({token: times for text in in_text for line in text for token in line})
+    if which >= 2:
+        expected += Counter(token for value in in_json for token in value)
+    assert Counter(token for sample in samples for token in sample if token != PAD) == expected
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(4):
+        text = "".join(f'{{"file": {number}, "line": {line}}}\n' for line in range(10))
+        (tmp_path / f"part-{number}.jsonl").write_text(text)
+    return tmp_path
+
+
+def position_in(source: Source[Any], drawn: int, *, shard: int = 0, num_shards: int = 1) -> Any:
+    samples = opened(source, shard, num_shards, 0)
+    for _ in range(drawn):
+        next(samples)
+    return through_json(samples.state_dict())
+
+
+def test_with_as_many_files_as_shards_or_more_files_are_whole(folder: Path) -> None:
+    shards = [list(jsonl(f"{folder}/*.jsonl")(shard, 3, 0)) for shard in range(3)]
+    assert [sorted({sample["file"] for sample in samples}) for samples in shards] == [[0, 3], [1], [2]]
+
+
+def test_with_fewer_files_each_shard_has_a_part_of_each(folder: Path) -> None:
+    shards = [list(jsonl(f"{folder}/*.jsonl")(shard, 5, 0)) for shard in range(5)]
+    assert {len(samples) for samples in shards} == {8}
+    assert all({sample["file"] for sample in samples} == {0, 1, 2, 3} for samples in shards)
+
+
+def test_a_position_is_small_and_data_may_be_moved_as_a_whole(folder: Path, tmp_path: Path) -> None:
+    position = position_in(jsonl(f"{folder}/*.jsonl"), 25)
+    assert len(json.dumps(position, separators=(",", ":"))) <= 100
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for path in folder.glob("*.jsonl"):
+        path.rename(moved / path.name)
+    assert next(iter(jsonl(f"{moved}/*.jsonl")(0, 1, position))) == {"file": 2, "line": 5}
+
+
+def test_going_on_seeks_and_does_not_read_what_was_before(folder: Path) -> None:
+    source = jsonl(f"{folder}/*.jsonl")
+    position = position_in(source, 15)
+    path = folder / "part-1.jsonl"
+    path.write_bytes(b"\xff" * 60 + path.read_bytes()[60:])
+    assert [sample["line"] for sample in source(0, 1, position)][:5] == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        lambda folder: f"{folder}/*.jsonl",
+        lambda folder: folder / "*.jsonl",
+        lambda folder: [folder / "part-0.jsonl", f"{folder}/part-[123].jsonl"],
+        lambda folder: [path for path in folder.glob("*.jsonl") if path.is_file()],
+        lambda folder: f"file://{folder}/*.jsonl",
+        lambda folder: [f"file://{folder}/part-{number}.jsonl" for number in range(4)],
+    ],
+)
+def test_files_are_named_in_any_of_these_ways(folder: Path, files: Callable[[Path], Any]) -> None:
+    (folder / "part-5.jsonl").mkdir()
+    samples = all_samples(jsonl(files(folder)), 6)
+    assert Counter((sample["file"], sample["line"]) for sample in samples) == Counter(
+        (file, line) for file in range(4) for line in range(10)
+    )
+
+
+def test_a_file_may_have_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("x\n")
+    assert list(lines(tmp_path / "a[1].txt")(0, 1, 0)) == ["x"]
+
+
+def test_urls_are_read_through_fsspec() -> None:
+    system = fsspec.filesystem("memory")
+    system.mkdirs("/sources", exist_ok=True)
+    for number in range(3):
+        system.pipe_file(f"/sources/{number}.txt", "".join(f"{number} {line}\n" for line in range(50)).encode())
+    for pattern in ("memory://sources/*.txt", [f"memory://sources/{number}.txt" for number in range(3)]):
+        samples = all_samples(lines(pattern), 4)
+        assert Counter(samples) == Counter(f"{number} {line}" for number in range(3) for line in range(50))
+    with pytest.raises(SourceError, match=r"no file matches memory://sources/\*\.gone"):
+        lines("memory://sources/*.gone")(0, 1, 0)
+    with pytest.raises(SourceError, match=r"memory://sources/9\.txt is not there"):
+        list(lines("memory://sources/9.txt")(0, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("{0}/*.gone", r"no file matches .*\.gone"),
+        (["{0}/*.jsonl", "{0}/part-1.jsonl"], r"part-1\.jsonl is named twice"),
+        ([], "the list of files is empty"),
+        ("{0}/a.txt.gz", "a.txt.gz is compressed"),
+    ],
+)
+def test_a_wrong_list_of_files_is_told_when_a_shard_is_opened(folder: Path, files: Any, message: str) -> None:
+    filled = files.format(folder) if isinstance(files, str) else [one.format(folder) for one in files]
+    with pytest.raises(SourceError, match=message):
+        lines(filled)(0, 1, 0)
+
+
+def test_a_line_that_is_no_json_is_named(folder: Path) -> None:
+    (folder / "part-1.jsonl").write_text('{"good": 1}\n{"bad": \x1b\n')
+    with pytest.raises(SourceError, match=r"part-1\.jsonl, byte 12: the line is not JSON \(.*bad") as caught:
+        list(jsonl(f"{folder}/*.jsonl")(0, 1, 0))
+    assert "\x1b" not in str(caught.value)
+    (folder / "part-1.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(SourceError, match=r"part-1\.jsonl, byte 0: the line is not JSON"):
+        list(jsonl(f"{folder}/*.jsonl")(0, 1, 0))
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good\nb\xff\xfed\n")
+    with pytest.raises(SourceError, match=r"a\.txt, byte 5: the line is not UTF-8"):
+        list(lines(tmp_path / "a.txt")(0, 1, 0))
+
+
+@pytest.mark.parametrize("wrapped", [lambda source: source, lambda source: shuffled(source, 4)])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"part-2\.jsonl, at \d+: .* had 230 bytes.* shrunk to"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"0"), r"part-2\.jsonl, at \d+: .* bytes, .* grown to 231"),
+        (lambda path: path.unlink(), r"part-2\.jsonl, at \d+: .* this file is gone \(3 files now\): bring back"),
+        (lambda path: (path.parent / "new.jsonl").touch(), r"part-2\.jsonl, at \d+: .* in another list of files \(5"),
+    ],
+    ids=["shrunk", "grown", "gone", "another file"],
+)
+def test_a_file_that_is_not_what_it_was_is_named(
+    folder: Path, change: Callable[[Path], object], message: str, wrapped: Callable[[Source[Any]], Source[Any]]
+) -> None:
+    source = wrapped(jsonl(f"{folder}/*.jsonl"))
+    position = position_in(source, 25)
+    change(folder / "part-2.jsonl")
+    with pytest.raises(SourceError, match=message):
+        next(source(0, 1, position))
+
+
+def test_a_file_of_a_list_that_is_not_there_is_named(folder: Path) -> None:
+    source = jsonl([folder / f"part-{number}.jsonl" for number in range(4)])
+    position = position_in(source, 25)
+    (folder / "part-2.jsonl").unlink()
+    with pytest.raises(SourceError, match=r"part-2\.jsonl is not there: bring it back"):
+        list(source(0, 1, position))
+
+
+def test_sources_are_imported_without_what_only_some_of_them_need() -> None:
+    names = "lines jsonl parquet tar_samples from_datasets from_stateful shuffled packed mixed repeated mapped"
+    code = (
+        f"import sys; from torchelastic.data import {', '.join(names.split())}; "
+        "print({'torch', 'pyarrow', 'fsspec', 'datasets', 'torchdata', 'numpy', 'pickle'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_only_the_first_empty_shard_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    files_module.say_shards_are_empty.cache_clear()
+    for _ in range(2):
+        files_module.say_shards_are_empty("things", 2, 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "there are 2 things for 5 logical shards, so 3 shards are empty: make more of them, or fewer logical shards"
+    ]
