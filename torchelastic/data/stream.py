@@ -18,9 +18,10 @@ from torch.utils.data import default_collate
 
 from torchelastic.data import waiting
 from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, units_of_rank
+from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_course import Mark, StreamCourse, samples_between
 from torchelastic.data.stream_exchange import StreamExchange
-from torchelastic.data.stream_reading import Draw, MakeIterator, ShardReader, ShardReading, joined, of_epoch
+from torchelastic.data.stream_reading import Draw, ShardReader, ShardReading, joined
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class ElasticStream(Iterator[Any]):
             beginning of an epoch; else what its iterator's `state_dict()` returned (plain values that JSON holds, the
             place behind the newest sample) or, without that method, the number of samples that were drawn. It must
             give the same samples in the same order each time, in any process. Where it has a method
-            `for_epoch(epoch)`, that returns what opens the shards in this epoch.
+            `for_epoch(epoch)`, that returns what opens the shards in this epoch. See `torchelastic.data.Source`.
         logical_shards: how many there are, the same for the whole run, at least as many as ranks.
         global_batch_size: samples of a batch over all ranks; `logical_shards` divides it.
         epochs: how often the shards are gone through; None: without an end.
@@ -91,7 +92,7 @@ class ElasticStream(Iterator[Any]):
 
     def __init__(
         self,
-        make_iterator: MakeIterator,
+        make_iterator: Source[Any],
         logical_shards: int,
         *,
         global_batch_size: int,

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from torchelastic.data.fingerprint import fingerprint
+from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_course import NO_DIGEST, Mark, position_text
 from torchelastic.data.worker_processes import WorkerProcesses
 
@@ -29,8 +30,6 @@ log = logging.getLogger(__name__)
 POSITION_EVERY = 8
 #: So many times in a row worker processes may die before the error is raised.
 MAX_DEATHS = 3
-
-MakeIterator = Callable[[int, int, Any], Iterator[Any]]
 
 
 class Draw(NamedTuple):
@@ -48,7 +47,7 @@ class Draw(NamedTuple):
 class _OpenShard:
     """The iterator of one shard, at a place in it; one sample ahead, so that the end is known with the last sample."""
 
-    def __init__(self, make_iterator: MakeIterator, shard: int, num_shards: int, mark: Mark, keeps: int) -> None:
+    def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, mark: Mark, keeps: int) -> None:
         self._shard, self._mark = shard, mark
         self._place = mark.drawn  # behind what was handed out
         self._kept: deque[tuple[int, Draw]] = deque(maxlen=keeps)
@@ -159,7 +158,7 @@ class ShardReader(Dataset[dict[int, Draw]]):
     """
 
     def __init__(
-        self, make_iterator: MakeIterator, num_shards: int, samples: int, *, collates: bool, keeps: int
+        self, make_iterator: Source[Any], num_shards: int, samples: int, *, collates: bool, keeps: int
     ) -> None:
         self._make_iterator, self._num_shards, self._wanted = make_iterator, num_shards, samples
         self._collates, self._keeps = collates, keeps
@@ -197,13 +196,6 @@ class ShardReader(Dataset[dict[int, Draw]]):
 
 def _as_it_is(draws: dict[int, Draw]) -> dict[int, Draw]:
     return draws
-
-
-def of_epoch(make_iterator: MakeIterator, epoch: int) -> MakeIterator:
-    """What opens the shards in this epoch."""
-    for_epoch = getattr(make_iterator, "for_epoch", None)
-    made: MakeIterator = make_iterator if for_epoch is None else for_epoch(epoch)
-    return made
 
 
 class _Orders:
