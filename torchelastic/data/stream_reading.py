@@ -171,7 +171,7 @@ class ShardReader(Dataset[dict[int, Draw]]):
                 self._go_to(*order.start)
             draws = {shard: opened.draw(self._wanted) for shard, opened in self._open.items()}
         except BaseException:
-            self._open = {}  # one of them is in the middle of a batch
+            self.forget()  # one of them is in the middle of a batch
             raise
         if self._collates:
             return {
@@ -179,6 +179,10 @@ class ShardReader(Dataset[dict[int, Draw]]):
                 for shard, (samples, mark) in draws.items()
             }
         return draws
+
+    def forget(self) -> None:
+        """Let the iterators go."""
+        self._open = {}
 
     def _go_to(self, epoch: int, marks: Mapping[int, Mark]) -> None:
         make = of_epoch(self._make_iterator, epoch)
@@ -253,11 +257,10 @@ class ShardReading:
             try:
                 drawn = self._draw(epoch, marks)
                 break
-            except RuntimeError as error:
+            except RuntimeError:
                 self._running = None
                 if not self._processes.have_died() or deaths == MAX_DEATHS:
                     raise
-                log.warning("a data worker of this stream died (%s): starting new ones", error)
             except BaseException:
                 self._running = None  # it is in the middle of another batch
                 raise
@@ -268,6 +271,7 @@ class ShardReading:
         """Let the worker processes end, and the iterators. A later `draw` starts them anew."""
         self._running = self._dataloader = self._at = None
         self._processes.forget()
+        self._reader.forget()
 
     def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> dict[int, Draw]:
         if self._running is None or self._at != (epoch, marks):
