@@ -21,7 +21,7 @@ from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_course import Mark, StreamCourse, samples_between
 from torchelastic.data.stream_exchange import StreamExchange
-from torchelastic.data.stream_reading import Draw, ShardReader, ShardReading, joined
+from torchelastic.data.stream_reading import Drawn, ShardReader, ShardReading
 
 log = logging.getLogger(__name__)
 
@@ -242,8 +242,8 @@ class ElasticStream(Iterator[Any]):
             raise StopIteration
         deal = None if self._pending else self._second_deal
         shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute
-        draws = self._read(course, shards)
-        told = {shard: draw.mark for shard, draw in draws.items()}
+        drawn = self._read(course, shards)
+        told = dict(drawn.marks)
         carried = () if deal is None else deal.carried
         if carried:
             assert self._attempt is not None, "a rank that brings gradients has drawn the batch"
@@ -258,24 +258,22 @@ class ElasticStream(Iterator[Any]):
                 f"none of the {self.logical_shards} logical shards has a sample in epoch {course.epoch}: does "
                 "make_iterator find its data?"
             )
-        batch = self._batch(draws) if share.pieces else self._padding_batch(course, marks)
+        batch = self._batch(drawn) if share.pieces else self._padding_batch(course, marks)
         if not self._pending:
             self._attempt = marks
         self._pending += (share,)
         self._next = course.advanced(marks)
         return batch
 
-    def _read(self, course: StreamCourse, shards: Sequence[int]) -> dict[int, Draw]:
+    def _read(self, course: StreamCourse, shards: Sequence[int]) -> Drawn:
         began_ns = time.monotonic_ns()
-        draws = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
+        drawn = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
         if waiting.listener is not None:
             waiting.listener(time.monotonic_ns() - began_ns)
-        return draws
+        return drawn
 
-    def _batch(self, draws: Mapping[int, Draw]) -> Any:
-        if self._collates_in_workers:
-            return joined([draw.samples for draw in draws.values() if draw.samples is not None])
-        return self._collate([sample for draw in draws.values() for sample in draw.samples])
+    def _batch(self, drawn: Drawn) -> Any:
+        return drawn.samples if self._collates_in_workers else self._collate(drawn.samples)
 
     def _padding_batch(self, course: StreamCourse, marks: tuple[Mark, ...]) -> Any:
         """The first samples of a shard that has some: any rank can open any shard."""
