@@ -58,8 +58,8 @@ class _OpenShard:
 
     def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, mark: Mark, keeps: int) -> None:
         self._shard, self._mark = shard, mark
-        self._place = mark.drawn  # behind what was handed out
-        self._kept: deque[tuple[int, _Draw]] = deque(maxlen=keeps)
+        self._here = mark  # behind what was handed out, which may come again; self._mark is behind what was read
+        self._kept: deque[tuple[Mark, _Draw]] = deque(maxlen=keeps)
         self._again: deque[_Draw] = deque()
         self._samples: Iterator[Any] = iter(())
         self._next: list[Any] = []
@@ -90,22 +90,22 @@ class _OpenShard:
                 "Bring it back as it was, or start a new run"
             )
 
-    def go_back(self, place: int) -> bool:
-        """Have what was handed out behind this place, so many samples into the epoch, come again.
+    def go_back(self, to: Mark) -> bool:
+        """Have what was handed out behind this place come again.
 
         Returns:
             Whether that could be done: only so much is kept.
         """
-        while self._place != place and self._kept:
-            self._place, draw = self._kept.pop()
+        while self._here != to and self._kept:
+            self._here, draw = self._kept.pop()
             self._again.appendleft(draw)
-        return self._place == place
+        return self._here == to
 
     def draw(self, wanted: int) -> _Draw:
         """Up to so many samples, fewer at the end of the shard."""
         draw = self._again.popleft() if self._again else self._read(wanted)
-        self._kept.append((self._place, draw))
-        self._place = draw.mark.drawn
+        self._kept.append((self._here, draw))
+        self._here = draw.mark
         return draw
 
     def _read(self, wanted: int) -> _Draw:
@@ -198,7 +198,7 @@ class ShardReader(Dataset[Drawn]):
         self._open, self._epoch = {}, epoch
         for shard, mark in marks.items():
             opened = before.pop(shard, None)
-            if opened is None or not opened.go_back(mark.drawn):
+            if opened is None or not opened.go_back(mark):
                 opened = _OpenShard(make, shard, self._num_shards, mark, self._keeps)
             self._open[shard] = opened
 
