@@ -78,6 +78,7 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.collectives
+	$(BIN)/python -m benchmarks.stream
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.recovery --model 25M
 	$(BIN)/python -m benchmarks.death

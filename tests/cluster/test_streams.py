@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from tests.cluster.harness import Job
+from tests.cluster.harness import Job, wait_until
 from tests.cluster.stream_job import BATCH, EPOCHS, LENGTHS, SAMPLES_PER_SHARD, Shards
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
@@ -175,10 +177,10 @@ class History:
         self.job = make(gates=self.gates, checkpoint_dir=folder / "checkpoints", step_ms=10, **self.options)
         self.run, self.etcd, self.run_id = 0, etcd, run_id
         self.hosts: list[subprocess.Popen[bytes]] = []
+        self.killed: set[int] = set()
         self.told = [f"seed {seed}", str(self.options), f"gates {self.gates}"]
 
     def start_host(self) -> None:
-        # what has asked before is counted, so that it is known when this one has
         self.hosts.append(
             self.job.start(
                 f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.run_id}-{self.run}", "--nnodes=1:4",
@@ -187,10 +189,10 @@ class History:
         )  # fmt: skip
 
     def start_hosts(self, count: int) -> None:
-        asked = len(self.job.of("asking"))
+        known = {event["pid"] for event in self.job.of("asking")}
         for _ in range(count):
             self.start_host()
-        self.job.wait_for("asking", count=asked + count, timeout_s=90)
+        wait_until(lambda: len({e["pid"] for e in self.job.of("asking")} - known) >= count, 90, "newcomers have asked")
 
     def happen(self, gate: int) -> None:
         """One thing, just after this gate is opened, or just before."""
@@ -223,8 +225,18 @@ class History:
             self.start_hosts(count)
 
     def kill_worker(self, host: subprocess.Popen[bytes]) -> None:
-        (pid,) = workers_of(host, self.job)
-        subprocess.run(["kill", "-KILL", str(pid)], check=False)
+        """The one that runs on this host, or that comes in its place if it was killed just before."""
+
+        def alive() -> list[int]:
+            if host.poll() is not None:
+                return []
+            here = {child.pid for child in psutil.Process(host.pid).children(recursive=True)} - self.killed
+            return [event["pid"] for event in self.job.of("started") if event["pid"] in here]
+
+        wait_until(lambda: alive() or host.poll() is not None, 90, "a worker to kill")
+        for pid in alive()[-1:]:  # none: the run is over already
+            self.killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
 
     def play(self) -> None:
         self.start_hosts(self.random.randint(1, 4))
@@ -233,14 +245,6 @@ class History:
         codes = [host.wait(120) for host in self.hosts]
         assert codes == [0] * len(codes), self.job.output()[-4000:]
         self.job.check()
-
-
-def workers_of(host: subprocess.Popen[bytes], job: Job) -> list[int]:
-    """The present worker process of a host: the newest that this agent has started."""
-    import psutil
-
-    known = {event["pid"] for event in job.of("started")}
-    return [child.pid for child in psutil.Process(host.pid).children(recursive=True) if child.pid in known][-1:]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from torch.utils.data import default_collate
 
 from torchelastic.data import waiting
 from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, units_of_rank
+from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_course import Mark, StreamCourse, samples_between
 from torchelastic.data.stream_exchange import StreamExchange
-from torchelastic.data.stream_reading import Draw, MakeIterator, ShardReader, ShardReading, joined, of_epoch
+from torchelastic.data.stream_reading import Drawn, ShardReader, ShardReading
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class ElasticStream(Iterator[Any]):
             beginning of an epoch; else what its iterator's `state_dict()` returned (plain values that JSON holds, the
             place behind the newest sample) or, without that method, the number of samples that were drawn. It must
             give the same samples in the same order each time, in any process. Where it has a method
-            `for_epoch(epoch)`, that returns what opens the shards in this epoch.
+            `for_epoch(epoch)`, that returns what opens the shards in this epoch. See `torchelastic.data.Source`.
         logical_shards: how many there are, the same for the whole run, at least as many as ranks.
         global_batch_size: samples of a batch over all ranks; `logical_shards` divides it.
         epochs: how often the shards are gone through; None: without an end.
@@ -91,7 +92,7 @@ class ElasticStream(Iterator[Any]):
 
     def __init__(
         self,
-        make_iterator: MakeIterator,
+        make_iterator: Source[Any],
         logical_shards: int,
         *,
         global_batch_size: int,
@@ -115,7 +116,8 @@ class ElasticStream(Iterator[Any]):
             logical_shards,
             global_batch_size // logical_shards,
             collates=self._collates_in_workers,
-            keeps=prefetch_batches + 2 if collate_fn is None else 0,
+            # what is read ahead, the batch of the step, and one more; a collate_fn may hand out the samples themselves
+            keeps=0 if collate_fn is not None else 2 + (prefetch_batches if num_workers else 0),
         )
         self._reading = ShardReading(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()
@@ -240,8 +242,8 @@ class ElasticStream(Iterator[Any]):
             raise StopIteration
         deal = None if self._pending else self._second_deal
         shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute
-        draws = self._read(course, shards)
-        told = {shard: draw.mark for shard, draw in draws.items()}
+        drawn = self._read(course, shards)
+        told = dict(drawn.marks)
         carried = () if deal is None else deal.carried
         if carried:
             assert self._attempt is not None, "a rank that brings gradients has drawn the batch"
@@ -256,24 +258,22 @@ class ElasticStream(Iterator[Any]):
                 f"none of the {self.logical_shards} logical shards has a sample in epoch {course.epoch}: does "
                 "make_iterator find its data?"
             )
-        batch = self._batch(draws) if share.pieces else self._padding_batch(course, marks)
+        batch = self._batch(drawn) if share.pieces else self._padding_batch(course, marks)
         if not self._pending:
             self._attempt = marks
         self._pending += (share,)
         self._next = course.advanced(marks)
         return batch
 
-    def _read(self, course: StreamCourse, shards: Sequence[int]) -> dict[int, Draw]:
+    def _read(self, course: StreamCourse, shards: Sequence[int]) -> Drawn:
         began_ns = time.monotonic_ns()
-        draws = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
+        drawn = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
         if waiting.listener is not None:
             waiting.listener(time.monotonic_ns() - began_ns)
-        return draws
+        return drawn
 
-    def _batch(self, draws: Mapping[int, Draw]) -> Any:
-        if self._collates_in_workers:
-            return joined([draw.samples for draw in draws.values() if draw.samples is not None])
-        return self._collate([sample for draw in draws.values() for sample in draw.samples])
+    def _batch(self, drawn: Drawn) -> Any:
+        return drawn.samples if self._collates_in_workers else self._collate(drawn.samples)
 
     def _padding_batch(self, course: StreamCourse, marks: tuple[Mark, ...]) -> Any:
         """The first samples of a shard that has some: any rank can open any shard."""

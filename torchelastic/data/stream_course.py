@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Nothing of the shard has been read yet, so there is nothing to compare with.
 NO_DIGEST = -1
+_COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A place in one shard: a position of its iterator, and how many samples were drawn since.
 
     The position is taken anew every few batches only; who opens the shard draws the samples from there on and throws
@@ -116,7 +117,7 @@ def samples_between(before: Sequence[Mark], after: Sequence[Mark]) -> tuple[int,
 def position_text(position: object) -> str:
     """A position as compact JSON. Raises TypeError where it holds anything but plain values."""
     _refuse_others(position)
-    return json.dumps(position, separators=(",", ":"))
+    return _COMPACT.encode(position)
 
 
 def _refuse_others(value: object) -> None:

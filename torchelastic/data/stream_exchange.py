@@ -7,6 +7,9 @@ lost. Nobody can know that beforehand, so it is one message for each batch: 40 b
 `POSITION_EVERY` batches, and not at all where they are mere numbers of samples. Both are collectives of the group, as
 those for gradients are: given up with it when a peer is lost, with the same error.
 
+They are waited for in `next`, where every rank is at the same place: later, at the first use of a weight, some ranks
+might be in another collective already.
+
 With gloo it is the default group. With NCCL it is a gloo group beside it: a message through the GPU would wait for all
 that was put on its stream before, which is the whole step.
 """
@@ -51,9 +54,10 @@ class StreamExchange:
                 f"the stream is to be shared by {world_size} ranks, but the default process group has {size}: the "
                 "ranks tell each other how much each shard has given, so make the group of exactly these ranks first"
             )
-        if self._default is not dist.group.WORLD:
-            self._default = dist.group.WORLD
-            self._group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else dist.group.WORLD
+        default = dist.group.WORLD
+        if self._default is not default:
+            self._group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else default
+            self._default = default
 
     def marks(
         self, number: int, before: Sequence[Mark], mine: Mapping[int, Mark], absent: Collection[int]

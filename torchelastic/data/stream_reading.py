@@ -11,14 +11,16 @@ import itertools
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from torchelastic.data.fingerprint import fingerprint
+from torchelastic.data.shares import units_of_rank
+from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_course import NO_DIGEST, Mark, position_text
 from torchelastic.data.worker_processes import WorkerProcesses
 
@@ -30,30 +32,35 @@ POSITION_EVERY = 8
 #: So many times in a row worker processes may die before the error is raised.
 MAX_DEATHS = 3
 
-MakeIterator = Callable[[int, int, Any], Iterator[Any]]
 
-
-@dataclass(frozen=True)
-class Draw:
-    """What one shard gives to one batch.
+class Drawn(NamedTuple):
+    """What some shards give to one batch.
 
     Attributes:
-        samples: as the iterator gave them; or already made one batch by torch's `default_collate`, None for no samples.
-        mark: the place behind them.
+        samples: a list, in the order of the shards; or already made one batch by torch's `default_collate`, None for no
+            samples.
+        marks: the places of the shards behind them.
     """
 
     samples: Any
+    marks: dict[int, Mark]
+
+
+class _Draw(NamedTuple):
+    """What one shard gives to one batch, and the place behind it."""
+
+    samples: list[Any]
     mark: Mark
 
 
 class _OpenShard:
     """The iterator of one shard, at a place in it; one sample ahead, so that the end is known with the last sample."""
 
-    def __init__(self, make_iterator: MakeIterator, shard: int, num_shards: int, mark: Mark, keeps: int) -> None:
+    def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, mark: Mark, keeps: int) -> None:
         self._shard, self._mark = shard, mark
-        self._place = mark.drawn  # behind what was handed out
-        self._kept: deque[tuple[int, Draw]] = deque(maxlen=keeps)
-        self._again: deque[Draw] = deque()
+        self._here = mark  # behind what was handed out, which may come again; self._mark is behind what was read
+        self._kept: deque[tuple[Mark, _Draw]] = deque(maxlen=keeps)
+        self._again: deque[_Draw] = deque()
         self._samples: Iterator[Any] = iter(())
         self._next: list[Any] = []
         if mark.ended:
@@ -62,7 +69,7 @@ class _OpenShard:
         self._look_ahead()
         digest = self._digest()
         if mark.digest == NO_DIGEST:
-            self._mark = replace(mark, digest=digest, ended=not self._next)
+            self._mark = mark._replace(digest=digest, ended=not self._next)
             return
         missing = 1 - len(self._next)
         if not missing and digest != mark.digest:
@@ -83,39 +90,41 @@ class _OpenShard:
                 "Bring it back as it was, or start a new run"
             )
 
-    def go_back(self, place: int) -> bool:
-        """Have what was handed out behind this place, so many samples into the epoch, come again.
+    def go_back(self, to: Mark) -> bool:
+        """Have what was handed out behind this place come again.
 
         Returns:
             Whether that could be done: only so much is kept.
         """
-        while self._place != place and self._kept:
-            self._place, draw = self._kept.pop()
+        while self._here != to and self._kept:
+            self._here, draw = self._kept.pop()
             self._again.appendleft(draw)
-        return self._place == place
+        return self._here == to
 
-    def draw(self, wanted: int) -> Draw:
+    def draw(self, wanted: int) -> _Draw:
         """Up to so many samples, fewer at the end of the shard."""
         draw = self._again.popleft() if self._again else self._read(wanted)
-        self._kept.append((self._place, draw))
-        self._place = draw.mark.drawn
+        self._kept.append((self._here, draw))
+        self._here = draw.mark
         return draw
 
-    def _read(self, wanted: int) -> Draw:
-        if self._mark.ended:
-            return Draw([], self._mark)
-        samples = self._next + list(itertools.islice(self._samples, wanted - 1))
-        self._next = []
-        mark = replace(self._mark, drawn=self._mark.drawn + len(samples))
-        is_due = mark.drawn - mark.at >= POSITION_EVERY * wanted
-        if is_due:  # before looking ahead, since it is to be the place behind these samples
-            mark = replace(mark, position=self._position(mark.drawn), at=mark.drawn)
-        if len(samples) == wanted:
+    def _read(self, wanted: int) -> _Draw:
+        position, at, drawn, digest, ended = self._mark
+        if ended:
+            return _Draw([], self._mark)
+        if drawn + wanted - at < POSITION_EVERY * wanted:
+            samples = self._next + list(itertools.islice(self._samples, wanted))
+            self._next = samples[wanted:]
+            del samples[wanted:]
+            drawn += len(samples)
+        else:  # the new position is the place behind these samples, so it is taken before looking ahead
+            samples = self._next + list(itertools.islice(self._samples, wanted - 1))
+            drawn += len(samples)
+            position, at = self._position(drawn), drawn
             self._look_ahead()
-        if is_due and self._next:
-            mark = replace(mark, digest=self._digest())
-        self._mark = replace(mark, ended=not self._next)
-        return Draw(samples, self._mark)
+            digest = self._digest()
+        self._mark = Mark(position, at, drawn, digest, not self._next)
+        return _Draw(samples, self._mark)
 
     def _look_ahead(self) -> None:
         self._next = list(itertools.islice(self._samples, 1))
@@ -145,40 +154,43 @@ class _Order:
     start: tuple[int, dict[int, Mark]] | None = None
 
 
-class ShardReader(Dataset[dict[int, Draw]]):
+class ShardReader(Dataset[Drawn]):
     """Reads some shards batch by batch; asked by `_Order`s, one after the other.
 
     Args:
         make_iterator: as of `ElasticStream`.
         num_shards: logical shards of the whole stream.
         samples: of one shard in each batch.
-        collates: whether to make one batch of each shard's samples, by torch's `default_collate`.
+        collates: whether to make one batch of the samples, by torch's `default_collate`.
         keeps: how many batches back a shard can go without being opened anew. 0 where the samples themselves are
             handed out: they may be changed there.
     """
 
     def __init__(
-        self, make_iterator: MakeIterator, num_shards: int, samples: int, *, collates: bool, keeps: int
+        self, make_iterator: Source[Any], num_shards: int, samples: int, *, collates: bool, keeps: int
     ) -> None:
         self._make_iterator, self._num_shards, self._wanted = make_iterator, num_shards, samples
-        self._collates, self._keeps = collates, keeps
+        self.collates = collates
+        self._keeps = keeps
         self._epoch = -1
         self._open: dict[int, _OpenShard] = {}
 
-    def __getitem__(self, order: _Order) -> dict[int, Draw]:
+    def __getitem__(self, order: _Order) -> Drawn:
         try:
             if order.start is not None:
                 self._go_to(*order.start)
             draws = {shard: opened.draw(self._wanted) for shard, opened in self._open.items()}
         except BaseException:
-            self._open = {}  # one of them is in the middle of a batch
+            self.forget()  # one of them is in the middle of a batch
             raise
-        if self._collates:
-            return {
-                shard: replace(draw, samples=default_collate(draw.samples) if draw.samples else None)
-                for shard, draw in draws.items()
-            }
-        return draws
+        samples: Any = [sample for draw in draws.values() for sample in draw.samples]
+        if self.collates:
+            samples = default_collate(samples) if samples else None
+        return Drawn(samples, {shard: draw.mark for shard, draw in draws.items()})
+
+    def forget(self) -> None:
+        """Let the iterators go."""
+        self._open = {}
 
     def _go_to(self, epoch: int, marks: Mapping[int, Mark]) -> None:
         make = of_epoch(self._make_iterator, epoch)
@@ -186,7 +198,7 @@ class ShardReader(Dataset[dict[int, Draw]]):
         self._open, self._epoch = {}, epoch
         for shard, mark in marks.items():
             opened = before.pop(shard, None)
-            if opened is None or not opened.go_back(mark.drawn):
+            if opened is None or not opened.go_back(mark):
                 opened = _OpenShard(make, shard, self._num_shards, mark, self._keeps)
             self._open[shard] = opened
 
@@ -194,15 +206,8 @@ class ShardReader(Dataset[dict[int, Draw]]):
         return {**self.__dict__, "_epoch": -1, "_open": {}}  # iterators stay in their process
 
 
-def _as_it_is(draws: dict[int, Draw]) -> dict[int, Draw]:
-    return draws
-
-
-def of_epoch(make_iterator: MakeIterator, epoch: int) -> MakeIterator:
-    """What opens the shards in this epoch."""
-    for_epoch = getattr(make_iterator, "for_epoch", None)
-    made: MakeIterator = make_iterator if for_epoch is None else for_epoch(epoch)
-    return made
+def _as_it_is(drawn: Drawn) -> Drawn:
+    return drawn
 
 
 class _Orders:
@@ -214,9 +219,10 @@ class _Orders:
 
     def __iter__(self) -> Iterator[_Order]:
         epoch, marks = self.start
-        # a shard that stays with its rank stays with its worker process
-        parts = [{s: mark for s, mark in marks.items() if s % self._workers == w} for w in range(self._workers)]
-        yield from (_Order(worker, (epoch, part)) for worker, part in enumerate(parts))
+        shards = list(marks)
+        for worker in range(self._workers):
+            part = units_of_rank(len(shards), worker, self._workers)  # so all their samples are in the shards' order
+            yield _Order(worker, (epoch, {shards[unit]: marks[shards[unit]] for unit in part}))
         yield from (_Order(worker) for worker in itertools.cycle(range(self._workers)))
 
 
@@ -237,55 +243,53 @@ class ShardReading:
         self._prefetch, self._context = prefetch_batches, multiprocessing_context
         self._orders = _Orders(max(num_workers, 1))
         self._processes = WorkerProcesses()
-        self._dataloader: DataLoader[dict[int, Draw]] | None = None
-        self._running: Iterator[dict[int, Draw]] | None = None
-        self._at: tuple[int, dict[int, int]] | None = None
+        self._dataloader: DataLoader[Drawn] | None = None
+        self._running: Iterator[Drawn] | None = None
+        self._at: tuple[int, dict[int, Mark]] | None = None
 
-    def draw(self, epoch: int, marks: Mapping[int, Mark]) -> dict[int, Draw]:
+    def draw(self, epoch: int, places: Mapping[int, Mark]) -> Drawn:
         """The next batch's samples of these shards, from these places on.
 
         Args:
             epoch: of the places.
-            marks: the shards and their places; reading goes on where they are those behind the batch before.
-
-        Returns:
-            What each shard gives, in their order.
+            places: of the shards; reading goes on where they are those behind the batch before.
 
         Raises:
             ValueError: a shard cannot be read again as it was before, or its position cannot be kept.
             Exception: what `make_iterator` and its iterators raise.
         """
-        drawn = {}
+        parts: list[Drawn] = []
         for deaths in itertools.count(1):
             try:
-                drawn = self._draw(epoch, marks)
+                parts = self._draw(epoch, places)
                 break
-            except RuntimeError as error:
+            except RuntimeError:
                 self._running = None
                 if not self._processes.have_died() or deaths == MAX_DEATHS:
                     raise
-                log.warning("a data worker of this stream died (%s): starting new ones", error)
             except BaseException:
                 self._running = None  # it is in the middle of another batch
                 raise
-        self._at = epoch, {shard: draw.mark.drawn for shard, draw in drawn.items()}
-        return {shard: drawn[shard] for shard in marks}
+        marks = {shard: mark for part in parts for shard, mark in part.marks.items()}
+        if self._reader.collates:
+            drawn = Drawn(joined([part.samples for part in parts if part.samples is not None]), marks)
+        else:
+            drawn = Drawn([sample for part in parts for sample in part.samples], marks)
+        self._at = epoch, drawn.marks
+        return drawn
 
     def close(self) -> None:
         """Let the worker processes end, and the iterators. A later `draw` starts them anew."""
         self._running = self._dataloader = self._at = None
         self._processes.forget()
+        self._reader.forget()
 
-    def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> dict[int, Draw]:
-        is_going_on = self._running is not None and self._at == (epoch, {s: mark.drawn for s, mark in marks.items()})
-        if not is_going_on:
+    def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> list[Drawn]:
+        if self._running is None or self._at != (epoch, marks):
             self._orders.start = epoch, dict(marks)
             self._start()
         assert self._running is not None
-        drawn: dict[int, Draw] = {}
-        for _ in range(max(self._num_workers, 1)):
-            drawn |= next(self._running)
-        return drawn
+        return [next(self._running) for _ in range(max(self._num_workers, 1))]
 
     def _start(self) -> None:
         if not self._num_workers:
@@ -312,11 +316,13 @@ class ShardReading:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """One batch of several that `default_collate` made, one behind the other; the tensors are copied.
+    """Several batches that `default_collate` made, one behind the other; None for none.
 
     Raises:
         TypeError: batches of another kind.
     """
+    if len(parts) < 2:
+        return parts[0] if parts else None
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts))
@@ -324,7 +330,7 @@ def joined(parts: Sequence[Any]) -> Any:
         return {key: joined([part[key] for part in parts]) for key in first}
     if isinstance(first, (list, tuple)):
         if all(isinstance(value, (str, bytes)) for value in first):
-            return [value for part in parts for value in part]
+            return type(first)(value for part in parts for value in part)
         columns = [joined(list(column)) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise TypeError(f"default_collate made a {type(first).__name__}: give a collate_fn of your own")
