@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from examples.nanogpt.data import Vocabulary
 from examples.nanogpt.options import Options
 from torchelastic.data import ElasticStream, lines, packed, shuffled
@@ -38,5 +36,4 @@ def text_stream(options: Options, vocabulary: Vocabulary) -> ElasticStream:
         logical_shards=options.stream_shards,
         global_batch_size=options.sequences,
         epochs=None,
-        collate_fn=torch.tensor,
     )

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from torchelastic.data import ElasticStream, lines, packed, shuffled
 
@@ -42,9 +41,8 @@ def test_a_stream_goes_on_in_the_middle_of_files_documents_and_blocks(
 
     def make() -> ElasticStream:
         return ElasticStream(
-            source, 4, global_batch_size=8, epochs=2, num_workers=num_workers, collate_fn=torch.tensor,
-            multiprocessing_context=start,
-        )  # fmt: skip
+            source, 4, global_batch_size=8, epochs=2, num_workers=num_workers, multiprocessing_context=start
+        )
 
     before = make()
     seen = drawn(before, 15)

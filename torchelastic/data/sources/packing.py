@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torchelastic.data.sources.api import Source, SourceError, fields, of_epoch, opened
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -15,8 +18,9 @@ T = TypeVar("T")
 class packed(Generic[T]):
     """Sequences of `length` tokens, cut from the documents of a shard written one after the other.
 
-    A source of `list[int]`. What is left of a document when a sequence is full begins the next one; no token is in two
-    sequences. For inputs and targets that are shifted by one, take `length` + 1.
+    A source of int64 tensors of shape (length,), which torch's `default_collate` stacks. What is left of a document
+    when a sequence is full begins the next one; no token is in two sequences. For inputs and targets that are shifted
+    by one, take `length` + 1.
 
     Position: the source's at the document in which the newest sequence ends, and the token there, so that opening a
     shard reads and tokenizes one document again.
@@ -25,7 +29,7 @@ class packed(Generic[T]):
         source: of documents.
         length: tokens of a sequence.
         tokenize: makes the tokens of a document, each time the same ones; without it a document is a sequence of
-            tokens.
+            tokens: a list, an array or a tensor.
         end_of_document: a token that follows each document; None for none.
         pad: fills the last sequence of a shard; None leaves out the tokens that do not fill one.
 
@@ -47,14 +51,17 @@ class packed(Generic[T]):
         """The source for an epoch."""
         return replace(self, source=of_epoch(self.source, epoch))
 
-    def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[list[int]]:
+    def __call__(self, shard: int, num_shards: int, position: Any, /) -> Iterator[torch.Tensor]:
         """Opens a shard; see `Source`."""
         return _Packed(self, shard, num_shards, position)
 
 
-class _Packed(Iterator[list[int]]):
+class _Packed(Iterator["torch.Tensor"]):
     def __init__(self, how: packed[T], shard: int, num_shards: int, position: Any) -> None:
+        import torch
+
         self._how: packed[Any] = how
+        self._tensor = torch.tensor
         begin, self._used = (0, 0) if position == 0 else fields(position, "source", "token")
         self._inner = opened(self._how.source, shard, num_shards, begin)
         self._begin = begin  # of the newest document
@@ -65,7 +72,7 @@ class _Packed(Iterator[list[int]]):
                 "tokenize as before, or start the epoch anew"
             )
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> torch.Tensor:
         length = self._how.length
         begin, tokens = self._begin, self._tokens
         sequence = tokens[self._used : self._used + length]
@@ -82,13 +89,14 @@ class _Packed(Iterator[list[int]]):
                 tokens, used = more, min(length - len(sequence), len(more))
                 sequence += tokens[:used]
         self._begin, self._tokens, self._used = begin, tokens, used
-        return sequence
+        return self._tensor(sequence)
 
     def _next_tokens(self) -> list[int] | None:
         how = self._how
         for document in self._inner:
             tokens: Any = document if how.tokenize is None else how.tokenize(document)
-            return list(tokens) if how.end_of_document is None else [*tokens, how.end_of_document]
+            tokens = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)  # tensors and arrays
+            return tokens if how.end_of_document is None else [*tokens, how.end_of_document]
         return None
 
     def state_dict(self) -> Any:
