@@ -93,7 +93,7 @@ def _kill(world: World, place: Place) -> None:
 
 def _give_up(world: World, place: Place) -> None:
     if place.workers:
-        world.give_up_worker(place, world.engine.chance.choice(place.workers))
+        world.kill_worker(place, world.engine.chance.choice(place.workers), for_good=True)
 
 
 def _hang(world: World, place: Place) -> None:

@@ -234,28 +234,23 @@ class World:
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
-    def kill_worker(self, place: Place, worker: Worker) -> None:
-        """End one worker's process; its agent sees it at once and starts another one."""
-        agent = place.agent
-        if agent is None or not worker.is_alive:
-            return
-        worker.die()
-        place.workers.remove(worker)
-        agent.deliver(agent.host.withdraw, worker.name)
-        if self.restarts:
-            self.engine.after(self.restart_delay_s, agent.deliver, self._start_worker, place)
+    def kill_worker(self, place: Place, worker: Worker, *, for_good: bool = False) -> None:
+        """End one worker's process; its agent sees it at once and starts another one.
 
-    def give_up_worker(self, place: Place, worker: Worker) -> None:
-        """End one worker's process for good: its agent does not start it again; after a while somebody else does."""
+        Args:
+            place: its host.
+            worker: which.
+            for_good: its agent does not start it again, but after a while somebody else does.
+        """
         agent = place.agent
         if agent is None or not worker.is_alive:
             return
-        self.engine.note(worker.name, "fails for good")
         worker.die()
         place.workers.remove(worker)
-        agent.deliver(partial(agent.host.withdraw, worker.name, for_good=True))
+        agent.deliver(partial(agent.host.withdraw, worker.name, for_good=for_good))
         if self.restarts:
-            self.engine.after(self.rest_s, agent.deliver, self._start_worker, place)
+            delay_s = self.rest_s if for_good else self.restart_delay_s
+            self.engine.after(delay_s, agent.deliver, self._start_worker, place)
 
     def hang_worker(self, worker: Worker) -> None:
         """It lives and does nothing any more."""
