@@ -235,13 +235,7 @@ class World:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def kill_worker(self, place: Place, worker: Worker, *, for_good: bool = False) -> None:
-        """End one worker's process; its agent sees it at once and starts another one.
-
-        Args:
-            place: its host.
-            worker: which.
-            for_good: its agent does not start it again, but after a while somebody else does.
-        """
+        """End one worker's process; its agent starts another one, or `for_good` after a while somebody else does."""
         agent = place.agent
         if agent is None or not worker.is_alive:
             return
