@@ -33,6 +33,7 @@ class Options:
     vocabulary: int
     sequence_length: int
     batch_size: int
+    stream_shards: int
     model_preset: str
     dim: int | None
     layers: int | None
@@ -167,6 +168,14 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--sequence-length", type=_whole(1), default=2048, metavar="N", help="tokens [%(default)s]")
     group.add_argument("--batch-size", type=_whole(1), default=1, metavar="N", help="sequences per GPU [%(default)s]")
+    group.add_argument(
+        "--stream-shards",
+        type=_whole(0),
+        default=0,
+        metavar="N",
+        help="deal the file to N shards, so that another number of ranks goes on as if it had always been that; the "
+        "ranks divide N, and N divides the sequences of a step [each rank reads documents of its own]",
+    )
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:

@@ -26,6 +26,7 @@ from examples.transformer_slurm.parquet_text import (
     from_plain,
 )
 from examples.transformer_slurm.profiling import StepProfiler
+from examples.transformer_slurm.sharded_text import ShardedText
 from examples.transformer_slurm.tokenization import FILE_NAME, TextTokenizer, read_tokenizer, train_tokenizer
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
@@ -62,7 +63,7 @@ class Training:
         self._texts = ParquetText(options.dataset, options.text_column)
         disk.make_folder(options.folder)
         self._tokenizer = self._find_tokenizer()
-        self.stream = self._stream(None)
+        self.stream = self._stream()
         self._build_model()
         self.checkpoints = Checkpoints(
             options.folder,
@@ -131,7 +132,10 @@ class Training:
 
     def _train_step(self) -> None:
         options = self.options
-        inputs, labels = self.stream.batch(options.batch_size, options.sequence_length)
+        if isinstance(self.stream, ShardedText):
+            inputs, labels = self.stream.batch()
+        else:
+            inputs, labels = self.stream.batch(options.batch_size, options.sequence_length)
         loss = next_token_loss(self.model(inputs.to(self.device)), labels.to(self.device))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -191,10 +195,9 @@ class Training:
     def _save(self, manager: IterManager, *, is_final: bool) -> None:
         self._report()  # first, so that the log has every step that the checkpoint has
         with manager.saving():
-            positions = self._ranks.run_on_all("where the ranks are", lambda: as_plain(self.stream.position))
             extra = {
                 "step": self.step,
-                "positions": positions,
+                **self._places(),
                 "dataset": self._texts.fingerprint,
                 "seed": self.options.seed,
                 "tokenizer": self._tokenizer.digest,
@@ -204,6 +207,13 @@ class Training:
         self._saved_step = self.step
         if self.rank == 0:
             print(f"saved {path}", flush=True)
+
+    def _places(self) -> dict[str, Any]:
+        """Where the ranks are in the data; `_stream_from` is the inverse."""
+        stream = self.stream
+        if isinstance(stream, ShardedText):
+            return {"place": stream.place()}  # of all of them
+        return {"positions": self._ranks.run_on_all("where the ranks are", lambda: as_plain(stream.position))}
 
     def _resume(self) -> None:
         asked = self.options.resume_from_checkpoint
@@ -233,23 +243,32 @@ class Training:
             )
         self.step = int(extra["step"])
         self.scheduler.load_state_dict(dict(extra["scheduler"]))
-        positions = [from_plain(position) for position in extra["positions"]]
         here = (self._texts.fingerprint, self.options.seed)
-        if (extra["dataset"], extra["seed"]) != here:
-            self._note(
-                f"the data set or the seed is another one than in the checkpoint ({extra['dataset']}, seed "
-                f"{extra['seed']}): reading this one from its beginning"
-            )
-            position = Position()
-        elif len(positions) != self.world_size:
-            position = for_other_ranks(positions)
-            self._note(
-                f"{len(positions)} rank(s) saved, and there are {self.world_size}: the losses will be others than "
-                f"theirs would have been; the data go on behind document {position.begin} of epoch {position.epoch}"
-            )
-        else:
-            position = positions[self.rank]
-        self.stream = self._stream(position)
+        if (extra["dataset"], extra["seed"]) == here:
+            self.stream = self._stream_from(extra)
+            return
+        self._note(
+            f"the data set or the seed is another one than in the checkpoint ({extra['dataset']}, seed "
+            f"{extra['seed']}): reading this one from its beginning"
+        )
+
+    def _stream_from(self, extra: Mapping[str, Any]) -> TokenStream | ShardedText:
+        shards = self.options.stream_shards
+        if ("place" in extra) != (shards > 0):
+            before = f"--stream-shards {extra['place']['logical_shards']}" if "place" in extra else "no --stream-shards"
+            raise CheckpointError(f"the checkpoint was trained with {before}: give the same, or begin another run")
+        if shards:
+            return self._stream(place=extra["place"])
+        positions = [from_plain(position) for position in extra["positions"]]
+        if len(positions) == self.world_size:
+            return self._stream(positions[self.rank])
+        position = for_other_ranks(positions)
+        self._note(
+            f"{len(positions)} rank(s) saved, and there are {self.world_size}: the losses will be others than "
+            f"theirs would have been; the data go on behind document {position.begin} of epoch {position.epoch} "
+            "(with --stream-shards they would go on exactly)"
+        )
+        return self._stream(position)
 
     # --- what is built once -------------------------------------------------------------------------------------------
 
@@ -268,14 +287,21 @@ class Training:
         # told, and not read by each rank: a file that is new on one host may not be seen on another yet
         return TextTokenizer(self._ranks.run_on_all("finding the tokenizer", find)[0])
 
-    def _stream(self, position: Position | None) -> TokenStream:
-        return TokenStream(
+    def _stream(
+        self, position: Position | None = None, place: Mapping[str, object] | None = None
+    ) -> TokenStream | ShardedText:
+        options = self.options
+        own = {"seed": options.seed, "rank": self.rank, "world_size": self.world_size}
+        if not options.stream_shards:
+            return TokenStream(self._texts, self._tokenizer.encode, **own, position=position)
+        return ShardedText(
             self._texts,
             self._tokenizer.encode,
-            seed=self.options.seed,
-            rank=self.rank,
-            world_size=self.world_size,
-            position=position,
+            **own,
+            shards=options.stream_shards,
+            sequences=options.batch_size,
+            length=options.sequence_length,
+            place=place,
         )
 
     def _build_model(self) -> None:

@@ -128,6 +128,18 @@ def test_another_data_set_is_read_from_its_beginning(corpus: Path, caplog: pytes
     assert len(losses(corpus, "run")) == 6
 
 
+def test_shards_that_do_not_fit_are_refused(corpus: Path) -> None:
+    told = fail(command(corpus, "run", 3, "--stream-shards", "4"))
+    assert "--stream-shards 4: 1 rank(s) must divide it, and it must divide the 2 sequences of a step" in told
+    told = fail(command(corpus, "run", 3, "--stream-shards", "6", "--batch-size", "6"))
+    assert "text.parquet has 5 row groups, and each of 6 shards needs one at least" in told
+    finish(command(corpus, "run", 3, "--stream-shards", "2"))
+    told = fail(command(corpus, "run", 6, *LATEST))
+    assert "was trained with --stream-shards 2: give the same, or begin another run" in told
+    told = fail(command(corpus, "run", 6, *LATEST, "--stream-shards", "1"))
+    assert "logical_shards is 1 here but 2 in the saved state" in told
+
+
 def test_a_column_that_is_not_there_is_named_beside_those_that_are(corpus: Path) -> None:
     pq.write_table(pa.table({"content": ["some text"]}), corpus / "other.parquet")
     told = fail([*command(corpus, "run", 3), "--dataset", str(corpus / "other.parquet")])

@@ -85,6 +85,22 @@ def test_other_ranks_go_on_behind_what_was_read(corpus: Path, crew: Crew) -> Non
         assert len(losses(corpus, name)) == 9
 
 
+SHARDS = ("--stream-shards", "4")
+
+
+@pytest.mark.long
+def test_with_shards_other_ranks_have_the_batches_of_an_uninterrupted_run(corpus: Path, crew: Crew) -> None:
+    finish(command(corpus, "whole", 9, *SHARDS, "--batch-size", "4"))
+    assert "resumed" not in finish(command(corpus, "run", 3, *SHARDS, "--batch-size", "4"))
+    more = command(corpus, "run", 6, *SHARDS, "--distributed", *LATEST)  # two sequences for each rank
+    assert [code for code, _, _ in succeeded(crew.run(life, more, ranks=2))] == [0, 0]
+    with warnings.catch_warnings(record=True):  # that the extra state of other ranks is not used
+        finish(command(corpus, "run", 9, *SHARDS, "--batch-size", "4", *LATEST))
+    whole = losses(corpus, "whole")
+    assert losses(corpus, "run") == pytest.approx(whole, rel=1e-5)  # two ranks add in another order
+    assert len(set(whole.values())) == 9
+
+
 @pytest.mark.parametrize("kind", [(), PARTS], ids=["file", "parts"])
 def test_random_numbers_of_a_training_that_draws_some_go_on(
     kind: tuple[str, ...], corpus: Path, monkeypatch: pytest.MonkeyPatch
