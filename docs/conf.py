@@ -42,6 +42,7 @@ include_patterns = [
     "examples/*/README.md",
     "deploy/*/README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "THIRD_PARTY_NOTICES.md",
 ]
 exclude_patterns = ["docs/_build/**"]
