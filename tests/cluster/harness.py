@@ -52,6 +52,8 @@ class Job:
     """One run, possibly of several hosts (agents) that share `folder`."""
 
     script = JOB
+    #: In place of the script: for a job that imports parts of others, started in the checkout.
+    module: str | None = None
 
     def __init__(self, folder: Path, faults: Sequence[Fault] = (), **job_options: Any) -> None:
         self.folder = folder
@@ -67,7 +69,7 @@ class Job:
         """Start one agent with its workers, on a host of a lab or here; its output goes to a file in the folder."""
         number = len(self.agents)
         command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", f"--nproc-per-node={nproc}", *launcher]
-        command += [str(self.script), *self.job_arguments()]
+        command += [*self._program(), *self.job_arguments()]
         if host is not None:
             command = host.command(command)
         self.agents.append(self._popen(command, f"agent-{number}.txt", environment))
@@ -77,11 +79,14 @@ class Job:
         self, init_method: str, name: str, host: Host | None = None, **environment: str
     ) -> subprocess.Popen[bytes]:
         """Start one worker without the launcher, on a host of a lab or here."""
-        command = [sys.executable, str(self.script), *self.job_arguments(), f"--init-method={init_method}"]
+        command = [sys.executable, *self._program(), *self.job_arguments(), f"--init-method={init_method}"]
         if host is not None:
             command = host.command(command)
         self.agents.append(self._popen(command, f"{name}.txt", environment))
         return self.agents[-1]
+
+    def _program(self) -> list[str]:
+        return [str(self.script)] if self.module is None else ["-m", self.module]
 
     def job_arguments(self) -> list[str]:
         options = {"out": self.folder, **self.job_options}

@@ -11,12 +11,12 @@ import torch
 
 from tests.cluster.battery_job import EPOCHS, SAMPLES, Setup, make_sampler, one_step, result_of
 from tests.cluster.elastic_job import make_dataset
-from tests.cluster.harness import ROOT, Job, batch_indices
+from tests.cluster.harness import Job, batch_indices
 from torchelastic.testing.faults import Fault
 
 
 class BatteryJob(Job):
-    script = Path(__file__).with_name("battery_job.py")
+    module = "tests.cluster.battery_job"
 
     @property
     def batteries(self) -> list[str]:
@@ -70,7 +70,7 @@ def battery_jobs(tmp_path: Path) -> Iterator[MakeJob]:
 
 def run(job: BatteryJob, faults: Sequence[Fault], workers: int) -> dict[str, torch.Tensor]:
     """Run it; every fault must have struck, and who was killed must be back in the end."""
-    job.start("--standalone", nproc=workers, PYTHONPATH=str(ROOT))  # the job imports the other job's parts
+    job.start("--standalone", nproc=workers)
     assert job.wait() == [0], job.output()[-4000:]
     assert job.plan.struck() == list(range(len(faults))), job.output()[-3000:]
     assert min(job.rounds().values()) == workers - 1

@@ -17,7 +17,7 @@ GATE, STEPS = 10, 40
 
 
 class Stopping(Job):
-    script = Path(__file__).parent / "stopping_job.py"
+    module = "tests.cluster.stopping_job"
 
     def wait_for_request(self) -> None:
         """Until a worker has said that it was told to go."""
@@ -43,7 +43,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stopping]:
 @in_either_order(world=2)
 def test_on_sigterm_one_leaves_at_a_step_and_the_other_trains_on(job: Stopping, etcd: EtcdServer, run_id: str) -> None:
     url = f"etcd://{etcd.endpoint}/{run_id}?min_workers=1&max_workers=2&last_call_timeout=30"
-    leaves, stays = (job.start_alone(url, name, PYTHONPATH=".") for name in ("leaves", "stays"))
+    leaves, stays = (job.start_alone(url, name) for name in ("leaves", "stays"))
     job.wait_for("held", count=2, world=2)
     leaves.send_signal(signal.SIGTERM)
     assert job.wait() == [0, 0], job.output()[-4000:]
@@ -58,7 +58,7 @@ def test_on_sigterm_one_leaves_at_a_step_and_the_other_trains_on(job: Stopping, 
 
 @in_either_order(world=1, hangs=True)
 def test_a_second_sigterm_ends_it_at_once(job: Stopping, etcd: EtcdServer, run_id: str) -> None:
-    script = job.start_alone(f"etcd://{etcd.endpoint}/{run_id}?min_workers=1&max_workers=1", "alone", PYTHONPATH=".")
+    script = job.start_alone(f"etcd://{etcd.endpoint}/{run_id}?min_workers=1&max_workers=1", "alone")
     job.wait_for("held")
     script.send_signal(signal.SIGTERM)
     job.wait_for_request()

@@ -30,7 +30,7 @@ STEPS = EPOCHS * -(-max(LENGTHS) // (BATCH // len(LENGTHS)))
 class StreamJob(Job):
     """A run, or several one after the other, of the stream job."""
 
-    script = Path(__file__).with_name("stream_job.py")
+    module = "tests.cluster.stream_job"
 
     def run_standalone(self, nproc: int) -> None:
         """Run it to its end on this host alone."""
