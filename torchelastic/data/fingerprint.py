@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+
+#: Others go byte by byte: numpy does not know them.
+_OF_NUMPY = frozenset(
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
+)
 
 
 def fingerprint(sample: object) -> int:
@@ -16,29 +22,31 @@ def fingerprint(sample: object) -> int:
     else only the type does, because two equal objects may well print, or pickle, differently.
     """
     digest = xxhash.xxh32()
-    for part in _parts(sample):
-        digest.update(part)
+    _add(sample, digest.update)
     return int(digest.intdigest())
 
 
-def _parts(value: object) -> Iterator[bytes]:
-    yield type(value).__name__.encode()
+def _add(value: object, update: Callable[[Any], None]) -> None:
+    update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        plain = value.detach()
+        if plain.dtype not in _OF_NUMPY or plain.device.type != "cpu" or plain.is_conj() or plain.is_neg():
+            plain = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        update(np.ascontiguousarray(plain.numpy()))
     elif isinstance(value, np.ndarray):
-        yield f"{value.dtype}{value.shape}".encode()
+        update(f"{value.dtype}{value.shape}".encode())
         if not value.dtype.hasobject:
-            yield value.tobytes()
+            update(np.ascontiguousarray(value))
     elif isinstance(value, (bytes, bytearray)):
-        yield bytes(value)
+        update(bytes(value))
     elif isinstance(value, (bool, int, float, complex, str, np.generic)):
-        yield str(value).encode(errors="surrogatepass")
+        update(str(value).encode(errors="surrogatepass"))
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _parts(key)
-            yield from _parts(inner)
+            _add(key, update)
+            _add(inner, update)
     elif isinstance(value, (list, tuple)):
-        yield str(len(value)).encode()
+        update(str(len(value)).encode())
         for inner in value:
-            yield from _parts(inner)
+            _add(inner, update)

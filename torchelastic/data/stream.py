@@ -81,7 +81,7 @@ class ElasticStream(Iterator[Any]):
         epochs: how often the shards are gone through; None: without an end.
         seed: of the random numbers of a step with `ModelState(logical_shards=)`.
         num_workers: worker processes of each rank that read ahead, among which its shards are divided.
-        prefetch_batches: how many batches each of them reads ahead.
+        prefetch_batches: how many batches of their shards they read ahead; handed over are half as many at once.
         collate_fn: makes a batch of a list of samples, on the training thread; default: torch's `default_collate`,
             which worker processes then run too.
         multiprocessing_context: how worker processes are started, as for DataLoader.
@@ -99,7 +99,7 @@ class ElasticStream(Iterator[Any]):
         epochs: int | None = 1,
         seed: int = 0,
         num_workers: int = 0,
-        prefetch_batches: int = 2,
+        prefetch_batches: int = 8,
         collate_fn: Any = None,
         multiprocessing_context: str | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class ElasticStream(Iterator[Any]):
             global_batch_size // logical_shards,
             collates=self._collates_in_workers,
             # what is read ahead, the batch of the step, and one more; a collate_fn may hand out the samples themselves
-            keeps=0 if collate_fn is not None else 2 + (prefetch_batches if num_workers else 0),
+            keeps=0 if collate_fn is not None else 2 + (2 * prefetch_batches if num_workers else 0),
         )
         self._reading = ShardReading(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_COMPACT = json.JSONEncoder(separators=(",", ":"))
 #: Nothing of the shard has been read yet, so there is nothing to compare with.
 NO_DIGEST = -1
 _COMPACT = json.JSONEncoder(separators=(",", ":"))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from torchelastic.data.collated import by_value, joined
 from torchelastic.data.fingerprint import fingerprint
 from torchelastic.data.shares import units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
@@ -148,13 +149,14 @@ class _OpenShard:
 
 @dataclass(frozen=True)
 class _Order:
-    """What a reader is asked for: the next batch of its shards; after going to `start` first, if that is given."""
+    """What a reader is asked for: the next batches of its shards; after going to `start` first, if that is given."""
 
     worker: int
+    batches: int = 1
     start: tuple[int, dict[int, Mark]] | None = None
 
 
-class ShardReader(Dataset[Drawn]):
+class ShardReader(Dataset[list[Drawn]]):
     """Reads some shards batch by batch; asked by `_Order`s, one after the other.
 
     Args:
@@ -175,17 +177,20 @@ class ShardReader(Dataset[Drawn]):
         self._epoch = -1
         self._open: dict[int, _OpenShard] = {}
 
-    def __getitem__(self, order: _Order) -> Drawn:
+    def __getitem__(self, order: _Order) -> list[Drawn]:
         try:
             if order.start is not None:
                 self._go_to(*order.start)
-            draws = {shard: opened.draw(self._wanted) for shard, opened in self._open.items()}
+            return [self._batch() for _ in range(order.batches)]
         except BaseException:
             self.forget()  # one of them is in the middle of a batch
             raise
+
+    def _batch(self) -> Drawn:
+        draws = {shard: opened.draw(self._wanted) for shard, opened in self._open.items()}
         samples: Any = [sample for draw in draws.values() for sample in draw.samples]
         if self.collates:
-            samples = default_collate(samples) if samples else None
+            samples = by_value(default_collate(samples)) if samples else None
         return Drawn(samples, {shard: draw.mark for shard, draw in draws.items()})
 
     def forget(self) -> None:
@@ -206,15 +211,19 @@ class ShardReader(Dataset[Drawn]):
         return {**self.__dict__, "_epoch": -1, "_open": {}}  # iterators stay in their process
 
 
-def _as_it_is(drawn: Drawn) -> Drawn:
+def _as_it_is(drawn: list[Drawn]) -> list[Drawn]:
     return drawn
 
 
 class _Orders:
-    """What the worker processes are asked for, in turn, without an end: DataLoader's view of a stream."""
+    """What the worker processes are asked for, in turn, without an end: DataLoader's view of a stream.
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    Several batches at once, since handing something over costs as much as reading some samples; only the first one
+    alone, for which the training waits.
+    """
+
+    def __init__(self, workers: int, batches: int) -> None:
+        self._workers, self._batches = workers, batches
         self.start: tuple[int, dict[int, Mark]] = (0, {})
 
     def __iter__(self) -> Iterator[_Order]:
@@ -222,8 +231,8 @@ class _Orders:
         shards = list(marks)
         for worker in range(self._workers):
             part = units_of_rank(len(shards), worker, self._workers)  # so all their samples are in the shards' order
-            yield _Order(worker, (epoch, {shards[unit]: marks[shards[unit]] for unit in part}))
-        yield from (_Order(worker) for worker in itertools.cycle(range(self._workers)))
+            yield _Order(worker, 1, (epoch, {shards[unit]: marks[shards[unit]] for unit in part}))
+        yield from (_Order(worker, self._batches) for worker in itertools.cycle(range(self._workers)))
 
 
 class ShardReading:
@@ -240,11 +249,14 @@ class ShardReading:
         self, reader: ShardReader, num_workers: int, prefetch_batches: int, multiprocessing_context: str | None
     ) -> None:
         self._reader, self._num_workers = reader, num_workers
-        self._prefetch, self._context = prefetch_batches, multiprocessing_context
-        self._orders = _Orders(max(num_workers, 1))
+        self._context = multiprocessing_context
+        # read ahead are at most two orders of each process
+        self._orders = _Orders(max(num_workers, 1), max(1, prefetch_batches // 2) if num_workers else 1)
         self._processes = WorkerProcesses()
-        self._dataloader: DataLoader[Drawn] | None = None
-        self._running: Iterator[Drawn] | None = None
+        self._dataloader: DataLoader[list[Drawn]] | None = None
+        self._running: Iterator[list[Drawn]] | None = None
+        #: Batches that were handed over, each as the parts of all processes.
+        self._ahead: deque[Sequence[Drawn]] = deque()
         self._at: tuple[int, dict[int, Mark]] | None = None
 
     def draw(self, epoch: int, places: Mapping[int, Mark]) -> Drawn:
@@ -258,7 +270,7 @@ class ShardReading:
             ValueError: a shard cannot be read again as it was before, or its position cannot be kept.
             Exception: what `make_iterator` and its iterators raise.
         """
-        parts: list[Drawn] = []
+        parts: Sequence[Drawn] = ()
         for deaths in itertools.count(1):
             try:
                 parts = self._draw(epoch, places)
@@ -281,17 +293,22 @@ class ShardReading:
     def close(self) -> None:
         """Let the worker processes end, and the iterators. A later `draw` starts them anew."""
         self._running = self._dataloader = self._at = None
+        self._ahead.clear()
         self._processes.forget()
         self._reader.forget()
 
-    def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> list[Drawn]:
+    def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> Sequence[Drawn]:
         if self._running is None or self._at != (epoch, marks):
             self._orders.start = epoch, dict(marks)
             self._start()
         assert self._running is not None
-        return [next(self._running) for _ in range(max(self._num_workers, 1))]
+        if not self._ahead:
+            parts = [next(self._running) for _ in range(max(self._num_workers, 1))]
+            self._ahead.extend(zip(*parts, strict=True))
+        return self._ahead.popleft()
 
     def _start(self) -> None:
+        self._ahead.clear()
         if not self._num_workers:
             self._running = map(self._reader.__getitem__, self._orders)
             return
@@ -301,9 +318,9 @@ class ShardReading:
         if self._dataloader is None:
             self._dataloader = DataLoader(
                 self._reader, batch_size=None, sampler=self._orders,
-                num_workers=self._num_workers, prefetch_factor=self._prefetch, persistent_workers=True,
+                num_workers=self._num_workers, prefetch_factor=2, persistent_workers=True,
                 multiprocessing_context=self._context,
-                collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch types lists here, also without batches
+                collate_fn=_as_it_is,
                 # one of its own: the random numbers of the train step are not drawn from
                 generator=torch.Generator(),
             )  # fmt: skip
@@ -311,26 +328,7 @@ class ShardReading:
         self._running = self._processes.started_by(lambda: iter(dataloader))
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = {"_dataloader": None, "_running": None, "_at": None, "_processes": WorkerProcesses()}
+        nothing: dict[str, Any] = {
+            "_dataloader": None, "_running": None, "_at": None, "_ahead": deque(), "_processes": WorkerProcesses()
+        }  # fmt: skip
         return {**self.__dict__, **nothing}
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """Several batches that `default_collate` made, one behind the other; None for none.
-
-    Raises:
-        TypeError: batches of another kind.
-    """
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(list(parts))
-    if isinstance(first, Mapping):
-        return {key: joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, (list, tuple)):
-        if all(isinstance(value, (str, bytes)) for value in first):
-            return type(first)(value for part in parts for value in part)
-        columns = [joined(list(column)) for column in zip(*parts, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    raise TypeError(f"default_collate made a {type(first).__name__}: give a collate_fn of your own")
