@@ -89,8 +89,10 @@ class Shards:
 class RunLog(EventLog):
     """Says of each event in which of several runs, one after the other, it was."""
 
+    run = 0
+
     def __call__(self, event: str, **fields: Any) -> None:
-        super().__call__(event, run=int(os.environ.get("JOB_RUN", "0")), **fields)
+        super().__call__(event, run=self.run, **fields)
 
 
 class Seen(Iterator[Any]):
@@ -109,6 +111,7 @@ class Seen(Iterator[Any]):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--run", type=int, default=0, help="its number among several, one after the other")
     parser.add_argument("--salvage", default="discard")
     parser.add_argument("--shards", choices=["logical", "data only"], default="logical")
     parser.add_argument("--positions", choices=["places", "numbers"], default="places")
@@ -140,6 +143,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_num_threads(1)
     log, plan = RunLog(options.out), FaultPlan(options.out)
+    log.run = options.run
     model = make_model(5, 0.2 if options.shards == "logical" else 0.0)
     stream = torchelastic.ElasticStream(
         Shards(options.positions == "places", out=options.out if not options.num_workers else None), len(LENGTHS),

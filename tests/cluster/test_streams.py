@@ -184,7 +184,7 @@ class History:
         self.hosts.append(
             self.job.start(
                 f"--rdzv-endpoint={self.etcd.endpoint}", f"--rdzv-id={self.run_id}-{self.run}", "--nnodes=1:4",
-                "--last-call=0.3", nproc=1, JOB_RUN=str(self.run),
+                "--last-call=0.3", nproc=1,
             )
         )  # fmt: skip
 
@@ -219,6 +219,7 @@ class History:
                 each.kill()
                 each.wait()
             self.run += 1
+            self.job.job_options["run"] = self.run
             self.hosts = []
             count = self.random.randint(1, 4)
             self.told.append(f"resume with {count}")
@@ -234,7 +235,9 @@ class History:
             return [event["pid"] for event in self.job.of("started") if event["pid"] in here]
 
         wait_until(lambda: alive() or host.poll() is not None, 90, "a worker to kill")
-        for pid in alive()[-1:]:  # none: the run is over already
+        if not alive():
+            assert self.job.of("finished", run=self.run), "nobody was there to be killed, and the run was not over"
+        for pid in alive()[-1:]:
             self.killed.add(pid)
             os.kill(pid, signal.SIGKILL)
 
@@ -244,6 +247,8 @@ class History:
             self.happen(gate)
         codes = [host.wait(120) for host in self.hosts]
         assert codes == [0] * len(codes), self.job.output()[-4000:]
+        groups = {(event["run"], event["round"]) for event in self.job.of("drawn")}
+        assert len(groups) > 1, "nothing that has happened disturbed the run"
         self.job.check()
 
 

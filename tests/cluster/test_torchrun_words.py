@@ -52,6 +52,14 @@ def test_a_program_that_is_not_pythons_is_started_for_every_worker(tmp_path: Pat
     ]
 
 
+def test_workers_of_a_host_share_its_cores_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    say = ("--no-python", "--nproc-per-node", "2", "sh", "-c", "echo threads=$OMP_NUM_THREADS")
+    shared = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    for said, threads in (({}, shared), ({"OMP_NUM_THREADS": "7"}, "7")):
+        done = run(*say, cwd=tmp_path, **said)
+        assert re.findall(r"threads=(\d*)$", done.stdout, re.MULTILINE) == [threads] * 2, done.stderr
+
+
 def test_variables_of_torchrun_count(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nprint('worker', os.environ['LOCAL_RANK'])\n")
     done = run("train.py", cwd=tmp_path, PET_NPROC_PER_NODE="2", PET_RDZV_BACKEND="c10d")

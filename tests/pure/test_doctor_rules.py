@@ -12,7 +12,7 @@ from torchelastic.doctor.accelerators import AcceleratorFacts, is_compiled_for, 
 from torchelastic.doctor.findings import Finding, Level, exit_code, worst
 from torchelastic.doctor.folder import FolderFacts, judge_folder
 from torchelastic.doctor.left_overs import LeftOverFacts, judge_left_overs
-from torchelastic.doctor.lifetime import LifetimeFacts, Source, judge_lifetime
+from torchelastic.doctor.lifetime import DeadlineSource, LifetimeFacts, judge_lifetime
 from torchelastic.doctor.limits import (
     LimitFacts,
     MemoryFacts,
@@ -364,10 +364,10 @@ def test_left_overs_are_a_warning_where_they_are_large() -> None:
     [
         (LifetimeFacts(grace_s=30.0), [NOTE], "30 s of grace"),
         (LifetimeFacts(failure="X is 'y'"), [ERROR], "X is 'y'"),
-        (LifetimeFacts((Source("SLURM", "squeue", 3600.0),), 30.0), [OK], "60 min are left"),
-        (LifetimeFacts((Source("SLURM", "squeue", 250.0),), 30.0), [WARNING], "ends in 250 s"),
-        (LifetimeFacts((Source("SLURM", "squeue", -5.0),), 30.0), [WARNING], "ends in 0 s"),
-        (LifetimeFacts((Source("AWS spot", "metadata", None),), 30.0), [OK], "no end is known"),
+        (LifetimeFacts((DeadlineSource("SLURM", "squeue", 3600.0),), 30.0), [OK], "60 min are left"),
+        (LifetimeFacts((DeadlineSource("SLURM", "squeue", 250.0),), 30.0), [WARNING], "ends in 250 s"),
+        (LifetimeFacts((DeadlineSource("SLURM", "squeue", -5.0),), 30.0), [WARNING], "ends in 0 s"),
+        (LifetimeFacts((DeadlineSource("AWS spot", "metadata", None),), 30.0), [OK], "no end is known"),
         (LifetimeFacts((), 30.0, ("A=1 is in the past",)), [WARNING, NOTE], "A=1 is in the past"),
     ],
 )

@@ -27,8 +27,10 @@ from torchelastic.data.shares import (
     pick,
     places_of_unit,
     places_of_units,
+    require_rank,
     share_bounds,
     units_of_rank,
+    weight_of,
 )
 
 _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
@@ -154,16 +156,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def weight(self) -> float:
-        """This step's share of the gradient: pending local over pending global samples (1/world_size when none).
-
-        The gradient of the mean loss over the global batch is the sum over ranks of weight x gradient of the local
-        mean loss; DDP, which averages, needs the local one multiplied by weight x world_size.
-        """
-        if not self._pending:
-            return 1.0 / self._world_size
-        return sum(share.local_samples for share in self._pending) / sum(
-            share.global_samples for share in self._pending
-        )
+        """This step's share of the gradient, see `shares.weight_of`."""
+        return weight_of(self._pending, self._world_size)
 
     def __len__(self) -> int:
         """Uncommitted global batches of the present epoch."""
@@ -186,8 +180,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: `rank` is not in that range.
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in a world of {world_size}: ranks go from 0 to world_size - 1")
+        require_rank(rank, world_size)
         self._second_deal = None
         self.rollback()
         self._rank, self._world_size = rank, world_size

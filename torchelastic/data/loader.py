@@ -102,8 +102,7 @@ class ElasticLoader(Iterator[Any]):
             assert self._running is not None
             began_ns = time.monotonic_ns()
             batch = next(self._running)
-            if waiting.listener is not None:
-                waiting.listener(time.monotonic_ns() - began_ns)
+            waiting.has_waited(began_ns)
         except BaseException as error:
             # A worker may be gone, or be in the middle of another batch: begin again with a fresh set.
             self.close()

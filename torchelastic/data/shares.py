@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 #: How many samples a rank without any of its own loads while a step is salvaged: two, because a batch of one has no
 #: variance, which layers like BatchNorm1d refuse.
@@ -76,6 +77,33 @@ class SecondDeal:
     compute: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
     postponed: tuple[int, ...] = ()
+
+
+class Counted(Protocol):
+    """What one rank contributes to one global batch, as far as weights are concerned: a `BatchShare`, for example."""
+
+    @property
+    def local_samples(self) -> int: ...  # noqa: D102 - of this rank
+
+    @property
+    def global_samples(self) -> int: ...  # noqa: D102 - of all ranks
+
+
+def weight_of(pending: Sequence[Counted], world_size: int) -> float:
+    """A rank's share of a step's gradient: local over global samples of all that it has drawn; 1/world_size when none.
+
+    The gradient of the mean loss over the global batch is the sum over ranks of weight x gradient of the local
+    mean loss; DDP, which averages, needs the local one multiplied by weight x world_size.
+    """
+    if not pending:
+        return 1.0 / world_size
+    return sum(share.local_samples for share in pending) / sum(share.global_samples for share in pending)
+
+
+def require_rank(rank: int, world_size: int) -> None:
+    """Raises ValueError if a world of this size has no such rank."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a world of {world_size}: ranks go from 0 to world_size - 1")
 
 
 def share_bounds(samples: int, rank: int, world_size: int) -> tuple[int, int]:

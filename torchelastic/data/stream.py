@@ -17,11 +17,11 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from torchelastic.data import waiting
-from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, units_of_rank
+from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, require_rank, units_of_rank, weight_of
 from torchelastic.data.sources.api import Source, of_epoch
-from torchelastic.data.stream_course import Mark, StreamCourse, samples_between
+from torchelastic.data.stream_course import ShardPlace, StreamCourse, samples_between
 from torchelastic.data.stream_exchange import StreamExchange
-from torchelastic.data.stream_reading import Drawn, ShardReader, ShardReading
+from torchelastic.data.stream_reading import Drawn, StreamReader, StreamReading
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class ElasticStream(Iterator[Any]):
         self._make_iterator = make_iterator
         self._collate = default_collate if collate_fn is None else collate_fn
         self._collates_in_workers = collate_fn is None and num_workers > 0
-        reader = ShardReader(
+        reader = StreamReader(
             make_iterator,
             logical_shards,
             global_batch_size // logical_shards,
@@ -119,13 +119,13 @@ class ElasticStream(Iterator[Any]):
             # what is read ahead, the batch of the step, and one more; a collate_fn may hand out the samples themselves
             keeps=0 if collate_fn is not None else 2 + (2 * prefetch_batches if num_workers else 0),
         )
-        self._reading = ShardReading(reader, num_workers, prefetch_batches, multiprocessing_context)
+        self._reading = StreamReading(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()
         self._rank, self._world_size = 0, 1
         self._course = self._next = StreamCourse.start(0, logical_shards)
         self._pending: tuple[StreamShare, ...] = ()
         # the places behind the first batch after `_course`, since it was first drawn: also when that step has failed
-        self._attempt: tuple[Mark, ...] | None = None
+        self._attempt: tuple[ShardPlace, ...] | None = None
         self._second_deal: SecondDeal | None = None
         self._padding: list[Any] = []
 
@@ -163,12 +163,8 @@ class ElasticStream(Iterator[Any]):
 
     @property
     def weight(self) -> float:
-        """This step's share of the gradient: pending local over pending global samples (1/world_size when none)."""
-        if not self._pending:
-            return 1.0 / self._world_size
-        return sum(share.local_samples for share in self._pending) / sum(
-            share.global_samples for share in self._pending
-        )
+        """This step's share of the gradient, see `shares.weight_of`."""
+        return weight_of(self._pending, self._world_size)
 
     @property
     def units(self) -> int:
@@ -201,8 +197,7 @@ class ElasticStream(Iterator[Any]):
             ValueError: `rank` is not in that range, the process group has another size, or, at the start of a run,
                 there are more ranks than logical shards. (Those that come later have nothing to read.)
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in a world of {world_size}: ranks go from 0 to world_size - 1")
+        require_rank(rank, world_size)
         if world_size > self.logical_shards:
             few = (
                 f"{world_size} ranks share {self.logical_shards} logical shards, so some have nothing to read: start a "
@@ -268,14 +263,13 @@ class ElasticStream(Iterator[Any]):
     def _read(self, course: StreamCourse, shards: Sequence[int]) -> Drawn:
         began_ns = time.monotonic_ns()
         drawn = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
-        if waiting.listener is not None:
-            waiting.listener(time.monotonic_ns() - began_ns)
+        waiting.has_waited(began_ns)
         return drawn
 
     def _batch(self, drawn: Drawn) -> Any:
         return drawn.samples if self._collates_in_workers else self._collate(drawn.samples)
 
-    def _padding_batch(self, course: StreamCourse, marks: tuple[Mark, ...]) -> Any:
+    def _padding_batch(self, course: StreamCourse, marks: tuple[ShardPlace, ...]) -> Any:
         """The first samples of a shard that has some: any rank can open any shard."""
         if not self._padding:
             shard = next(s for s, samples in enumerate(samples_between(course.marks, marks)) if samples)
@@ -321,7 +315,7 @@ class ElasticStream(Iterator[Any]):
 
 
 def _share(
-    course: StreamCourse, marks: tuple[Mark, ...], shards: tuple[int, ...], carried: tuple[int, ...]
+    course: StreamCourse, marks: tuple[ShardPlace, ...], shards: tuple[int, ...], carried: tuple[int, ...]
 ) -> StreamShare:
     counts = samples_between(course.marks, marks)
 

@@ -13,7 +13,7 @@ NO_DIGEST = -1
 _COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
-class Mark(NamedTuple):
+class ShardPlace(NamedTuple):
     """A place in one shard: a position of its iterator, and how many samples were drawn since.
 
     The position is taken anew every few batches only; who opens the shard draws the samples from there on and throws
@@ -46,19 +46,19 @@ class StreamCourse:
 
     epoch: int
     number: int
-    marks: tuple[Mark, ...]
+    marks: tuple[ShardPlace, ...]
 
     @classmethod
     def start(cls, epoch: int, shards: int) -> StreamCourse:
         """The beginning of an epoch."""
-        return cls(epoch, 0, (Mark(),) * shards)
+        return cls(epoch, 0, (ShardPlace(),) * shards)
 
     @property
     def present(self) -> tuple[int, ...]:
         """The shards that have samples left, as far as is known: which ones are empty shows when they are opened."""
         return tuple(shard for shard, mark in enumerate(self.marks) if not mark.ended)
 
-    def advanced(self, marks: Sequence[Mark]) -> StreamCourse:
+    def advanced(self, marks: Sequence[ShardPlace]) -> StreamCourse:
         """Behind one more batch, or at the start of the next epoch where no shard has anything left.
 
         Args:
@@ -110,7 +110,7 @@ class StreamCourse:
         return cls(epoch, number, marks)
 
 
-def samples_between(before: Sequence[Mark], after: Sequence[Mark]) -> tuple[int, ...]:
+def samples_between(before: Sequence[ShardPlace], after: Sequence[ShardPlace]) -> tuple[int, ...]:
     """How many samples each shard has given between two places in one epoch."""
     return tuple(later.drawn - earlier.drawn for earlier, later in zip(before, after, strict=True))
 
@@ -134,7 +134,7 @@ def _refuse_others(value: object) -> None:
         raise TypeError(f"a {type(value).__name__}")
 
 
-def _mark_of(row: object) -> Mark:
+def _mark_of(row: object) -> ShardPlace:
     if not isinstance(row, list) or len(row) != 5:
         raise ValueError("a shard that is no list of five")
     position, *numbers = row
@@ -143,4 +143,4 @@ def _mark_of(row: object) -> Mark:
     at, drawn, digest, ended = numbers
     if not 0 <= at <= drawn or digest < NO_DIGEST or ended not in (0, 1):
         raise ValueError("numbers of samples that cannot be")
-    return Mark(position_text(position), at, drawn, digest, bool(ended))
+    return ShardPlace(position_text(position), at, drawn, digest, bool(ended))

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from torchelastic.data.stream_course import Mark
+from torchelastic.data.stream_course import ShardPlace
 
 #: number + 1 of the batch, drawn, digest, ended, and the length of a new position's text: 0 for none, -1 for a number.
 _NOTHING = [0] * 5
@@ -60,8 +60,8 @@ class StreamExchange:
             self._default = default
 
     def marks(
-        self, number: int, before: Sequence[Mark], mine: Mapping[int, Mark], absent: Collection[int]
-    ) -> tuple[Mark, ...]:
+        self, number: int, before: Sequence[ShardPlace], mine: Mapping[int, ShardPlace], absent: Collection[int]
+    ) -> tuple[ShardPlace, ...]:
         """The places of all shards behind one batch.
 
         Args:
@@ -88,7 +88,7 @@ class StreamExchange:
         texts = self._texts([max(row[4], 0) for row in rows], mine)
         return tuple(_mark(*one) for one in zip(before, rows, texts, strict=True))
 
-    def _texts(self, lengths: Sequence[int], mine: Mapping[int, Mark]) -> list[str]:
+    def _texts(self, lengths: Sequence[int], mine: Mapping[int, ShardPlace]) -> list[str]:
         """The new positions of all shards; "" where there is none."""
         if not any(lengths):
             return [""] * len(lengths)
@@ -104,16 +104,16 @@ class StreamExchange:
         return {"_world_size": self._world_size, "_default": None, "_group": None}
 
 
-def _row(number: int, before: Mark, mark: Mark) -> list[int]:
+def _row(number: int, before: ShardPlace, mark: ShardPlace) -> list[int]:
     is_new = mark.at != before.at
     length = 0 if not is_new else _NUMBER if mark.position == str(mark.at) else len(mark.position.encode())
     return [number + 1, mark.drawn, mark.digest, int(mark.ended), length]
 
 
-def _mark(before: Mark, row: Sequence[int], text: str) -> Mark:
+def _mark(before: ShardPlace, row: Sequence[int], text: str) -> ShardPlace:
     number, drawn, digest, ended, length = row
     if not number:
         return before
     if not length:
-        return Mark(before.position, before.at, drawn, digest, bool(ended))
-    return Mark(str(drawn) if length == _NUMBER else text, drawn, drawn, digest, bool(ended))
+        return ShardPlace(before.position, before.at, drawn, digest, bool(ended))
+    return ShardPlace(str(drawn) if length == _NUMBER else text, drawn, drawn, digest, bool(ended))

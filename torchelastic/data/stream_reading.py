@@ -1,6 +1,6 @@
 """Reads the logical shards that a rank holds, in this process or in worker processes that read ahead.
 
-Both ways run the same `ShardReader`: a worker process has one for its part of the shards. A reader is told where to
+Both ways run the same `StreamReader`: a worker process has one for its part of the shards. A reader is told where to
 begin, and then gives one batch's samples of all its shards each time it is asked. torch's DataLoader starts the
 processes, asks them ahead of time, and brings what they answer in order.
 """
@@ -22,7 +22,7 @@ from torchelastic.data.collated import by_value, joined
 from torchelastic.data.fingerprint import fingerprint
 from torchelastic.data.shares import units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
-from torchelastic.data.stream_course import NO_DIGEST, Mark, position_text
+from torchelastic.data.stream_course import NO_DIGEST, ShardPlace, position_text
 from torchelastic.data.worker_processes import WorkerProcesses
 
 log = logging.getLogger(__name__)
@@ -44,23 +44,23 @@ class Drawn(NamedTuple):
     """
 
     samples: Any
-    marks: dict[int, Mark]
+    marks: dict[int, ShardPlace]
 
 
 class _Draw(NamedTuple):
     """What one shard gives to one batch, and the place behind it."""
 
     samples: list[Any]
-    mark: Mark
+    mark: ShardPlace
 
 
 class _OpenShard:
     """The iterator of one shard, at a place in it; one sample ahead, so that the end is known with the last sample."""
 
-    def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, mark: Mark, keeps: int) -> None:
+    def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, mark: ShardPlace, keeps: int) -> None:
         self._shard, self._mark = shard, mark
         self._here = mark  # behind what was handed out, which may come again; self._mark is behind what was read
-        self._kept: deque[tuple[Mark, _Draw]] = deque(maxlen=keeps)
+        self._kept: deque[tuple[ShardPlace, _Draw]] = deque(maxlen=keeps)
         self._again: deque[_Draw] = deque()
         self._samples: Iterator[Any] = iter(())
         self._next: list[Any] = []
@@ -91,7 +91,7 @@ class _OpenShard:
                 "Bring it back as it was, or start a new run"
             )
 
-    def go_back(self, to: Mark) -> bool:
+    def go_back(self, to: ShardPlace) -> bool:
         """Have what was handed out behind this place come again.
 
         Returns:
@@ -124,7 +124,7 @@ class _OpenShard:
             position, at = self._position(drawn), drawn
             self._look_ahead()
             digest = self._digest()
-        self._mark = Mark(position, at, drawn, digest, not self._next)
+        self._mark = ShardPlace(position, at, drawn, digest, not self._next)
         return _Draw(samples, self._mark)
 
     def _look_ahead(self) -> None:
@@ -153,10 +153,10 @@ class _Order:
 
     worker: int
     batches: int = 1
-    start: tuple[int, dict[int, Mark]] | None = None
+    start: tuple[int, dict[int, ShardPlace]] | None = None
 
 
-class ShardReader(Dataset[list[Drawn]]):
+class StreamReader(Dataset[list[Drawn]]):
     """Reads some shards batch by batch; asked by `_Order`s, one after the other.
 
     Args:
@@ -197,7 +197,7 @@ class ShardReader(Dataset[list[Drawn]]):
         """Let the iterators go."""
         self._open = {}
 
-    def _go_to(self, epoch: int, marks: Mapping[int, Mark]) -> None:
+    def _go_to(self, epoch: int, marks: Mapping[int, ShardPlace]) -> None:
         make = of_epoch(self._make_iterator, epoch)
         before = self._open if epoch == self._epoch else {}
         self._open, self._epoch = {}, epoch
@@ -224,7 +224,7 @@ class _Orders:
 
     def __init__(self, workers: int, batches: int) -> None:
         self._workers, self._batches = workers, batches
-        self.start: tuple[int, dict[int, Mark]] = (0, {})
+        self.start: tuple[int, dict[int, ShardPlace]] = (0, {})
 
     def __iter__(self) -> Iterator[_Order]:
         epoch, marks = self.start
@@ -235,7 +235,7 @@ class _Orders:
         yield from (_Order(worker, self._batches) for worker in itertools.cycle(range(self._workers)))
 
 
-class ShardReading:
+class StreamReading:
     """The reading of one rank. Use it from the training thread.
 
     Args:
@@ -246,7 +246,7 @@ class ShardReading:
     """
 
     def __init__(
-        self, reader: ShardReader, num_workers: int, prefetch_batches: int, multiprocessing_context: str | None
+        self, reader: StreamReader, num_workers: int, prefetch_batches: int, multiprocessing_context: str | None
     ) -> None:
         self._reader, self._num_workers = reader, num_workers
         self._context = multiprocessing_context
@@ -257,9 +257,9 @@ class ShardReading:
         self._running: Iterator[list[Drawn]] | None = None
         #: Batches that were handed over, each as the parts of all processes.
         self._ahead: deque[Sequence[Drawn]] = deque()
-        self._at: tuple[int, dict[int, Mark]] | None = None
+        self._at: tuple[int, dict[int, ShardPlace]] | None = None
 
-    def draw(self, epoch: int, places: Mapping[int, Mark]) -> Drawn:
+    def draw(self, epoch: int, places: Mapping[int, ShardPlace]) -> Drawn:
         """The next batch's samples of these shards, from these places on.
 
         Args:
@@ -297,7 +297,7 @@ class ShardReading:
         self._processes.forget()
         self._reader.forget()
 
-    def _draw(self, epoch: int, marks: Mapping[int, Mark]) -> Sequence[Drawn]:
+    def _draw(self, epoch: int, marks: Mapping[int, ShardPlace]) -> Sequence[Drawn]:
         if self._running is None or self._at != (epoch, marks):
             self._orders.start = epoch, dict(marks)
             self._start()

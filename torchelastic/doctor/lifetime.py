@@ -23,7 +23,7 @@ _REMEDY = "see docs/deadlines.md for the variables and what they hold"
 
 
 @dataclass(frozen=True)
-class Source:
+class DeadlineSource:
     """One source of a deadline.
 
     Attributes:
@@ -48,7 +48,7 @@ class LifetimeFacts:
         failure: why none could be detected; "" if they could.
     """
 
-    sources: tuple[Source, ...] = ()
+    sources: tuple[DeadlineSource, ...] = ()
     grace_s: float | None = None
     complaints: tuple[str, ...] = ()
     failure: str = ""
@@ -67,7 +67,7 @@ def judge_lifetime(facts: LifetimeFacts) -> list[Finding]:
     return found
 
 
-def _judge_source(source: Source) -> Finding:
+def _judge_source(source: DeadlineSource) -> Finding:
     if source.remaining_s is None:
         return Finding(NAME, Level.OK, f"{source.name}: no end is known at present", source.reason)
     if source.remaining_s < NEAR_S:
@@ -110,8 +110,8 @@ def _check_signals(text: str, grace_s: float) -> None:
         raise ValueError(f"{SIGNALS_VARIABLE}: {error}") from None
 
 
-def _source(deadline: Deadline) -> Source:
-    return Source(deadline.name, deadline.reason, deadline.remaining_s(time.monotonic()))
+def _source(deadline: Deadline) -> DeadlineSource:
+    return DeadlineSource(deadline.name, deadline.reason, deadline.remaining_s(time.monotonic()))
 
 
 class _AskedOnce(Poller):

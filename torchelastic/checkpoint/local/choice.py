@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchelastic.checkpoint.local.names import Save, Shard
 from torchelastic.checkpoint.policy import KeepPolicy, KeptCheckpoint, prunable
+from torchelastic.checkpoint.policy.keeping import rising_s
 
 
 @dataclass(frozen=True, order=True)
@@ -127,11 +126,6 @@ def folders_of(rank: int, roots: Sequence[str], present: Iterable[int]) -> list[
     return [rank, *left]
 
 
-def _later(before_s: float, now_s: float) -> float:
-    """A time after the one before, also where a clock was set back: policies go by the order of the saves."""
-    return max(now_s, math.nextafter(before_s, math.inf))
-
-
 @dataclass(frozen=True)
 class _Kept(KeptCheckpoint):
     save: Save = field(kw_only=True)
@@ -151,7 +145,7 @@ def to_prune(
     saves = sorted(complete)
     if not saves:
         return set()
-    times = itertools.accumulate((complete[save] for save in saves), _later)
+    times = rising_s(complete[save] for save in saves)
     oldest_first = [_Kept(save.iteration, saved_s, save=save) for save, saved_s in zip(saves, times, strict=True)]
     kept = set(saves) - {checkpoint.save for checkpoint in prunable(policy, oldest_first)}
     return {save for save in held if save <= saves[-1] and save not in kept and save not in busy}

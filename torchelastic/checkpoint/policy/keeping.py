@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -133,6 +133,17 @@ class KeepPolicy(Composable, ABC):
             return NotImplemented
         combined = KeepIfAll((self, other))
         return combined if len(combined.policies) > 1 else self
+
+
+def rising_s(times_s: Iterable[float]) -> list[float]:
+    """Times that were told by a clock, oldest save first, so that each is after the one before.
+
+    Policies go by the order of the saves: a clock that was set back has no say.
+
+    >>> rising_s([1.0, 5.0, 3.0]) == [1.0, 5.0, math.nextafter(5.0, math.inf)]
+    True
+    """
+    return list(itertools.accumulate(times_s, lambda before_s, now_s: max(now_s, math.nextafter(before_s, math.inf))))
 
 
 def prunable(policy: KeepPolicy, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:

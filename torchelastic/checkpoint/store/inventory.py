@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.policy.keeping import KeepPolicy, KeptCheckpoint, prunable
+from torchelastic.checkpoint.policy.keeping import KeepPolicy, KeptCheckpoint, prunable, rising_s
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
 from torchelastic.checkpoint.store.save_id import SaveId, parse_shard_file_name
 
@@ -107,12 +106,11 @@ def describe_cut(folder: Path, record: ShardRecord, sizes: Mapping[str, int | No
 def prunable_checkpoints(policy: KeepPolicy, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """What a policy does not want of what is complete, oldest first; never the newest.
 
-    What is damaged or not committed is neither counted nor removed. A clock that was set back has no say: a checkpoint
-    counts as saved after those that are older by name.
+    What is damaged or not committed is neither counted nor removed; a checkpoint counts as saved after
+    those that are older by name (`rising_s`).
     """
     complete = [info for info in checkpoints if info.manifest is not None and info.damage is None]
-    ordered: list[CheckpointInfo] = []
-    for info in sorted(complete, key=lambda info: info.name):
-        least_s = math.nextafter(ordered[-1].saved_s, math.inf) if ordered else info.saved_s
-        ordered.append(replace(info, saved_s=max(info.saved_s, least_s)))
+    complete.sort(key=lambda info: info.name)
+    times_s = rising_s(info.saved_s for info in complete)
+    ordered = [replace(info, saved_s=saved_s) for info, saved_s in zip(complete, times_s, strict=True)]
     return prunable(policy, ordered)
