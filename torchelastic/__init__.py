@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchelastic.model.world_change import WorldChange, keep_global_batch, scale_learning_rate
     from torchelastic.model_state import ModelState
     from torchelastic.p2p.coordinator_p2p import CoordinatorP2P
+    from torchelastic.sharded.state import ShardedState
     from torchelastic.state import State
     from torchelastic.step import Step
     from torchelastic.train_loop import steps, train
@@ -38,6 +39,7 @@ _WHERE = {
     "ModelState": "model_state",
     "NonRetryableException": "coordinator",
     "RetryableException": "coordinator",
+    "ShardedState": "sharded.state",
     "SimpleWorkerStats": "worker_stats",
     "State": "state",
     "Step": "step",
@@ -59,6 +61,7 @@ __all__ = [
     "ModelState",
     "NonRetryableException",
     "RetryableException",
+    "ShardedState",
     "SimpleWorkerStats",
     "State",
     "Step",

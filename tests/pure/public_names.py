@@ -22,6 +22,7 @@ PUBLIC_MODULES = (
     "torchelastic.p2p.stragglers",
     "torchelastic.rendezvous",
     "torchelastic.data",
+    "torchelastic.sharded",
     "torchelastic.distributed",
     "torchelastic.checkpoint",
     "torchelastic.checkpoint.api",

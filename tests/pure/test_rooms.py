@@ -39,6 +39,7 @@ FLOORS: dict[str, int] = {
     "state": 3,
     "status": 4,
     "model_state": 4,
+    "sharded": 4,
     "step": 4,
     "train_loop": 5,
     "p2p": 4,

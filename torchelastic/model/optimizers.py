@@ -79,6 +79,7 @@ class Optimizers:
     ) -> None:
         self._several = Several("optimizer", given)
         self.objects: Sequence[torch.optim.Optimizer] = self._several.objects
+        self.names: Sequence[str] = self._several.names
         self._copy_others, self._before_first = copy_others, before_first
         size = len(self.objects)
         self._begun, self._done, self._usual = [0] * size, [0] * size, [1] * size
@@ -113,6 +114,11 @@ class Optimizers:
         if self.counts.are_complete:
             return Progress.COMPLETE
         return Progress.TORN if self._is_uncovered else Progress.UNDOABLE
+
+    @property
+    def steps_once(self) -> bool:
+        """Whether all optimizers together step once in a train step, as far as is known."""
+        return sum(self._usual) == 1
 
     def undo(self) -> None:
         """Put back what was copied; only in the state UNDOABLE."""

@@ -7,6 +7,8 @@ and keep its state in `ModelState.extra`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,17 @@ def capture() -> RandomState:
     """As they are now; a microsecond."""
     cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch has no types here
     return RandomState(torch.get_rng_state(), cuda)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Within it torch draws from this seed; after it, as if nothing had been drawn."""
+    before = capture()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def restore(state: RandomState) -> None:

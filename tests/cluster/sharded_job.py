@@ -1,0 +1,236 @@
+"""The training job of the tests of sharded models: FSDP2 over gloo, in double precision; notes all that it does."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import resource
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import torchelastic
+from tests.cluster.elastic_job import (
+    FEATURES,
+    EventLog,
+    RecordedCoordinator,
+    hold_until,
+    make_dataset,
+)
+from torchelastic.checkpoint.store import DiskTier
+from torchelastic.checkpoint.tiered import TieredCheckpointManager
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
+from torchelastic.p2p import agreement
+from torchelastic.sharded import FullShard, HybridShard, ShardedState, copies, handover, transfers
+from torchelastic.testing.faults import FaultPlan
+from torchelastic.worker_stats import SimpleWorkerStats
+
+#: No multiple of any number of workers: parts are of different sizes, and of some tensors some ranks have nothing.
+WIDTH = 17
+SEED = 5
+
+
+class Counted(torch.nn.Module):
+    """Counts its calls in a buffer, which a step that is undone must undo."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        self.calls.zero_()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return hidden
+
+
+def plain_model(width: int) -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, width), torch.nn.Tanh(), torch.nn.LayerNorm(width), Counted(),
+        torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 1),
+    ).double()  # fmt: skip
+
+
+class RecordedShards(ShardedState):
+    """A ShardedState that passes its phases to the fault plan and its commits to the log."""
+
+    log: EventLog
+    plan: FaultPlan
+    coordinator: RecordedCoordinator
+
+    def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
+        self.plan.reach("sync", self.step, rank)
+        try:
+            super().sync(world_size, rank)
+        except RuntimeError:
+            self.log("sync_failed", why=traceback.format_exc())
+            raise
+        self.log("synced", step=self.step, round=self.round_number, rank=rank, world=world_size)
+
+    def apply(self, snapshot: Any) -> None:
+        self.log("rolled_back", step=self.step, round=self.round_number)
+        super().apply(snapshot)
+
+    def commit(self) -> None:
+        number = self.step
+        super().commit()
+        self.log("committed", step=number, round=self.round_number, rank=self.coordinator.rank)
+
+    def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
+        super().load_checkpoint_tree(tree)
+        self.log("loaded", step=int(tree["step"]))
+
+    @property
+    def round_number(self) -> int:
+        return self.coordinator.rendezvous.joined.number
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--step-ms", type=float, default=30.0)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--hybrid", type=int, default=0, help="ranks that hold one copy of the state together")
+    parser.add_argument("--optimizer", choices=["adamw", "sgd", "two"], default="adamw")
+    parser.add_argument("--checkpoint-dir", type=Path)
+    parser.add_argument("--checkpoint-every", type=int, default=4)
+    parser.add_argument("--gates", type=int, nargs="*", default=[], help="steps that wait for a file gate-STEP")
+    parser.add_argument("--wait-for-newcomer-at", type=int, nargs="*", default=[], help="steps")
+    parser.add_argument("--full-world", type=int, default=3)
+    return parser.parse_args()
+
+
+def build(options: argparse.Namespace, plan: FaultPlan, mesh: DeviceMesh) -> tuple[Any, ...]:
+    plan.reach("build")
+    with torch.device("meta"):
+        model = plain_model(options.width)
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, *optimizers(options.optimizer, list(model.parameters()))
+
+
+def optimizers(kind: str, parameters: list[torch.nn.Parameter]) -> tuple[Any, Any]:
+    """The optimizers, and the schedulers of their learning rates; for the job and for what it is compared with."""
+    made: list[torch.optim.Optimizer]
+    if kind == "adamw":
+        made = [torch.optim.AdamW(parameters, lr=0.02)]
+    elif kind == "sgd":
+        made = [torch.optim.SGD(parameters, lr=0.05, momentum=0.9)]
+    else:
+        made = [torch.optim.AdamW(parameters[:2], lr=0.02), torch.optim.SGD(parameters[2:], lr=0.05)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 7, 0.8) for each in made]
+    return (made, schedulers) if len(made) > 1 else (made[0], schedulers[0])
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def watch(plan: FaultPlan, state: RecordedShards) -> None:
+    """Tell the plan of what happens inside: parts that move, and copies on their way."""
+    moved, exchanged = transfers.move, copies._exchanged
+
+    def move(*args: Any, **keywords: Any) -> int:
+        plan.reach("moving", state.step, state.coordinator.rank)
+        received_bytes = moved(*args, **keywords)
+        plan.reach("moved", state.step, state.coordinator.rank)
+        return received_bytes
+
+    def exchange(*args: Any) -> Any:
+        plan.reach("copying", state.step, state.coordinator.rank)
+        received = exchanged(*args)
+        plan.reach("copied", state.step, state.coordinator.rank)
+        return received
+
+    vars(handover)["move"], vars(copies)["_exchanged"] = move, exchange
+
+
+def main() -> None:
+    options = parse()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    torch.set_num_threads(1)
+    log, plan = EventLog(options.out), FaultPlan(options.out)
+    dataset = make_dataset(options.samples)
+    sampler = ElasticBatchSampler(dataset, options.batch, epochs=options.epochs, seed=3)
+    state = RecordedShards(
+        lambda mesh: build(options, plan, mesh),
+        mesh=HybridShard(options.hybrid) if options.hybrid else FullShard(),
+        replicas=options.replicas, every=options.every, seed=SEED, sampler=sampler, extra={"seen": 0},
+    )  # fmt: skip
+    coordinator = RecordedCoordinator(process_group_timeout=20000)
+    state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
+    agreement.interval_steps = lambda *_: 1
+    watch(plan, state)
+    manager = None
+    if options.checkpoint_dir is not None:
+        policy = torchelastic.checkpoint.EverySteps(options.checkpoint_every)
+        manager = TieredCheckpointManager([DiskTier(options.checkpoint_dir)], policy=policy)
+    loader = ElasticLoader(dataset, sampler)
+
+    def train_step(state: RecordedShards) -> Any:
+        step, rank = state.step, coordinator.rank
+        plan.reach("step", step, rank)
+        if step in options.wait_for_newcomer_at and coordinator.world_size < options.full_world:
+            hold_until(lambda: coordinator.rendezvous.num_nodes_waiting() > 0, "a newcomer")
+        if step in options.gates:
+            log("held", step=step, round=state.round_number)
+            hold_until((options.out / f"gate-{step}").exists, f"gate {step}")
+        try:
+            inputs, targets = next(loader)
+        except StopIteration:
+            write_result(options.out, state)
+            raise
+        (share,) = sampler.pending
+        log(
+            "drawn", step=step, round=state.round_number, rank=rank, world=coordinator.world_size,
+            indices=list(share.indices), total=share.global_samples,
+        )  # fmt: skip
+        plan.reach("drawn", step, rank)
+        time.sleep(options.step_ms / 1000)
+        loss = torch.nn.functional.mse_loss(state.model(inputs), targets)
+        plan.reach("forward", step, rank)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        plan.reach("backward", step, rank)
+        for optimizer in as_list(state.optimizer):
+            optimizer.step()
+            plan.reach("optimizer", step, rank)
+            optimizer.zero_grad()
+        for scheduler in as_list(state.scheduler):
+            scheduler.step()
+        state.extra["seen"] += share.global_samples
+        log("loss", step=step, round=state.round_number, rank=rank, loss=loss.item(), weight=sampler.weight)
+        plan.reach("tail", step, rank)
+        return SimpleWorkerStats(1.0)
+
+    torchelastic.train(coordinator, train_step, state, checkpoint=manager)
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    log("finished", step=state.step, seen=state.extra["seen"], rank=coordinator.rank, peak_bytes=peak_bytes)
+
+
+def write_result(out: Path, state: ShardedState) -> None:
+    """All ranks put the weights together, while there is a group."""
+    whole = [parameter.full_tensor() for parameter in state.model.parameters() if isinstance(parameter, DTensor)]
+    weights = torch.cat([tensor.detach().reshape(-1) for tensor in whole])
+    torch.save(weights, out / f"weights-{os.getpid()}.pt")
+    assert [int(module.calls) for module in state.model.modules() if isinstance(module, Counted)] == [state.step]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Sharded models in real runs: workers are killed, drained and join; the result is that of one undisturbed process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster.elastic_job import make_dataset
+from tests.cluster.harness import Job, batch_indices
+from tests.cluster.sharded_job import SEED, WIDTH, as_list, optimizers, plain_model
+from torchelastic.data import ElasticBatchSampler
+from torchelastic.testing.faults import Fault
+
+pytestmark = pytest.mark.timeout(400)
+
+SAMPLES, BATCH, EPOCHS = 120, 12, 2
+STEPS = EPOCHS * SAMPLES // BATCH
+
+
+class ShardedJob(Job):
+    """A run of the sharded job."""
+
+    module = "tests.cluster.sharded_job"
+
+    def run(self, nproc: int = 3, *launcher: str) -> None:
+        """Run it to its end on this host alone."""
+        self.start("--standalone", "--min-workers=1", *launcher, nproc=nproc)
+        assert self.wait(240) == [0], self.output()[-6000:]
+
+    def check(self) -> None:
+        """Each sample has counted in its step, and the weights are those of one process that nothing has disturbed."""
+        assert self.plan.struck() == list(range(len(self.faults))), "a fault did not happen"
+        committed: dict[int, int] = {}
+        for event in self.of("committed"):
+            committed[event["step"]] = max(event["round"], committed.get(event["step"], 0))
+        assert sorted(committed) == list(range(STEPS)), f"steps committed: {sorted(committed)}"
+        drawn: dict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
+        for event in self.of("drawn"):
+            drawn[event["step"], event["round"]][event["rank"]] = event
+        sampler = ElasticBatchSampler(SAMPLES, BATCH, epochs=EPOCHS, seed=3)
+        for step, round_number in committed.items():
+            shares = drawn[step, round_number]
+            assert sorted(shares) == list(range(next(iter(shares.values()))["world"])), f"step {step}: {sorted(shares)}"
+            indices = sorted(index for share in shares.values() for index in share["indices"])
+            epoch, number = divmod(step, sampler.batches_per_epoch)
+            assert indices == sorted(batch_indices(sampler, epoch, number)), f"step {step}: samples lost or repeated"
+        finals = self.final_weights()
+        assert finals, self.output()[-3000:]
+        assert all(torch.equal(finals[0], other) for other in finals), "workers end with different weights"
+        torch.testing.assert_close(finals[0], self.reference_weights(), rtol=1e-9, atol=1e-11)
+        assert {event["seen"] for event in self.of("finished") if event["rank"] >= 0} == {EPOCHS * SAMPLES}
+
+    def lost_steps(self) -> int:
+        """How many committed steps were computed again."""
+        commits: dict[int, set[int]] = defaultdict(set)
+        for event in self.of("committed"):
+            commits[event["step"]].add(event["round"])
+        return sum(len(rounds) - 1 for rounds in commits.values())
+
+    @property
+    def faults(self) -> list[Fault]:
+        return self.plan._faults
+
+    def reference_weights(self) -> torch.Tensor:
+        model = plain_model(int(self.job_options.get("width", WIDTH)))
+        torch.manual_seed(SEED)
+        for layer in model:
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
+        made, schedulers = optimizers(str(self.job_options.get("optimizer", "adamw")), list(model.parameters()))
+        sampler = ElasticBatchSampler(SAMPLES, BATCH, epochs=EPOCHS, seed=3)
+        inputs, targets = make_dataset(SAMPLES).tensors
+        for step in range(STEPS):
+            chosen = batch_indices(sampler, *divmod(step, sampler.batches_per_epoch))
+            loss = torch.nn.functional.mse_loss(model(inputs[chosen]), targets[chosen])
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+            for optimizer in as_list(made):
+                optimizer.step()
+                optimizer.zero_grad()
+            for scheduler in as_list(schedulers):
+                scheduler.step()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[ShardedJob]]:
+    made: list[ShardedJob] = []
+    yield made
+    for job in made:
+        job.stop()
+
+
+def start(jobs: list[ShardedJob], folder: Path, *faults: Fault, **options: Any) -> ShardedJob:
+    jobs.append(ShardedJob(folder, faults, **options))
+    return jobs[-1]
+
+
+def test_an_undisturbed_run_is_that_of_one_process(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    job = start(jobs, tmp_path)
+    job.run()
+    job.check()
+    assert set(job.rounds().values()) == {3}
+
+
+DAILY = ("forward", "optimizer")
+OTHERS = ("step", "drawn", "backward", "tail", "copying", "copied")
+PHASES = [*DAILY, *(pytest.param(phase, marks=pytest.mark.long) for phase in OTHERS)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_a_killed_rank_held_comes_from_its_copy(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
+    job = start(jobs, tmp_path, Fault("kill", phase, rank=1, step=6), wait_for_newcomer_at=[12])
+    job.run()
+    job.check()
+    worlds = [world for _, world in sorted(job.rounds().items())]
+    assert worlds == [3, 2, 3]
+    assert job.lost_steps() <= 2, "with every=1 at most the step whose copy was on its way, and the one before"

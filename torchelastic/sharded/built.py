@@ -1,0 +1,290 @@
+"""What the user's `build(mesh)` has made for one group: the model, its optimizers, and the parts that lie here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.tensors import dtype_named
+from torchelastic.coordinator import NonRetryableException
+from torchelastic.model import random_state
+from torchelastic.model.compiled import plain_name
+from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.several import Several
+from torchelastic.sharded.parts import memory_of, part_of
+from torchelastic.sharded.regions import Layout, Part
+
+#: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
+Build = Callable[[DeviceMesh], tuple[Any, ...]]
+
+PARAMETERS, OPTIMIZER = "module/", "optimizer/"
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # what torch's activation checkpointing puts into names
+
+
+class Built:
+    """One model and its optimizers, on one mesh. Used on the training thread.
+
+    Args:
+        build: the user's.
+        mesh: of the group.
+        seed: of the random numbers while it runs: the same on all ranks.
+        before_first: see `Optimizers`.
+
+    Attributes:
+        mesh: as given.
+        model: sharded; its memory is there.
+        optimizer: as the user returned it.
+        scheduler: as the user returned it; None: none.
+        optimizers: all of them.
+        schedulers: all of them.
+        parameters: by name; tied ones once.
+        was_on_meta: whether the parameters hold nothing yet.
+
+    Raises:
+        ValueError, NonRetryableException: what was built cannot be kept; says why.
+    """
+
+    def __init__(self, build: Build, mesh: DeviceMesh, *, seed: int, before_first: Callable[[], None]) -> None:
+        self.mesh = mesh
+        with random_state.seeded(seed):
+            self.model, self.optimizer, self.scheduler = _taken_apart(build(mesh))
+        # a name of DDP's or FSDP1's wrapper would not fit any other layout, and neither can be cut at will
+        self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}
+        self.was_on_meta = any(memory_of(tensor).is_meta for tensor in self._all_tensors())
+        _check(self.parameters)
+        if self.was_on_meta:
+            device = torch.device(mesh.device_type)
+            self.model.to_empty(device=device)
+            self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}
+        self.optimizers = Optimizers(self.optimizer, lambda: None, before_first)
+        self.schedulers = Several("scheduler", self.scheduler)
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._optimized: list[list[tuple[str, torch.Tensor]]] = [
+            [(self._name_of(parameter), parameter) for group in each.param_groups for parameter in group["params"]]
+            for each in self.optimizers.objects
+        ]
+        self._parts: dict[str, Part] = {}
+
+    def _all_tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise NonRetryableException(
+                f"an optimizer that build(mesh) has returned holds a tensor of shape {tuple(parameter.shape)} that is "
+                "no parameter of its model: make the optimizer after fully_shard, of model.parameters()"
+            )
+        return name
+
+    # --- what this rank holds -----------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters and the optimizers' tensors, by name; not copied."""
+        found = {PARAMETERS + name: memory_of(parameter) for name, parameter in self.parameters.items()}
+        for name, value in self._optimizer_values():
+            if isinstance(value, torch.Tensor):
+                found[name] = memory_of(value)
+        return found
+
+    def layout(self, *, parameters_only: bool = False) -> dict[str, Part]:
+        """Which parts these are, by name."""
+        found: dict[str, torch.Tensor] = {PARAMETERS + name: each for name, each in self.parameters.items()}
+        if not parameters_only:
+            found |= {name: value for name, value in self._optimizer_values() if isinstance(value, torch.Tensor)}
+        for name, tensor in found.items():
+            if name not in self._parts:
+                self._parts[name] = part_of(tensor)
+        return {name: self._parts[name] for name in found}
+
+    def plain_values(self) -> dict[str, Any]:
+        """What the optimizers' states hold beside tensors, by name.
+
+        Raises:
+            NonRetryableException: something that is neither a tensor nor a plain value.
+        """
+        found = {}
+        for name, value in self._optimizer_values():
+            if isinstance(value, torch.Tensor):
+                continue
+            if value is not None and not isinstance(value, (bool, int, float, str)):
+                raise NonRetryableException(
+                    f"the optimizer's state holds a {type(value).__name__} ({name}): only tensors and plain values can "
+                    "be moved from one group to the next"
+                )
+            found[name] = value
+        return found
+
+    def _optimizer_values(self) -> Iterator[tuple[str, Any]]:
+        for number, (optimizer, optimized) in enumerate(zip(self.optimizers.objects, self._optimized, strict=True)):
+            for name, parameter in optimized:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    yield f"{OPTIMIZER}{number}/{name}/{key}", value
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def named_in(self, state: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The tensors and the plain values in the optimizers' saved state (`Optimizers.state_dict`), by our names.
+
+        Raises:
+            NonRetryableException: it is of other optimizers.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, Any] = {}
+        for number, (one, optimized) in enumerate(zip(self._states_in(state), self._optimized, strict=True)):
+            for place, kept in one["state"].items():
+                if int(place) >= len(optimized):
+                    raise NonRetryableException(
+                        f"the checkpoint's optimizer has a parameter number {place}, and the one that build(mesh) has "
+                        f"made has {len(optimized)} parameters: build the one that was saved"
+                    )
+                for key, value in kept.items():
+                    name = f"{OPTIMIZER}{number}/{optimized[int(place)][0]}/{key}"
+                    (tensors if isinstance(value, torch.Tensor) else values)[name] = value
+        return tensors, values
+
+    def settings_in(self, state: Any) -> list[list[dict[str, Any]]]:
+        """The hyperparameters in the optimizers' saved state, as `Optimizers.settings` gives them."""
+        return [
+            [{key: value for key, value in group.items() if key != "params"} for group in one["param_groups"]]
+            for one in self._states_in(state)
+        ]
+
+    def is_split(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of a saved state is sharded here: a parameter's, or one of the same shape."""
+        if name.startswith(PARAMETERS):
+            return isinstance(self.parameters[name.removeprefix(PARAMETERS)], DTensor)
+        parameter = self.parameters[self._split(name)[1]]
+        return isinstance(parameter, DTensor) and parameter.shape == tensor.shape and tensor.dim() > 0
+
+    def _states_in(self, state: Any) -> list[Any]:
+        optimizers = self.optimizers
+        return [state] if optimizers.names == [""] else [state[name] for name in optimizers.names]
+
+    # --- taking over a state ------------------------------------------------------------------------------------------
+
+    def boxes_for(self, layout: Layout) -> dict[str, Box]:
+        """The box of each tensor of a state that this rank needs.
+
+        Args:
+            layout: of the state, as some rank has held it: its names and shapes count.
+
+        Raises:
+            NonRetryableException: the state is of another model or of other optimizers.
+        """
+        own = self.layout(parameters_only=True)
+        strange = sorted({name for name in layout if name.startswith(PARAMETERS)} ^ own.keys())
+        if strange:
+            raise NonRetryableException(
+                f"build(mesh) has made a model with other parameters than before: {strange[0].removeprefix(PARAMETERS)}"
+                f"{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}: it must make the same one for any mesh"
+            )
+        boxes = {}
+        for name, part in layout.items():
+            placed = own[name] if name in own else self._like_its_parameter(name, part, own)
+            if (placed.shape, placed.dtype) != (part.shape, part.dtype):
+                raise NonRetryableException(
+                    f"{name} is a {placed.dtype} of shape {placed.shape} in the model that build(mesh) has made, and "
+                    f"was a {part.dtype} of shape {part.shape} before: it must make the same model for any mesh"
+                )
+            boxes[name] = placed.box
+        return boxes
+
+    def _like_its_parameter(self, name: str, part: Part, own: Layout) -> Part:
+        """Where a tensor of an optimizer's state lies in this group."""
+        if not part.is_shard:
+            return Part(part.dtype, part.shape, Box.whole(part.shape), False)
+        parameter = own[PARAMETERS + self._split(name)[1]]
+        if parameter.shape != part.shape:
+            raise NonRetryableException(
+                f"{name} has the shape {part.shape} and is sharded, and its parameter has the shape {parameter.shape}: "
+                "an optimizer whose state is sharded in another way than its parameters cannot be moved to other groups"
+            )
+        return dataclasses.replace(parameter, dtype=part.dtype, is_shard=True)
+
+    def make_optimizer_state(self, layout: Layout, plain_values: Mapping[str, Any]) -> None:
+        """Give the optimizers a state of this form, whose tensors hold nothing yet."""
+        for optimizer in self.optimizers.objects:
+            optimizer.state.clear()
+        for name, part in layout.items():
+            if name.startswith(OPTIMIZER):
+                number, parameter_name, key = self._split(name)
+                parameter = self.parameters[parameter_name]
+                optimizer = self.optimizers.objects[number]
+                optimizer.state[parameter][key] = _made_like(parameter, part, _stays_on_cpu(optimizer, key))
+        for name, value in plain_values.items():
+            number, parameter_name, key = self._split(name)
+            self.optimizers.objects[number].state[self.parameters[parameter_name]][key] = value
+
+    @staticmethod
+    def _split(name: str) -> tuple[int, str, str]:
+        """Number of the optimizer, name of the parameter, key of the value."""
+        number, rest = name.removeprefix(OPTIMIZER).split("/", 1)
+        parameter, key = rest.rsplit("/", 1)
+        return int(number), parameter, key
+
+    def release(self) -> None:
+        """Give the memory back; the objects are of no use after that.
+
+        Model and hooks hold each other, so Python would keep all of it until it looks for such rings.
+        """
+        for tensor in self.tensors().values():
+            tensor.untyped_storage().resize_(0)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+def _taken_apart(made: Any) -> tuple[torch.nn.Module, Any, Any]:
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise TypeError(
+            f"build(mesh) returned a {type(made).__name__}: it must return (model, optimizer), or (model, optimizer, "
+            "scheduler)"
+        )
+    model, optimizer, *scheduler = made
+    return model, optimizer, scheduler[0] if scheduler else None
+
+
+def _check(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    sharded = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
+    if not sharded:
+        raise ValueError(
+            "build(mesh) has sharded none of the model's parameters: call torch.distributed.fsdp.fully_shard(model, "
+            "mesh=mesh) in it, or use ModelState, which keeps a whole model on every worker"
+        )
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, DTensor) and parameter.requires_grad:
+            raise ValueError(
+                f"build(mesh) has left the parameter {name!r} unsharded: its gradients would not be reduced over the "
+                "workers. Call fully_shard on the whole model too, last"
+            )
+
+
+def plain(name: str) -> str:
+    """A parameter's name without what compiling and activation checkpointing put into it."""
+    return plain_name(name).replace(_CHECKPOINTED, "")
+
+
+def _stays_on_cpu(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    """Torch's optimizers count steps on the CPU, unless the count is part of a kernel or a graph."""
+    group = optimizer.param_groups[0]
+    return key == "step" and not group.get("capturable") and not group.get("fused")
+
+
+def _made_like(parameter: torch.nn.Parameter, part: Part, stays_on_cpu: bool) -> torch.Tensor:
+    dtype = dtype_named(part.dtype)
+    if part.is_shard:
+        assert isinstance(parameter, DTensor)
+        local = torch.empty_like(parameter.to_local(), dtype=dtype, requires_grad=False)
+        return DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+    device = torch.device("cpu") if stays_on_cpu else memory_of(parameter).device
+    return torch.empty(part.shape, dtype=dtype, device=device)

@@ -1,0 +1,314 @@
+"""Copies of each rank's parts in the memory of other ranks, so that the parts of a lost rank are not lost.
+
+At a step that all ranks agree on, each copies its parts into memory that is kept from copy to copy (that alone stops
+the training), and a thread sends them to its partners, in other failure domains, while the training goes on. A copy
+counts when every rank has all that it was to get, which the ranks learn in the vote of a later step; only then are
+older ones given up. So at every moment there is one state of which each part is on two ranks or more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchelastic.checkpoint.replication.placement import partners
+from torchelastic.checkpoint.shards.tensors import copyable, dtype_named
+from torchelastic.group.rank_group import begun
+from torchelastic.sharded.regions import Layout, Version, layout_from_plain, layout_to_plain
+
+log = logging.getLogger(__name__)
+
+#: Each message has to arrive within the time-out of collectives.
+CHUNK_BYTES = 64 * 2**20
+#: Every tensor begins at a multiple of this in the memory of a copy.
+_ALIGNMENT_BYTES = 64
+
+
+class Slot:
+    """Memory for the parts of one layout, in one piece.
+
+    Args:
+        layout: of the parts.
+        is_pinned: for copies from a GPU.
+    """
+
+    def __init__(self, layout: Layout, *, is_pinned: bool) -> None:
+        self.layout = layout
+        offsets, end = [], 0
+        for part in layout.values():
+            offsets.append(end)
+            size_bytes = part.box.numel * dtype_named(part.dtype).itemsize
+            end += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for (name, part), begin in zip(layout.items(), offsets, strict=True):
+            dtype = dtype_named(part.dtype)
+            size_bytes = part.box.numel * dtype.itemsize
+            self.tensors[name] = self.memory[begin : begin + size_bytes].view(dtype).view(part.box.sizes)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The parts of one rank, of one state of the run.
+
+    Attributes:
+        version: of the state.
+        slot: its memory.
+        companions: what goes with the parts and is alike on all ranks, as bytes.
+        owner: whose parts; None: this rank's own.
+    """
+
+    version: Version
+    slot: Slot
+    companions: bytes
+    owner: int | None = None
+
+
+@dataclass
+class _Exchange:
+    """The copy that is being sent and received."""
+
+    version: Version
+    received: Future[list[Copy]]
+    own: Copy
+
+
+@dataclass(frozen=True)
+class Partners:
+    """Who gets this rank's copies, and whose it gets.
+
+    Attributes:
+        group: of the copies alone, so that no collective of a step waits behind them; for CPU tensors.
+        to: ranks.
+        of: ranks.
+    """
+
+    group: dist.ProcessGroup
+    to: Sequence[int]
+    of: Sequence[int]
+
+
+def copy_partners(domains: Sequence[str], replicas: int) -> Partners | None:
+    """Who keeps copies for whom; called on every rank of a new group, which makes a group of its own for them.
+
+    Args:
+        domains: the failure domain of each rank. Where there are too few, each rank counts as one.
+        replicas: how many copies of each rank's parts there are; 0: none, and nothing is made.
+
+    Raises:
+        RuntimeError: a peer is lost.
+    """
+    world_size = len(domains)
+    if not replicas or world_size == 1:
+        return None
+    if len(set(domains)) <= replicas:
+        domains = [f"{rank:08}" for rank in range(world_size)]
+    gives_to = [partners(domains, rank, replicas) for rank in range(world_size)]
+    rank = dist.get_rank()
+    of = [giver for giver, receivers in enumerate(gives_to) if rank in receivers]
+    return Partners(dist.new_group(backend="gloo"), gives_to[rank], of)
+
+
+@dataclass
+class Copies:
+    """All copies of one process, its own and those of others; used on the training thread.
+
+    Attributes:
+        held: those that are whole.
+        stopped_bytes: how many bytes the training thread has copied, for benchmarks.
+    """
+
+    held: list[Copy] = field(default_factory=list)
+    stopped_bytes: int = 0
+    _partners: Partners | None = None
+    _exchange: _Exchange | None = None
+    _started: int = 0
+    _started_at: int = 0
+    _whole: int = 0
+    _free: list[Slot] = field(default_factory=list)
+    _copied: torch.cuda.Event | None = None
+
+    # --- a group ------------------------------------------------------------------------------------------------------
+
+    def leave_group(self) -> None:
+        """The group has ended: what is still under way has failed, or is whole."""
+        self.take_over()
+        if self._exchange is not None:
+            # its thread ends with the group that was given up; the memory that it receives into is not used again
+            self.held.append(self._exchange.own)
+            self._exchange = None
+        self._partners = None
+        self._started = self._whole = 0
+
+    def enter_group(self, partners: Partners | None, keep: Version | None) -> None:
+        """A new group is in sync.
+
+        Args:
+            partners: None: no copies are made in this group.
+            keep: the state whose copies are whole by themselves; others are given up. None: there is none.
+        """
+        self._partners = partners
+        self._give_up(lambda copy: copy.version != keep)
+        self._free.clear()  # the parts are others now
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anybody to give copies to."""
+        return self._partners is not None
+
+    @property
+    def started(self) -> int:
+        """How many copies were begun in this group; the same on all ranks."""
+        return self._started
+
+    @property
+    def finished(self) -> int:
+        """How many of them are whole here: this rank has all that it was to get."""
+        return self._started if self._exchange is None or self._is_received() else self._started - 1
+
+    def begin(self, version: Version, layout: Layout, tensors: Mapping[str, torch.Tensor], companions: bytes) -> None:
+        """Copy this rank's parts and begin to send them; every rank calls it at the same step.
+
+        Not before every rank has said that the copy before is whole.
+        """
+        assert self._partners is not None
+        self.take_over()
+        is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+        slot = self._slot_for(layout, is_pinned=is_cuda)
+        self._fill(slot, tensors, is_cuda=is_cuda)
+        own, partners, event = Copy(version, slot, companions), self._partners, self._copied
+        self._started, self._started_at = self._started + 1, version.step
+        # memory for what arrives, in the thread
+        spare = [slot for slot in self._free if slot is not own.slot]
+        self._free = []
+
+        def exchange() -> list[Copy]:
+            if event is not None:
+                event.synchronize()
+            return _exchanged(own, partners, spare)
+
+        self._exchange = _Exchange(version, begun(exchange), own)
+
+    def wait_until_copied(self) -> None:
+        """Return when the parts may be changed: a copy from a GPU goes on beside the step until its optimizer."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def is_due(self, version: Version, every: int) -> bool:
+        """Whether to copy this state: `every` steps after the last copy, if that is whole; the same on all ranks."""
+        if self._partners is None or self._whole < self._started:
+            return False
+        return self._started == 0 or version.step >= self._started_at + every
+
+    def all_have_finished(self, count: int) -> None:
+        """Every rank has said that so many copies are whole at it: older ones are given up."""
+        if count == self._started and count > self._whole:
+            self.take_over()
+            self._whole = count
+            newest = max(copy.version for copy in self.held)
+            self._give_up(lambda copy: copy.version < newest)
+
+    def take_over(self) -> None:
+        """If what was begun is whole, it counts from here on."""
+        exchange = self._exchange
+        if exchange is not None and self._is_received():
+            self.held += [exchange.own, *exchange.received.result()]
+            self._exchange = None
+
+    def _is_received(self) -> bool:
+        exchange = self._exchange
+        return exchange is not None and exchange.received.done() and exchange.received.exception() is None
+
+    def _give_up(self, is_old: Callable[[Copy], bool]) -> None:
+        self._free += [copy.slot for copy in self.held if is_old(copy)]
+        self.held = [copy for copy in self.held if not is_old(copy)]
+
+    def _slot_for(self, layout: Layout, *, is_pinned: bool) -> Slot:
+        for slot in self._free:
+            if slot.layout is layout:
+                self._free.remove(slot)
+                return slot
+        return Slot(layout, is_pinned=is_pinned)
+
+    def _fill(self, slot: Slot, tensors: Mapping[str, torch.Tensor], *, is_cuda: bool) -> None:
+        targets = [copyable(slot.tensors[name]) for name in tensors]
+        sources = [copyable(tensor) for tensor in tensors.values()]
+        self.stopped_bytes += slot.memory.nbytes
+        with torch.no_grad():
+            if not is_cuda:
+                torch._foreach_copy_(targets, sources)
+                return
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types here
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
+                self._copied.record()
+
+
+def _exchanged(own: Copy, partners: Partners, spare: Sequence[Slot]) -> list[Copy]:
+    """Send this rank's copy to its partners and receive theirs; raises RuntimeError if a peer is lost."""
+    version = [own.version.generation, own.version.step, own.version.token]
+    said = zlib.compress(json.dumps([version, layout_to_plain(own.slot.layout)], separators=(",", ":")).encode(), 1)
+    mine = torch.tensor([len(said), len(own.companions)])
+    sizes = {giver: torch.empty_like(mine) for giver in partners.of}
+    _swap(partners, dict.fromkeys(partners.to, mine), sizes)
+    letter = _as_tensor(said + own.companions)
+    letters = {giver: torch.empty(int(size.sum()), dtype=torch.uint8) for giver, size in sizes.items()}
+    _swap(partners, dict.fromkeys(partners.to, letter), letters)
+    received: list[Copy] = []
+    for giver, text in letters.items():
+        data = text.numpy().tobytes()
+        first = int(sizes[giver][0])
+        (generation, step, token), plain = json.loads(zlib.decompress(data[:first]))
+        slot = _spare_slot(layout_from_plain(plain), spare, [copy.slot for copy in received])
+        received.append(Copy(Version(generation, step, token), slot, data[first:], giver))
+    _swap(
+        partners,
+        dict.fromkeys(partners.to, own.slot.memory),
+        {giver: copy.slot.memory for giver, copy in zip(letters, received, strict=True)},
+    )
+    return received
+
+
+def _spare_slot(layout: Layout, spare: Sequence[Slot], taken: Sequence[Slot]) -> Slot:
+    for slot in spare:
+        if slot.layout == layout and not any(slot is other for other in taken):
+            return slot
+    return Slot(layout, is_pinned=False)
+
+
+def _swap(partners: Partners, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+    """Send tensors to some ranks and receive others, all at once; torch names ranks by their number in the world."""
+    group = partners.group
+    works: list[Any] = []
+    for giver, tensor in received.items():
+        works += [
+            dist.irecv(chunk, group=group, group_src=giver, tag=place) for place, chunk in enumerate(_chunks(tensor))
+        ]
+    for receiver, tensor in sent.items():
+        works += [
+            dist.isend(chunk, group=group, group_dst=receiver, tag=place) for place, chunk in enumerate(_chunks(tensor))
+        ]
+    for work in works:
+        work.wait()
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.numel():
+        yield from torch.split(tensor, CHUNK_BYTES)
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,169 @@
+"""How the ranks of a new group come by their parts of the chosen state: what each offers, and who gets what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchelastic.coordinator import NonRetryableException
+from torchelastic.sharded.built import PARAMETERS, Built, plain
+from torchelastic.sharded.commit_rule import Choice
+from torchelastic.sharded.companions import from_bytes, to_bytes
+from torchelastic.sharded.parts import whole_part
+from torchelastic.sharded.regions import Holding, Layout, Offer, Phase, Piece, Version, layout_at, pieces_for
+from torchelastic.sharded.transfers import broadcast_bytes, move
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parts that this rank holds of one state, wherever they are.
+
+    Attributes:
+        version: of the state.
+        layout: which parts.
+        tensors: the parts, by name.
+        companions: what goes with them.
+        is_live: see `Holding`.
+        is_copy: see `Holding`.
+        is_own: whether the random numbers among the companions are this rank's.
+    """
+
+    version: Version
+    layout: Layout
+    tensors: Mapping[str, torch.Tensor]
+    companions: bytes
+    is_live: bool = False
+    is_copy: bool = False
+    is_own: bool = True
+
+
+def offer_of(
+    held: Sequence[Held], phase: Phase, needed: Layout, *, generation: int, token: int, domain: str, lost: int
+) -> Offer:
+    """What this rank says of itself; arguments as for `Offer`."""
+    layouts: list[Layout] = []
+    holdings = []
+    for each in held:
+        number = next((n for n, layout in enumerate(layouts) if layout is each.layout), len(layouts))
+        if number == len(layouts):
+            layouts.append(each.layout)
+        holdings.append(Holding(each.version, number, each.is_live, each.is_copy))
+    return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost)
+
+
+def control_group() -> dist.ProcessGroup:
+    """The group for small messages on the CPU; called on every rank of a new group.
+
+    Raises:
+        NonRetryableException: there is no process group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise NonRetryableException("a ShardedState needs a process group: use a coordinator that makes one")
+    world = dist.group.WORLD
+    assert world is not None
+    return world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+def check_same_models(offers: Sequence[Offer]) -> None:
+    """Raise NonRetryableException where `build` has made another model on some rank."""
+    first = {name: (part.shape, part.dtype) for name, part in offers[0].needed.items()}
+    for rank, offer in enumerate(offers):
+        other = {name: (part.shape, part.dtype) for name, part in offer.needed.items()}
+        differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if differing:
+            name = differing[0].removeprefix(PARAMETERS)
+            raise NonRetryableException(
+                f"build(mesh) has made another model on rank {rank} than on rank 0: the parameter {name!r} is "
+                f"{_told(other.get(differing[0]))} there and {_told(first.get(differing[0]))} here; it must make the "
+                "same one on every rank"
+            )
+
+
+def _told(form: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if form is None else f"a {form[1]} of shape {form[0]}"
+
+
+def held_of_tree(tree: Mapping[str, Any], built: Built) -> Held:
+    """A state that was read from a checkpoint, whole, by this rank.
+
+    Args:
+        tree: as `ShardedState.checkpoint_tree`, or that of `ModelState`, gives it.
+        built: whose optimizers it belongs to.
+    """
+    tensors, values = built.named_in(tree["optimizer"])
+    module = {plain(name): value for name, value in tree["module"].items()}
+    tensors |= {PARAMETERS + name: value for name, value in module.items() if name in built.parameters}
+    companions = {
+        "buffers": {name: value for name, value in module.items() if name not in built.parameters},
+        "settings": built.settings_in(tree["optimizer"]),
+        "optimizer_steps": tree.get("optimizer_steps", ()),
+        "values": values,
+        **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
+    }
+    layout = {name: whole_part(tensor, is_shard=built.is_split(name, tensor)) for name, tensor in tensors.items()}
+    version = Version(0, int(tree["step"]), 0)
+    return Held(version, layout, tensors, to_bytes(companions), is_own=False)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What has come to this rank.
+
+    Attributes:
+        companions: of the state, as bytes.
+        with_random: whether the random numbers among them are this rank's.
+        received_bytes: how much came from other ranks.
+    """
+
+    companions: bytes
+    with_random: bool
+    received_bytes: int
+
+
+def take_over(
+    built: Built,
+    held: Sequence[Held],
+    offers: Sequence[Offer],
+    choice: Choice,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Taken:
+    """Fill what was built for a new group with the state that was chosen; called on every rank of it.
+
+    Args:
+        built: its tensors are overwritten.
+        held: what this rank has offered, in that order.
+        offers: of all ranks.
+        choice: made of them.
+        group: of CPU tensors.
+        device: where messages of the default group must lie.
+
+    Raises:
+        NonRetryableException: the state is of another model.
+        RuntimeError: a peer is lost; what is held is as it was.
+    """
+    rank = dist.get_rank(group)
+    mine = [held[number] for number in choice.holds[rank] if rank not in choice.completing]
+    from_source = broadcast_bytes(group, mine[0].companions if rank == choice.source else None, choice.source)
+    own = next((each for each in mine if each.is_own), None)
+    companions = from_source if own is None else own.companions
+    layout = layout_at(offers, choice.holds)
+    boxes = built.boxes_for(layout)
+    built.make_optimizer_state(layout, from_bytes(companions)["values"])
+    targets = built.tensors()
+
+    def given(piece: Piece) -> torch.Tensor:
+        source = held[piece.holding]
+        return source.tensors[piece.name][piece.box.within(source.layout[piece.name].box)]
+
+    def target(piece: Piece) -> torch.Tensor:
+        return targets[piece.name][piece.box.within(boxes[piece.name])]
+
+    pieces = pieces_for(rank, boxes, offers, choice.holds)
+    received_bytes = move(pieces, group=group, device=device, given=given, target=target)
+    return Taken(companions, own is not None, received_bytes)

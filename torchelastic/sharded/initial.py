@@ -1,0 +1,79 @@
+"""First values of a model that was built on the meta device: one module at a time, and never the whole model.
+
+Each module's parameters and buffers are made whole for a moment, initialized, and each rank keeps its part of them. All
+ranks draw the same random numbers, so the values are those of a single process, whatever the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.coordinator import NonRetryableException
+from torchelastic.sharded.parts import box_of, memory_of
+
+Initialize = Callable[[torch.nn.Module], object]
+
+
+def initialize_model(model: torch.nn.Module, initialize: Initialize | None) -> None:
+    """Give a sharded model, whose memory is there and holds nothing yet, its first values.
+
+    Args:
+        model: sharded; its parameters are DTensors.
+        initialize: called with each module that has parameters or buffers of its own, which are whole then, as by
+            `Module.apply`. Default: its `reset_parameters`.
+
+    Raises:
+        NonRetryableException: a module has none, and `initialize` was not given; names it.
+    """
+    for name, module in model.named_modules():
+        owns = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if owns:
+            _initialize_one(name, module, initialize)
+
+
+@torch.no_grad()
+def _initialize_one(name: str, module: torch.nn.Module, initialize: Initialize | None) -> None:
+    whole = _whole_twin(module)
+    if initialize is not None:
+        initialize(whole)
+    elif callable(reset := getattr(whole, "reset_parameters", None)):
+        reset()
+    else:
+        raise NonRetryableException(
+            f"the module {name or '(the model itself)'!r} is a {type(whole).__name__}, was built on the meta device "
+            "and has no reset_parameters(): give ShardedState(initialize=...), which is called with each module that "
+            "has parameters of its own"
+        )
+    for mine, values in ((module._parameters, whole._parameters), (module._buffers, whole._buffers)):
+        for key, tensor in mine.items():
+            if tensor is None:
+                continue
+            value = values[key]
+            assert value is not None
+            part = value[box_of(tensor).within(Box.whole(value.shape))]
+            memory_of(tensor).copy_(part)
+
+
+def _whole_twin(module: torch.nn.Module) -> torch.nn.Module:
+    """The same module, as the user's class has it, with whole tensors of its own that hold nothing yet."""
+    kind = type(module)
+    if issubclass(kind, FSDPModule):
+        kind = kind.__mro__[2]  # `fully_shard` puts a class of its own before the user's
+    twin: torch.nn.Module = object.__new__(kind)
+    twin.__dict__ = dict(module.__dict__)
+    twin._parameters = {
+        key: None if value is None else torch.nn.Parameter(_empty(value), requires_grad=value.requires_grad)
+        for key, value in module._parameters.items()
+    }
+    twin._buffers = {key: None if value is None else _empty(value) for key, value in module._buffers.items()}
+    return twin
+
+
+def _empty(value: torch.Tensor) -> torch.Tensor:
+    device = value.to_local().device if isinstance(value, DTensor) else value.device
+    return torch.empty(value.shape, dtype=value.dtype, device=device)

@@ -1,0 +1,285 @@
+"""Pure: which parts of which tensors the ranks hold, of which state of the run, and which of those states is whole.
+
+A rank of a sharded run holds one part of each tensor. A part is addressed by the tensor's name and a box in it (see
+`checkpoint.shards.boxes`), never by a rank: so what one number of ranks has held, any other can take over.
+
+A `Version` names one state of the run. It has the step, and the group in which that step was computed: a rank that was
+cut off, and others that have gone back and computed the step again, hold different states of the same step, and parts
+of the two must never be mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from enum import Enum
+from typing import Any
+
+from torchelastic.checkpoint.shards.boxes import Box, uncovered
+from torchelastic.text import shortlist
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """One state of the run; the later one compares as the larger.
+
+    Attributes:
+        generation: of the group in which the last step was computed; grows from group to group.
+        step: committed steps.
+        token: of that group, drawn at random: tells groups apart that could not know of each other.
+    """
+
+    generation: int
+    step: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of one tensor that a rank holds.
+
+    Attributes:
+        dtype: as torch spells it, without `torch.`.
+        shape: of the whole tensor.
+        box: the part.
+        is_shard: whether it is a DTensor, which is split as its parameter is; else every rank holds all of it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    is_shard: bool
+
+
+#: The parts that a rank holds, by the names of the tensors. Every rank has every name, if need be with an empty box.
+Layout = Mapping[str, Part]
+
+
+class Phase(Enum):
+    """How far a rank had come with the step under way when its group ended; see `commit_rule`."""
+
+    #: Before the step: nothing of the live state has changed.
+    UNTOUCHED = "untouched"
+    #: All gradients are there, reduced over all ranks; the optimizer has not begun.
+    READY = "ready"
+    #: The optimizer has stepped; the live state is that after the step.
+    DONE = "done"
+    #: There is no live state: this process is new, or its optimizer was interrupted.
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One state's parts on one rank.
+
+    Attributes:
+        version: of which state.
+        layout: which parts: a number in `Offer.layouts`.
+        is_live: whether it is what the rank trains.
+        is_copy: whether it is a copy in memory, of the rank's own parts or of another one's; else it was read from a
+            checkpoint, or has come in a sync of which the rank does not know whether all others have ended it.
+    """
+
+    version: Version
+    layout: int
+    is_live: bool = False
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank says of itself when a new group forms.
+
+    Attributes:
+        phase: of its live state.
+        holdings: what it holds.
+        layouts: of its holdings.
+        generation: the last of which it knows.
+        token: its proposal for the new group; that of rank 0 is taken.
+        needed: the parts of the parameters that it needs in the new group.
+        domain: what is lost together with it: its host.
+        lost: the step that it had reached before its group found that parts of every state were lost; -1: no such loss.
+    """
+
+    phase: Phase
+    holdings: tuple[Holding, ...]
+    layouts: tuple[Layout, ...]
+    generation: int
+    token: int
+    needed: Layout
+    domain: str
+    lost: int = -1
+
+    @property
+    def live(self) -> Holding | None:
+        """What the rank trains."""
+        return next((holding for holding in self.holdings if holding.is_live), None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that one rank has to get.
+
+    Attributes:
+        source: who has it; the rank itself, where it need not be sent.
+        holding: in which of its holdings.
+        name: of the tensor.
+        box: in the whole tensor.
+    """
+
+    source: int
+    holding: int
+    name: str
+    box: Box
+
+
+class PartsMissingError(RuntimeError):
+    """No state is whole: some parts of each are on no rank that is left."""
+
+
+def layout_at(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> dict[str, Part]:
+    """Name, dtype and shape of every tensor of a state; from the first rank that holds a part of it.
+
+    Args:
+        offers: of all ranks.
+        holds: for each rank, which of its holdings are of this state.
+    """
+    for offer, numbers in zip(offers, holds, strict=True):
+        for number in numbers:
+            return dict(offer.layouts[offer.holdings[number].layout])
+    return {}
+
+
+def missing_parts(
+    wanted: Iterable[str], offers: Sequence[Offer], holds: Sequence[Sequence[int]]
+) -> dict[str, tuple[Box, ...]]:
+    """The parts of a state that nobody holds, by the names of the tensors; empty: it is whole.
+
+    Args:
+        wanted: names that must be there, beside those that some rank holds.
+        offers: of all ranks.
+        holds: for each rank, which of its holdings are of this state.
+    """
+    boxes: dict[str, set[Box]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for offer, numbers in zip(offers, holds, strict=True):
+        for layout in {offer.holdings[number].layout for number in numbers}:
+            for name, part in offer.layouts[layout].items():
+                boxes.setdefault(name, set()).add(part.box)
+                shapes[name] = part.shape
+    missing: dict[str, tuple[Box, ...]] = {name: () for name in wanted if name not in boxes}
+    for name, found in boxes.items():
+        left = uncovered(Box.whole(shapes[name]), sorted(found, key=lambda box: box.offsets))
+        if left:
+            missing[name] = tuple(left)
+    return missing
+
+
+def pieces_for(
+    rank: int, needed: Mapping[str, Box], offers: Sequence[Offer], holds: Sequence[Sequence[int]]
+) -> list[Piece]:
+    """Where a rank gets each part that it needs: from itself where it can, else from the others, evenly.
+
+    Args:
+        rank: who needs them.
+        needed: the box of each tensor.
+        offers: of all ranks.
+        holds: for each rank, which of its holdings are of the state that is wanted.
+
+    Raises:
+        PartsMissingError: nobody has one of them.
+    """
+    world_size = len(offers)
+    # itself first, then the next ones: so the ranks that hold the same parts are asked by different ones
+    order = [(rank + distance) % world_size for distance in range(world_size)]
+    found: list[Piece] = []
+    for name, box in needed.items():
+        left = [box] if box.numel else []
+        for source in order:
+            if not left:
+                break
+            offer = offers[source]
+            for number in holds[source]:
+                part = offer.layouts[offer.holdings[number].layout].get(name)
+                if part is None or not left:
+                    continue
+                taken = [common for each in left if (common := each.intersection(part.box))]
+                if taken:
+                    found.extend(Piece(source, number, name, each) for each in taken)
+                    left = [rest for each in left for rest in uncovered(each, [part.box])]
+        if left:
+            raise PartsMissingError(f"nobody has {left[0]} of {name!r}")
+    return found
+
+
+def describe_missing(missing: Mapping[str, tuple[Box, ...]]) -> str:
+    """For people."""
+    named = [f"{name}{_rows(boxes)}" for name, boxes in sorted(missing.items())]
+    return shortlist(named, 3)
+
+
+def _rows(boxes: Sequence[Box]) -> str:
+    if not boxes or not boxes[0].sizes:
+        return ""
+    spans = [f"{box.offsets[0]}:{box.offsets[0] + box.sizes[0]}" for box in boxes[:2]]
+    return f"[{', '.join(spans)}{', ..' if len(boxes) > 2 else ''}]"
+
+
+# --- as JSON types ----------------------------------------------------------------------------------------------------
+
+
+def offer_to_plain(offer: Offer) -> dict[str, Any]:
+    """What JSON can hold."""
+    return {
+        "phase": offer.phase.value,
+        "holdings": [[*astuple(each.version), each.layout, each.is_live, each.is_copy] for each in offer.holdings],
+        "layouts": [layout_to_plain(layout) for layout in offer.layouts],
+        "generation": offer.generation,
+        "token": offer.token,
+        "needed": layout_to_plain(offer.needed),
+        "domain": offer.domain,
+        "lost": offer.lost,
+    }
+
+
+def offer_from_plain(plain: Mapping[str, Any]) -> Offer:
+    """The inverse."""
+    return Offer(
+        phase=Phase(plain["phase"]),
+        holdings=tuple(
+            Holding(Version(*version), layout, is_live, is_copy)
+            for *version, layout, is_live, is_copy in plain["holdings"]
+        ),
+        layouts=tuple(layout_from_plain(layout) for layout in plain["layouts"]),
+        generation=plain["generation"],
+        token=plain["token"],
+        needed=layout_from_plain(plain["needed"]),
+        domain=plain["domain"],
+        lost=plain["lost"],
+    )
+
+
+def layout_to_plain(layout: Layout) -> list[Any]:
+    """What JSON can hold."""
+    return [
+        [name, part.dtype, part.shape, part.box.offsets, part.box.sizes, part.is_shard] for name, part in layout.items()
+    ]
+
+
+def layout_from_plain(plain: Sequence[Any]) -> dict[str, Part]:
+    """The inverse."""
+    return {
+        name: Part(dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), is_shard)
+        for name, dtype, shape, offsets, sizes, is_shard in plain
+    }
+
+
+def piece_to_plain(piece: Piece) -> list[Any]:
+    """What JSON can hold, without the source: it is told to that one."""
+    return [piece.holding, piece.name, piece.box.offsets, piece.box.sizes]
+
+
+def piece_from_plain(source: int, plain: Sequence[Any]) -> Piece:
+    """The inverse."""
+    holding, name, offsets, sizes = plain
+    return Piece(source, holding, name, Box(tuple(offsets), tuple(sizes)))
