@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from torchelastic.coordinator import NonRetryableException
 from torchelastic.rendezvous.records import Standing
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.tiered.restoring import StoredParts
 
 
 class State(ABC):
@@ -81,6 +84,19 @@ class State(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} has no load_checkpoint_tree: write it beside checkpoint_tree, as load beside save"
         )
+
+    #: Whether no rank can hold the whole state, so that every one takes what it reads (`load_checkpoint_parts`).
+    loads_parts: bool = False
+
+    def load_checkpoint_parts(self, tree: Any, parts: Sequence[StoredParts], step: int) -> None:
+        """As `load_checkpoint_tree`, on every rank, where `loads_parts`; the sync moves the parts to where they belong.
+
+        Args:
+            tree: on one rank: the state, with empty tensors in place of those that are among the parts; else None.
+            parts: what this rank has read.
+            step: committed steps of the checkpoint.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has loads_parts: write load_checkpoint_parts too")
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:  # noqa: ARG002 - part of the contract
         """Which of these tensors of the tree every rank holds with the same bits, so that each may write a part.

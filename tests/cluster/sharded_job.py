@@ -86,9 +86,9 @@ class RecordedShards(ShardedState):
         super().commit()
         self.log("committed", step=number, round=self.round_number, rank=self.coordinator.rank)
 
-    def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
-        super().load_checkpoint_tree(tree)
-        self.log("loaded", step=int(tree["step"]))
+    def load_checkpoint_parts(self, tree: Any, parts: Any, step: int) -> None:
+        super().load_checkpoint_parts(tree, parts, step)
+        self.log("loaded", step=step, bytes=sum(tensor.nbytes for each in parts for tensor in each.tensors.values()))
 
     @property
     def round_number(self) -> int:
@@ -109,14 +109,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=["adamw", "sgd", "two"], default="adamw")
     parser.add_argument("--checkpoint-dir", type=Path)
     parser.add_argument("--checkpoint-every", type=int, default=4)
+    parser.add_argument("--stop-at", type=int, help="the step before which this run ends")
     parser.add_argument("--gates", type=int, nargs="*", default=[], help="steps that wait for a file gate-STEP")
     parser.add_argument("--wait-for-newcomer-at", type=int, nargs="*", default=[], help="steps")
     parser.add_argument("--full-world", type=int, default=3)
     return parser.parse_args()
 
 
+#: One for each call of `build` in this process.
+builds: list[int] = []
+
+
 def build(options: argparse.Namespace, plan: FaultPlan, mesh: DeviceMesh) -> tuple[Any, ...]:
-    plan.reach("build")
+    plan.reach("build-again" if builds else "build")
+    builds.append(1)
     with torch.device("meta"):
         model = plain_model(options.width)
     for layer in model:
@@ -186,6 +192,8 @@ def main() -> None:
 
     def train_step(state: RecordedShards) -> Any:
         step, rank = state.step, coordinator.rank
+        if step == options.stop_at:
+            raise StopIteration
         plan.reach("step", step, rank)
         if step in options.wait_for_newcomer_at and coordinator.world_size < options.full_world:
             hold_until(lambda: coordinator.rendezvous.num_nodes_waiting() > 0, "a newcomer")

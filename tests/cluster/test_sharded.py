@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,3 +122,98 @@ def test_what_a_killed_rank_held_comes_from_its_copy(jobs: list[ShardedJob], tmp
     worlds = [world for _, world in sorted(job.rounds().items())]
     assert worlds == [3, 2, 3]
     assert job.lost_steps() <= 2, "with every=1 at most the step whose copy was on its way, and the one before"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["moving", "moved", "build", "sync"])
+def test_a_rank_that_dies_while_parts_move(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
+    """Rank 1 is killed in a step, and the next rank 1 while the others get their new parts."""
+    faults = [
+        Fault("kill", "drawn", rank=1, step=6),
+        Fault("kill", phase, rank=1 if phase != "build" else None, step=6),
+    ]
+    if phase == "build":
+        faults[1] = Fault("kill", "build-again", worker=2)
+    job = start(jobs, tmp_path, *faults, replicas=2, wait_for_newcomer_at=[12, 14], full_world=4)
+    job.run(4)
+    job.check()
+    assert max(job.rounds().values()) == 4
+
+
+@pytest.mark.long
+def test_two_at_once_with_two_copies(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    faults = [Fault("kill", "forward", rank=rank, step=7) for rank in (1, 2)]
+    job = start(jobs, tmp_path, *faults, replicas=2, every=3, wait_for_newcomer_at=[12], full_world=4)
+    job.run(4)
+    job.check()
+    assert min(job.rounds().values()) == 2
+    assert job.lost_steps() <= 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["sgd", "two"])
+def test_other_optimizers(jobs: list[ShardedJob], tmp_path: Path, optimizer: str) -> None:
+    faults = [Fault("kill", "optimizer", rank=0, step=6), Fault("raise", "backward", rank=1, step=9)]
+    job = start(jobs, tmp_path, *faults, optimizer=optimizer)
+    job.run()
+    job.check()
+
+
+@pytest.mark.parametrize("phase", [
+    "tail", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("step", "forward", "backward", "optimizer"))
+])  # fmt: skip
+def test_a_step_that_fails_without_a_loss_loses_nothing(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
+    """What fails in "optimizer" has stepped already: the others complete the step, and it stands."""
+    job = start(jobs, tmp_path, Fault("raise", phase, rank=1, step=6), Fault("raise", phase, rank=0, step=11))
+    job.run()
+    job.check()
+    assert job.lost_steps() == 0
+
+
+@pytest.mark.long
+def test_a_joining_and_a_drained_worker_cost_no_step(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    job = start(jobs, tmp_path, gates=[5], wait_for_newcomer_at=[10], epochs=EPOCHS)
+    job.start("--standalone", "--min-workers=1", nproc=3)
+    job.wait_for("held", 3, step=5)
+    (victim,) = job.of("started", worker=1)
+    os.kill(int(victim["pid"]), signal.SIGTERM)
+    job.open_gate(5)
+    assert job.wait(240) == [0], job.output()[-6000:]
+    job.check()
+    assert job.lost_steps() == 0
+    assert [world for _, world in sorted(job.rounds().items())][:2] == [3, 2]
+
+
+@pytest.mark.long
+def test_where_every_copy_is_lost_too_a_checkpoint_is_loaded(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    """With one copy, a rank and its partner at once: each of the others reads a share of the checkpoint."""
+    faults = [Fault("kill", "forward", rank=rank, step=9) for rank in (1, 2)]
+    job = start(jobs, tmp_path / "run", *faults, checkpoint_dir=tmp_path / "saved", checkpoint_every=4)
+    job.run(4)
+    job.check()
+    loaded = job.of("loaded", step=8)
+    assert {event["worker"] for event in loaded} == {event["worker"] for event in job.of("rolled_back", round=1)}
+    assert job.lost_steps() == 1
+
+
+@pytest.mark.long
+def test_without_a_checkpoint_the_error_names_what_is_missing(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    faults = [Fault("kill", "forward", rank=rank, step=9) for rank in (1, 2)]
+    job = start(jobs, tmp_path, *faults)
+    job.start("--standalone", "--min-workers=1", "--max-restarts=0", nproc=4)
+    assert job.wait(240) != [0]
+    assert "no worker that is left has module/" in job.output()
+    assert "more workers were lost at once than there were copies" in job.output()
+
+
+@pytest.mark.long
+def test_another_run_goes_on_from_the_checkpoint_with_other_workers(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    """Four workers stop half-way, two go on; none reads more than about its share."""
+    first = start(jobs, tmp_path, checkpoint_dir=tmp_path / "saved", stop_at=10)
+    first.run(4)
+    second = start(jobs, tmp_path, checkpoint_dir=tmp_path / "saved")
+    second.run(2)
+    second.check()
+    loaded = second.of("loaded", step=8)
+    assert len(loaded) == 2
+    assert max(event["bytes"] for event in loaded) < 0.7 * sum(event["bytes"] for event in loaded)

@@ -13,6 +13,6 @@ def refuse_sharded(model: torch.nn.Module) -> None:
     sharded = "FullyShardedDataParallel" in names or any(hasattr(p, "device_mesh") for p in model.parameters())
     if sharded:
         raise ValueError(
-            "ModelState keeps one whole model per worker, and this module is sharded (FSDP, DTensor): write a State of "
-            "your own around torch.distributed.checkpoint.state_dict"
+            "ModelState keeps one whole model per worker, and this module is sharded (FSDP, DTensor): use "
+            "torchelastic.ShardedState, which makes it anew for each group (docs/sharded.md)"
         )

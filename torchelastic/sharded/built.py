@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.shards.boxes import Box
@@ -19,6 +20,7 @@ from torchelastic.model.optimizers import Optimizers
 from torchelastic.model.several import Several
 from torchelastic.sharded.parts import memory_of, part_of
 from torchelastic.sharded.regions import Layout, Part
+from torchelastic.text import shortlist
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
 Build = Callable[[DeviceMesh], tuple[Any, ...]]
@@ -130,25 +132,42 @@ class Built:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def named_in(self, state: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The tensors and the plain values in the optimizers' saved state (`Optimizers.state_dict`), by our names.
+    def name_of_stored(self, stored: str) -> str | None:
+        """Our name of a tensor in a checkpoint, given the one there; None: it is no parameter's and no optimizer's.
 
         Raises:
-            NonRetryableException: it is of other optimizers.
+            NonRetryableException: the checkpoint is of other optimizers.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        values: dict[str, Any] = {}
-        for number, (one, optimized) in enumerate(zip(self._states_in(state), self._optimized, strict=True)):
-            for place, kept in one["state"].items():
-                if int(place) >= len(optimized):
-                    raise NonRetryableException(
-                        f"the checkpoint's optimizer has a parameter number {place}, and the one that build(mesh) has "
-                        f"made has {len(optimized)} parameters: build the one that was saved"
-                    )
-                for key, value in kept.items():
-                    name = f"{OPTIMIZER}{number}/{optimized[int(place)][0]}/{key}"
-                    (tensors if isinstance(value, torch.Tensor) else values)[name] = value
-        return tensors, values
+        kind, _, rest = stored.partition("/")
+        if kind == "module":
+            return PARAMETERS + plain(rest) if plain(rest) in self.parameters else None
+        if kind != "optimizer":
+            return None
+        *optimizer, _, place, key = rest.split("/")
+        names = list(self.optimizers.names)
+        name = "/".join(optimizer)
+        number = names.index(name) if name in names else int(name.strip("~'"))
+        return f"{OPTIMIZER}{number}/{self._optimized_name(number, int(place))}/{key}"
+
+    def plain_values_in(self, state: Any) -> dict[str, Any]:
+        """The plain values in the optimizers' saved state (`Optimizers.state_dict`), by our names."""
+        return {
+            f"{OPTIMIZER}{number}/{self._optimized_name(number, int(place))}/{key}": value
+            for number, one in enumerate(self._states_in(state))
+            for place, kept in one["state"].items()
+            for key, value in kept.items()
+            if not isinstance(value, torch.Tensor)
+        }
+
+    def _optimized_name(self, number: int, place: int) -> str:
+        """The name of an optimizer's parameter, by its place there."""
+        optimized = self._optimized[number]
+        if place >= len(optimized):
+            raise NonRetryableException(
+                f"the checkpoint's optimizer has a parameter number {place}, and the one that build(mesh) has made has "
+                f"{len(optimized)} parameters: build the one that was saved"
+            )
+        return optimized[place][0]
 
     def settings_in(self, state: Any) -> list[list[dict[str, Any]]]:
         """The hyperparameters in the optimizers' saved state, as `Optimizers.settings` gives them."""
@@ -157,12 +176,12 @@ class Built:
             for one in self._states_in(state)
         ]
 
-    def is_split(self, name: str, tensor: torch.Tensor) -> bool:
+    def is_split(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a saved state is sharded here: a parameter's, or one of the same shape."""
         if name.startswith(PARAMETERS):
             return isinstance(self.parameters[name.removeprefix(PARAMETERS)], DTensor)
         parameter = self.parameters[self._split(name)[1]]
-        return isinstance(parameter, DTensor) and parameter.shape == tensor.shape and tensor.dim() > 0
+        return isinstance(parameter, DTensor) and tuple(parameter.shape) == shape and bool(shape)
 
     def _states_in(self, state: Any) -> list[Any]:
         optimizers = self.optimizers
@@ -182,10 +201,7 @@ class Built:
         own = self.layout(parameters_only=True)
         strange = sorted({name for name in layout if name.startswith(PARAMETERS)} ^ own.keys())
         if strange:
-            raise NonRetryableException(
-                f"build(mesh) has made a model with other parameters than before: {strange[0].removeprefix(PARAMETERS)}"
-                f"{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}: it must make the same one for any mesh"
-            )
+            raise NonRetryableException(other_parameters(strange))
         boxes = {}
         for name, part in layout.items():
             placed = own[name] if name in own else self._like_its_parameter(name, part, own)
@@ -231,14 +247,39 @@ class Built:
         return int(number), parameter, key
 
     def release(self) -> None:
-        """Give the memory back; the objects are of no use after that.
+        """Let go of the memory; the objects are of no use after that. What the user still holds of it stays valid.
 
         Model and hooks hold each other, so Python would keep all of it until it looks for such rings.
         """
-        for tensor in self.tensors().values():
-            tensor.untyped_storage().resize_(0)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for optimizer in self.optimizers.objects:
+            optimizer.state.clear()
+        with torch.no_grad():
+            for parameter in self.parameters.values():
+                parameter.grad = None
+                local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                local.set_()  # type: ignore[call-overload]  # without arguments: no memory
+        for module in self.model.modules():
+            _release_flat_memory(module)
+
+
+def _release_flat_memory(module: torch.nn.Module) -> None:
+    """FSDP holds each parameter's memory a second time, flat; where another torch has it elsewhere, it goes later.
+
+    A step that failed may have left the module with whole parameters, too.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    module.reshard()
+    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+    for held in getattr(group, "fsdp_params", ()):
+        if hasattr(held, "_sharded_param_data"):
+            held._sharded_param_data = torch.empty(0)
+
+
+def other_parameters(names: Sequence[str]) -> str:
+    """What is wrong with a model, given the parameters that it, or the one before, lacks."""
+    told = shortlist([name.removeprefix(PARAMETERS) for name in names], 3)
+    return f"build(mesh) has made a model with other parameters than before ({told}): it must make the same one always"
 
 
 def _taken_apart(made: Any) -> tuple[torch.nn.Module, Any, Any]:

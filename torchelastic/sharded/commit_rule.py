@@ -50,7 +50,7 @@ class Choice:
         version: of the state.
         holds: for each rank, which of its holdings are of this state.
         completing: ranks that must let their optimizers step first: their live state becomes this one then.
-        source: the first rank that has it; what all ranks hold alike is taken from there.
+        source: the first rank that has what goes with the parts, for those that do not.
     """
 
     version: Version
@@ -95,10 +95,19 @@ def choose(offers: Sequence[Offer], wanted: Collection[str]) -> Choice | Nothing
         )
         missing = missing_parts(wanted, offers, holds)
         if not missing:
-            source = next(rank for rank, numbers in enumerate(holds) if numbers and rank not in completing)
-            return Choice(version, holds, completing, source)
+            source = _source(offers, holds, completing)
+            if source is not None:
+                return Choice(version, holds, completing, source)
         newest = newest or Nothing(version, missing)
     return newest or Nothing(None, {})
+
+
+def _source(offers: Sequence[Offer], holds: Sequence[Sequence[int]], completing: Collection[int]) -> int | None:
+    """The first rank that has what goes with the parts: not one that has yet to step."""
+    for rank, (offer, numbers) in enumerate(zip(offers, holds, strict=True)):
+        if rank not in completing and any(offer.holdings[number].has_companions for number in numbers):
+            return rank
+    return None
 
 
 def next_version(version: Version, generation: int, token: int) -> Version:

@@ -80,6 +80,18 @@ class Companions:
             "random": random_state.capture().cpu,
         }
 
+    def checkpoint_tree(self, built: Built) -> dict[str, Any]:
+        """The whole state in the form of `ModelState`'s, with DTensors; the tensors are not copied."""
+        tree = self.tree(built)
+        return {
+            "module": built.model.state_dict(),
+            "optimizer": built.optimizers.state_dict(),
+            **{
+                key: tree[key]
+                for key in ("optimizer_steps", "scheduler", "sampler", "extra", "step", "epoch", "random")
+            },
+        }
+
     def to_bytes(self, built: Built) -> bytes:
         """The tree, written."""
         return to_bytes(self.tree(built))

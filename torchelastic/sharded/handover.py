@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchelastic.checkpoint.tiered.restoring import StoredParts
 from torchelastic.coordinator import NonRetryableException
 from torchelastic.sharded.built import PARAMETERS, Built, plain
 from torchelastic.sharded.commit_rule import Choice
 from torchelastic.sharded.companions import from_bytes, to_bytes
-from torchelastic.sharded.parts import whole_part
-from torchelastic.sharded.regions import Holding, Layout, Offer, Phase, Piece, Version, layout_at, pieces_for
+from torchelastic.sharded.regions import Holding, Layout, Offer, Part, Phase, Piece, Version, layout_at, pieces_for
 from torchelastic.sharded.transfers import broadcast_bytes, move
 
 
@@ -26,7 +26,7 @@ class Held:
         version: of the state.
         layout: which parts.
         tensors: the parts, by name.
-        companions: what goes with them.
+        companions: what goes with them; empty: this rank has not got it.
         is_live: see `Holding`.
         is_copy: see `Holding`.
         is_own: whether the random numbers among the companions are this rank's.
@@ -51,7 +51,7 @@ def offer_of(
         number = next((n for n, layout in enumerate(layouts) if layout is each.layout), len(layouts))
         if number == len(layouts):
             layouts.append(each.layout)
-        holdings.append(Holding(each.version, number, each.is_live, each.is_copy))
+        holdings.append(Holding(each.version, number, each.is_live, each.is_copy, bool(each.companions)))
     return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost)
 
 
@@ -87,26 +87,42 @@ def _told(form: tuple[tuple[int, ...], str] | None) -> str:
     return "missing" if form is None else f"a {form[1]} of shape {form[0]}"
 
 
-def held_of_tree(tree: Mapping[str, Any], built: Built) -> Held:
-    """A state that was read from a checkpoint, whole, by this rank.
+def held_of_checkpoint(
+    tree: Mapping[str, Any] | None, parts: Sequence[StoredParts], step: int, built: Built
+) -> list[Held]:
+    """What this rank has read of a checkpoint, of a `ShardedState` or of a `ModelState`.
 
     Args:
-        tree: as `ShardedState.checkpoint_tree`, or that of `ModelState`, gives it.
+        tree: see `State.load_checkpoint_parts`.
+        parts: the same.
+        step: the same.
         built: whose optimizers it belongs to.
+
+    Raises:
+        NonRetryableException: the checkpoint is of another model or of other optimizers.
     """
-    tensors, values = built.named_in(tree["optimizer"])
-    module = {plain(name): value for name, value in tree["module"].items()}
-    tensors |= {PARAMETERS + name: value for name, value in module.items() if name in built.parameters}
-    companions = {
-        "buffers": {name: value for name, value in module.items() if name not in built.parameters},
-        "settings": built.settings_in(tree["optimizer"]),
-        "optimizer_steps": tree.get("optimizer_steps", ()),
-        "values": values,
-        **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
-    }
-    layout = {name: whole_part(tensor, is_shard=built.is_split(name, tensor)) for name, tensor in tensors.items()}
-    version = Version(0, int(tree["step"]), 0)
-    return Held(version, layout, tensors, to_bytes(companions), is_own=False)
+    companions = b""
+    if tree is not None:
+        module = {plain(name): value for name, value in tree["module"].items()}
+        kept = {
+            "buffers": {name: value for name, value in module.items() if name not in built.parameters},
+            "settings": built.settings_in(tree["optimizer"]),
+            "optimizer_steps": tree.get("optimizer_steps", ()),
+            "values": built.plain_values_in(tree["optimizer"]),
+            **{key: tree[key] for key in ("scheduler", "sampler", "extra", "step", "epoch", "random")},
+        }
+        companions = to_bytes(kept)
+    held = []
+    for each in parts:
+        layout, tensors = {}, {}
+        for stored, entry in each.entries.items():
+            name = built.name_of_stored(stored)
+            if name is not None:
+                is_shard = built.is_split(name, entry.shape)
+                layout[name] = Part(entry.dtype, entry.shape, entry.box, is_shard)
+                tensors[name] = each.tensors[stored]
+        held.append(Held(Version(0, step, 0), layout, tensors, companions, is_own=False))
+    return held
 
 
 @dataclass(frozen=True)
@@ -149,8 +165,9 @@ def take_over(
     """
     rank = dist.get_rank(group)
     mine = [held[number] for number in choice.holds[rank] if rank not in choice.completing]
-    from_source = broadcast_bytes(group, mine[0].companions if rank == choice.source else None, choice.source)
-    own = next((each for each in mine if each.is_own), None)
+    given_on = next(each.companions for each in mine if each.companions) if rank == choice.source else None
+    from_source = broadcast_bytes(group, given_on, choice.source)
+    own = next((each for each in mine if each.is_own and each.companions), None)
     companions = from_source if own is None else own.companions
     layout = layout_at(offers, choice.holds)
     boxes = built.boxes_for(layout)

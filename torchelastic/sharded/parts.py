@@ -26,11 +26,6 @@ def part_of(tensor: torch.Tensor) -> Part:
     return Part(dtype_name(tensor.dtype), tuple(tensor.shape), box_of(tensor), isinstance(tensor, DTensor))
 
 
-def whole_part(tensor: torch.Tensor, *, is_shard: bool) -> Part:
-    """The same of a tensor of which this rank has all, where others need a part if `is_shard`."""
-    return Part(dtype_name(tensor.dtype), tuple(tensor.shape), Box.whole(tensor.shape), is_shard)
-
-
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that this rank holds; shares its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

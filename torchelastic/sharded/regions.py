@@ -51,7 +51,7 @@ class Part:
     is_shard: bool
 
 
-#: The parts that a rank holds, by the names of the tensors. Every rank has every name, if need be with an empty box.
+#: The parts that a rank holds, by the names of the tensors.
 Layout = Mapping[str, Part]
 
 
@@ -78,12 +78,14 @@ class Holding:
         is_live: whether it is what the rank trains.
         is_copy: whether it is a copy in memory, of the rank's own parts or of another one's; else it was read from a
             checkpoint, or has come in a sync of which the rank does not know whether all others have ended it.
+        has_companions: whether the rank has what goes with the parts (see `companions.py`), too.
     """
 
     version: Version
     layout: int
     is_live: bool = False
     is_copy: bool = False
+    has_companions: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,18 @@ class PartsMissingError(RuntimeError):
 
 
 def layout_at(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> dict[str, Part]:
-    """Name, dtype and shape of every tensor of a state; from the first rank that holds a part of it.
+    """Name, dtype and shape of every tensor of a state; boxes are those of the first rank that holds a part of it.
 
     Args:
         offers: of all ranks.
         holds: for each rank, which of its holdings are of this state.
     """
+    found: dict[str, Part] = {}
     for offer, numbers in zip(offers, holds, strict=True):
-        for number in numbers:
-            return dict(offer.layouts[offer.holdings[number].layout])
-    return {}
+        for layout in {offer.holdings[number].layout for number in numbers}:
+            for name, part in offer.layouts[layout].items():
+                found.setdefault(name, part)
+    return found
 
 
 def missing_parts(
@@ -232,7 +236,10 @@ def offer_to_plain(offer: Offer) -> dict[str, Any]:
     """What JSON can hold."""
     return {
         "phase": offer.phase.value,
-        "holdings": [[*astuple(each.version), each.layout, each.is_live, each.is_copy] for each in offer.holdings],
+        "holdings": [
+            [*astuple(each.version), each.layout, each.is_live, each.is_copy, each.has_companions]
+            for each in offer.holdings
+        ],
         "layouts": [layout_to_plain(layout) for layout in offer.layouts],
         "generation": offer.generation,
         "token": offer.token,
@@ -247,8 +254,8 @@ def offer_from_plain(plain: Mapping[str, Any]) -> Offer:
     return Offer(
         phase=Phase(plain["phase"]),
         holdings=tuple(
-            Holding(Version(*version), layout, is_live, is_copy)
-            for *version, layout, is_live, is_copy in plain["holdings"]
+            Holding(Version(*version), layout, is_live, is_copy, has_companions)
+            for *version, layout, is_live, is_copy, has_companions in plain["holdings"]
         ),
         layouts=tuple(layout_from_plain(layout) for layout in plain["layouts"]),
         generation=plain["generation"],

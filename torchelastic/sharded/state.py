@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchelastic.checkpoint.tiered.restoring import StoredParts
 from torchelastic.coordinator import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state
@@ -25,11 +26,18 @@ from torchelastic.model.snapshot import Snapshot
 from torchelastic.model.transfer import message_device
 from torchelastic.model.world_change import WorldChange, WorldWatch
 from torchelastic.rendezvous.records import Standing
-from torchelastic.sharded.built import Build, Built
+from torchelastic.sharded.built import Build, Built, other_parameters
 from torchelastic.sharded.commit_rule import Choice, Nothing, choose, next_version, whole_in_copies
 from torchelastic.sharded.companions import Companions, from_bytes
 from torchelastic.sharded.copies import Copies, copy_partners
-from torchelastic.sharded.handover import Held, check_same_models, control_group, held_of_tree, offer_of, take_over
+from torchelastic.sharded.handover import (
+    Held,
+    check_same_models,
+    control_group,
+    held_of_checkpoint,
+    offer_of,
+    take_over,
+)
 from torchelastic.sharded.initial import Initialize, initialize_model
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.regions import (
@@ -125,7 +133,7 @@ class ShardedState(State):
         self._unconfirmed: Held | None = None
         self._lost_step = -1
         # from a checkpoint
-        self._loaded_tree: dict[str, Any] | None = None
+        self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None
 
     # --- what the step uses ---------------------------------------------------------------------------------------
 
@@ -317,12 +325,15 @@ class ShardedState(State):
         ]  # fmt: skip
         if self._unconfirmed is not None:
             held.append(self._unconfirmed)
-        if self._loaded_tree is not None:
-            held.append(held_of_tree(self._loaded_tree, built))
+        if self._loaded is not None:
+            held += held_of_checkpoint(*self._loaded, built)
         return held
 
     def _start_afresh(self, built: Built, offers: Sequence[Offer], nothing: Nothing) -> Version:
         """There is no state to go on from: the first values, or an error where there was one."""
+        absent = sorted(name for name, boxes in nothing.missing.items() if not boxes)
+        if absent:
+            raise NonRetryableException(other_parameters(absent))
         lost_step = max([offer.lost for offer in offers] + [nothing.newest.step if nothing.newest else 0])
         if lost_step > 0:
             why = f"no worker that is left has {describe_missing(nothing.missing)} of any state of the run"
@@ -368,7 +379,7 @@ class ShardedState(State):
             self._built.release()
         self._built, self._version, self._phase = built, version, Phase.UNTOUCHED
         self._generation, self._token = max(offer.generation for offer in offers) + 1, offers[0].token
-        self._live_companions = self._random_when_failed = self._unconfirmed = self._loaded_tree = None
+        self._live_companions = self._random_when_failed = self._unconfirmed = self._loaded = None
         self._lost_step = -1
         domains = [offer.domain for offer in offers]
         self._copies.enter_group(copy_partners(domains, self._replicas), whole_in_copies(offers, needed))
@@ -383,22 +394,13 @@ class ShardedState(State):
 
     def checkpoint_tree(self) -> dict[str, Any]:
         """The same form as that of `ModelState`, with DTensors; nothing is copied."""
-        built = self._present
-        return {
-            "module": built.model.state_dict(),
-            "optimizer": built.optimizers.state_dict(),
-            "optimizer_steps": built.optimizers.usual,
-            "scheduler": built.schedulers.state_dict(),
-            "sampler": None if self.sampler is None else self.sampler.state_dict(),
-            "extra": self._own.registered.state_dict(),
-            "step": self.step,
-            "epoch": self._own.own_epoch,
-            "random": torch.get_rng_state(),
-        }
+        return self._own.checkpoint_tree(self._present)
 
-    def load_checkpoint_tree(self, tree: dict[str, Any]) -> None:
-        """Take what was saved, of this state or of a `ModelState`; the next sync gives each rank its parts of it."""
-        self._loaded_tree = tree
+    loads_parts = True
+
+    def load_checkpoint_parts(self, tree: Any, parts: Sequence[StoredParts], step: int) -> None:
+        """Take what was read, of this state or of a `ModelState`; the next sync gives each rank its parts."""
+        self._loaded = (tree, parts, step)
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:
         """The optimizers' plain tensors are equal on all ranks; the sharded ones are parts already."""

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.group.peers import Peers
 
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.tiered.restoring import StoredParts
+
 
 class ElasticState(Protocol):
-    """What is saved and restored; `torchelastic.State` has it."""
+    """What is saved and restored; `torchelastic.State` has it.
+
+    Attributes:
+        loads_parts: whether every rank takes what it has read (`load_checkpoint_parts`), and not rank 0 all of it.
+    """
+
+    loads_parts: bool
 
     def checkpoint_tree(self) -> Any:
         """The whole state as plain values and tensors; None: `save` writes it."""
 
     def load_checkpoint_tree(self, tree: Any) -> None:
         """The inverse."""
+
+    def load_checkpoint_parts(self, tree: Any, parts: Sequence[StoredParts], step: int) -> None:
+        """The inverse of `checkpoint_tree`, on every rank, where `loads_parts`; see `Restored`."""
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:
         """Which tensors of the tree every rank holds with the same bits."""

@@ -178,14 +178,16 @@ class TieredCheckpointManager(ElasticCheckpointManager):
                 f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
                 f"not answer: {places}?"
             )
-        restored = Restoring(self.tiers, peers, allow_pickles=self._allow_pickles).run()
+        as_parts = state.loads_parts
+        restored = Restoring(self.tiers, peers, allow_pickles=self._allow_pickles, as_parts=as_parts).run()
         if restored is None:
             if peers.rank == 0:
                 log.info("no checkpoint yet: starting afresh")
             return None
         self._turns.begin(restored.name.step)
-        if peers.rank == 0:
+        if as_parts or peers.rank == 0:
             load_restored(state, restored)
+        if peers.rank == 0:
             log.info("checkpoint %s loaded from %s", restored.name, ", ".join(restored.tiers))
         peers.barrier()  # it may take its time
         publish_metric("torchelastic", "checkpoint.restore.duration.ms", 1000 * (self._monotonic() - began_s))

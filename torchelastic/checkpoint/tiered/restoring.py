@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import torch
+
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.tree import tensor_names, unflatten
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.selection import Candidate, Read, candidates
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
@@ -26,20 +30,36 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class StoredParts:
+    """The tensors of one shard, or the parts of tensors that it holds.
+
+    Attributes:
+        entries: by name: of which tensor, and which part.
+        tensors: by name.
+    """
+
+    entries: Mapping[str, Entry]
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Restored:
     """What was found.
 
     Attributes:
         name: which checkpoint it is.
         tiers: where its shards were read.
-        kind: what the writer said that it is; None on the other ranks.
-        tree: the state; None on the other ranks.
+        kind: what the writer said that it is; None on the other ranks, but where parts were wanted.
+        tree: the state; None on the other ranks. Where parts were wanted: on the rank that has read the first shard,
+            with empty tensors on the meta device in place of those of which that shard holds a part at most.
+        parts: where they were wanted: what this rank has read.
     """
 
     name: SaveId
     tiers: tuple[str, ...]
     kind: str | None
     tree: Any
+    parts: tuple[StoredParts, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,12 +102,16 @@ class Restoring:
         tiers: freshest first, the same on all ranks.
         peers: the group.
         allow_pickles: see `flatten`.
+        as_parts: leave the shards with the ranks that read them, instead of bringing all to rank 0: for a state of
+            which no rank can hold the whole.
     """
 
-    def __init__(self, tiers: Sequence[Tier], peers: Peers, *, allow_pickles: bool = False) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], peers: Peers, *, allow_pickles: bool = False, as_parts: bool = False
+    ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._peers = peers
-        self._allow_pickles = allow_pickles
+        self._allow_pickles, self._as_parts = allow_pickles, as_parts
         self._damages: list[str] = []
 
     def run(self) -> Restored | None:
@@ -173,8 +197,10 @@ class Restoring:
             with ExitStack() as stack:
                 opened, new_faults = self._open(candidate, reads, stack)
                 if not new_faults:
-                    shards = self._bring(reads, opened, stack)
-                    restored, new_faults = self._read(candidate, reads, shards)
+                    if self._as_parts:
+                        restored, new_faults = self._read_parts(candidate, reads, opened)
+                    else:
+                        restored, new_faults = self._read(candidate, reads, self._bring(reads, opened, stack))
                     if restored is not None:
                         return restored
             for fault in new_faults:
@@ -249,8 +275,43 @@ class Restoring:
             return None, [Fault.from_plain(each) for each in told]
         return Restored(candidate.name, tuple(sorted({read.tier for read in reads})), kind, tree), []
 
+    def _read_parts(
+        self, candidate: Candidate, reads: Sequence[Read], opened: dict[Read, ShardReader]
+    ) -> tuple[Restored | None, list[Fault]]:
+        kind, tree, faults, why, parts = None, None, [], "", []
+        for read, shard in opened.items():
+            try:
+                parts.append(StoredParts({entry.name: entry for entry in shard.header.entries}, shard.read()))
+                if shard.header.structure is not None and tree is None:
+                    kind = str(shard.header.meta.get("kind", ""))
+                    tree = _tree_around(shard.header.structure, parts[-1], allow_pickles=self._allow_pickles)
+            except CorruptCheckpointError as error:
+                faults.append(Fault(read, True, f"shard {read.shard_rank} in the {read.tier} tier: {error}"))
+            except CheckpointError as error:
+                why = str(error)
+        self._peers.barrier()
+        told = self._peers.all_gather([_plain(faults), why, kind])
+        reasons = [text for _, text, _ in told if text]
+        if reasons:
+            raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {'; '.join(reasons)}")
+        all_faults = [Fault.from_plain(each) for plain, *_ in told for each in plain]
+        if all_faults:
+            return None, all_faults
+        tiers = tuple(sorted({read.tier for read in reads}))
+        kind = next((each for *_, each in told if each is not None), None)
+        return Restored(candidate.name, tiers, kind, tree, tuple(parts)), []
+
     def _places(self) -> str:
         return ", ".join(tier.where for tier in self._tiers.values())
+
+
+def _tree_around(structure: Any, parts: StoredParts, *, allow_pickles: bool) -> Any:
+    """The state, with the tensors that these parts hold whole, and empty ones for the others."""
+    tensors = {name: torch.empty(0, device="meta") for name in tensor_names(structure)}
+    for name, entry in parts.entries.items():
+        is_whole = entry.box.sizes == entry.shape
+        tensors[name] = parts.tensors[name] if is_whole else torch.empty(entry.shape, device="meta")
+    return unflatten(structure, tensors, allow_pickles=allow_pickles, in_place=tensors)
 
 
 def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Fault]:

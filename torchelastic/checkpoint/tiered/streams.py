@@ -14,7 +14,7 @@ from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.selection import Candidate, candidates
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
-from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
+from torchelastic.checkpoint.tiered.restoring import Restored, Restoring, StoredParts
 from torchelastic.group.peers import Alone
 
 #: What a shard says that its checkpoint holds: a state as a tree, or named streams of bytes.
@@ -24,6 +24,8 @@ TREE, STREAMS = "tree", "streams"
 class Streams:
     """Finished streams, for `save_step`: a state that has no tree."""
 
+    loads_parts = False
+
     def __init__(self, streams: Mapping[str, bytes]) -> None:
         self.streams = streams
 
@@ -31,6 +33,9 @@ class Streams:
         """See `ElasticState`."""
 
     def load_checkpoint_tree(self, tree: Any) -> None:
+        """Never called: there is no tree."""
+
+    def load_checkpoint_parts(self, tree: Any, parts: Sequence[StoredParts], step: int) -> None:
         """Never called: there is no tree."""
 
     def replicated(self, names: Sequence[str]) -> Collection[str]:  # noqa: ARG002 - part of the contract
@@ -58,8 +63,19 @@ def streams_of(state: ElasticState, rank: int) -> Mapping[str, bytes]:
 
 
 def load_restored(state: ElasticState, restored: Restored) -> None:
-    """Set a state from what was restored, by whichever of its two ways it was saved."""
-    if restored.kind == STREAMS:
+    """Set a state from what was restored, by whichever of its ways it was saved.
+
+    Raises:
+        CheckpointError: one rank alone has saved it, and no rank of this state can hold the whole.
+    """
+    if state.loads_parts and restored.kind == STREAMS:
+        raise CheckpointError(
+            f"the checkpoint {restored.name} holds one stream of bytes, which one rank has saved: a state of which "
+            "each rank holds a part cannot be loaded from it"
+        )
+    if state.loads_parts:
+        state.load_checkpoint_parts(restored.tree, restored.parts, restored.name.step)
+    elif restored.kind == STREAMS:
         state.load(io.BytesIO(restored.tree[DEFAULT_KEY]))
     else:
         state.load_checkpoint_tree(restored.tree)

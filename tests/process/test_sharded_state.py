@@ -1,0 +1,297 @@
+"""What a ShardedState refuses, and what it does on one worker: in a world of one, real FSDP2 on gloo."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchelastic import ElasticBatchSampler, ModelState, ShardedState
+from torchelastic.coordinator import NonRetryableException
+from torchelastic.rendezvous.records import Standing
+from torchelastic.sharded import FullShard, HybridShard
+from torchelastic.sharded.mesh import data_place
+from torchelastic.sharded.weighting import Weighting
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Full backward hook.*")
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Scaled(torch.nn.Module):
+    """Has a parameter and a buffer of its own, and no reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(5))
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.scale
+
+
+def model_of(*layers: torch.nn.Module) -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), *layers, torch.nn.Linear(5, 2))
+
+
+def build(
+    *layers: Callable[[], torch.nn.Module], on_meta: bool = True, shard: bool = True
+) -> Callable[[DeviceMesh], tuple[Any, ...]]:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        with torch.device("meta" if on_meta else "cpu"):
+            model = model_of(*(layer() for layer in layers))
+        if shard:
+            fully_shard(model, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    return made
+
+
+def train(state: ShardedState, steps: int = 1) -> None:
+    for _ in range(steps):
+        snapshot = state.snapshot()
+        assert snapshot.step == state.step
+        state.model(torch.ones(4, 3)).sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.commit()
+
+
+def whole(state: ShardedState) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor().detach().clone() if isinstance(value, DTensor) else value.detach().clone()
+        for name, value in state.model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_first_values_are_those_of_one_process_with_this_seed(on_meta: bool) -> None:
+    state = ShardedState(build(on_meta=on_meta), seed=7)
+    before = torch.get_rng_state()
+    state.sync()
+    assert torch.equal(torch.get_rng_state(), before), "the user's random numbers were drawn from"
+    torch.manual_seed(7)
+    plain = model_of()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(whole(state)[name], value), name
+
+
+def test_a_module_that_cannot_initialize_itself_is_named() -> None:
+    with pytest.raises(NonRetryableException, match=r"the module '1' is a Scaled, was built on the meta device"):
+        ShardedState(build(Scaled)).sync()
+
+
+def test_initialize_is_called_with_whole_modules_of_the_users_classes() -> None:
+    seen = []
+
+    def initialize(module: torch.nn.Module) -> None:
+        seen.append((type(module), {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}))
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            torch.nn.init.constant_(tensor, 3.0)
+
+    state = ShardedState(build(Scaled), initialize=initialize)
+    state.sync()
+    linear = {"weight": (5, 3), "bias": (5,)}
+    assert seen[0] == (torch.nn.Linear, linear)
+    assert seen[1] == (Scaled, {"scale": (5,)})
+    assert len(seen) == 3
+    assert all(bool((value == 3.0).all()) for value in whole(state).values())
+
+
+def test_the_next_group_takes_all_over_bit_for_bit() -> None:
+    state = ShardedState(build(), extra={"note": "kept"})
+    state.sync()
+    train(state, 3)
+    weights, moments = whole(state), state.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().clone()
+    model, step = state.model, state.optimizer.state_dict()["state"][0]["step"].clone()
+    state.sync()
+    assert state.model is not model
+    assert (state.step, state.extra) == (3, {"note": "kept"})
+    assert all(torch.equal(value, weights[name]) for name, value in whole(state).items())
+    assert torch.equal(state.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor(), moments)
+    assert torch.equal(state.optimizer.state_dict()["state"][0]["step"], step)
+    held = [parameter._local_tensor for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    assert [tensor.numel() for tensor in held] == [0] * 4, "the old memory is still held"
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_step_that_failed_is_undone_or_stands(has_stepped: bool) -> None:
+    """After its optimizer has stepped on all that are left, it stands, as the commit rule says."""
+    state = ShardedState(build(), sampler=ElasticBatchSampler(40, 4))
+    state.sync()
+    train(state, 2)
+    weights = whole(state)
+    snapshot = state.snapshot()
+    state.sampler.consume()
+    state.model(torch.ones(4, 3)).sum().backward()
+    if has_stepped:
+        state.optimizer.step()
+    state.apply(snapshot)
+    state.sync()
+    assert state.step == (3 if has_stepped else 2)
+    assert state.sampler.cursor == 4 * (1 if has_stepped else 0)  # `train` above draws no batch
+    assert all(torch.equal(value, weights[name]) != has_stepped for name, value in whole(state).items())
+
+
+def test_an_optimizer_that_was_interrupted_leaves_nothing_to_go_on_from() -> None:
+    state = ShardedState(build())
+    state.sync()
+    train(state, 2)
+    snapshot = state.snapshot()
+    state.model(torch.ones(4, 3)).sum().backward()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = state.optimizer.register_step_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        state.optimizer.step()
+    handle.remove()
+    state.apply(snapshot)
+    assert state.standing is Standing.FRESH
+
+
+@pytest.mark.parametrize(("made", "told"), [
+    (build(shard=False), "has sharded none of the model's parameters"),
+    (lambda mesh: torch.nn.Linear(1, 1), "it must return \\(model, optimizer\\)"),
+    (lambda mesh: (build()(mesh)[0],), "it must return \\(model, optimizer\\)"),
+])  # fmt: skip
+def test_what_build_must_not_return(made: Callable[[DeviceMesh], Any], told: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=told):
+        ShardedState(made).sync()
+
+
+def test_a_parameter_that_is_left_unsharded_is_named() -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model = model_of()
+        fully_shard(model[0], mesh=mesh)
+        return model, torch.optim.SGD(model.parameters())
+
+    with pytest.raises(ValueError, match=r"has left the parameter '1\.\w+' unsharded"):
+        ShardedState(made).sync()
+
+
+def test_an_optimizer_of_other_tensors_is_refused() -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters())
+        fully_shard(model, mesh=mesh)
+        return model, optimizer
+
+    with pytest.raises(NonRetryableException, match="make the optimizer after fully_shard"):
+        ShardedState(made).sync()
+
+
+def test_another_model_in_the_next_group_is_named() -> None:
+    layers: list[Callable[[], torch.nn.Module]] = []
+    state = ShardedState(lambda mesh: build(*layers)(mesh))
+    state.sync()
+    train(state)
+    layers.append(lambda: torch.nn.Linear(5, 5))
+    with pytest.raises(NonRetryableException, match="a model with other parameters than before"):
+        state.sync()
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what is no tensor and no plain value."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = object()
+        return result
+
+
+def test_an_optimizer_with_state_of_other_kinds_is_refused() -> None:
+    def made(mesh: DeviceMesh) -> tuple[Any, ...]:
+        model, _ = build()(mesh)
+        return model, Odd(model.parameters(), lr=0.1)
+
+    state = ShardedState(made)
+    state.sync()
+    train(state)
+    with pytest.raises(NonRetryableException, match="the optimizer's state holds a object"):
+        state.sync()
+
+
+def test_numbers_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="every=0 at least 1"):
+        ShardedState(build(), every=0)
+    with pytest.raises(ValueError, match="replicas=-1 must be at least 0"):
+        ShardedState(build(), replicas=-1)
+    with pytest.raises(ValueError, match="sampler is a object"):
+        ShardedState(build(), sampler=object())
+    with pytest.raises(ValueError, match="shard=0"):
+        HybridShard(0)
+
+
+def test_one_rank_alone_neither_saves_nor_loads() -> None:
+    state = ShardedState(build())
+    for call in (state.save, state.load):
+        with pytest.raises(NonRetryableException, match="give train\\(\\) a TieredCheckpointManager"):
+            call(io.BytesIO())
+
+
+def test_a_world_that_is_no_multiple_names_the_option() -> None:
+    with pytest.raises(NonRetryableException, match="--multiple-of 2"):
+        HybridShard(2)(1)
+
+
+def test_who_has_which_samples() -> None:
+    mesh = HybridShard(1)(1)
+    assert mesh.mesh_dim_names == ("replicate", "shard")
+    assert (data_place(mesh).rank, data_place(mesh).size) == (0, 1)
+    assert data_place(FullShard()(1), ["shard"]).size == 1
+    with pytest.raises(ValueError, match="data_dims names dp, and the mesh has only replicate, shard"):
+        data_place(mesh, ["dp"])
+
+
+class Half:
+    """A sampler by which this rank has a quarter of the samples, in a world of two."""
+
+    weight = 0.25
+
+
+def test_gradients_count_by_the_samples() -> None:
+    model = torch.nn.Linear(2, 1)
+    weighting = Weighting(Half())
+    weighting.enter_group(model, 2)
+    weighting.begin_step()
+    model(torch.ones(1, 2)).sum().backward()
+    weighting.check()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[0.5, 0.5]]
+
+
+def test_gradients_that_cannot_be_weighted_are_an_error() -> None:
+    weighting = Weighting(Half())
+    weighting.enter_group(torch.nn.Linear(2, 1), 2)
+    weighting.begin_step()  # the step computes its loss of something else than the model's output
+    with pytest.raises(NonRetryableException, match="could not be weighted"):
+        weighting.check()
+
+
+def test_its_checkpoint_has_the_form_of_a_model_states() -> None:
+    sharded = ShardedState(build())
+    sharded.sync()
+    train(sharded, 2)
+    model = model_of()
+    plain = ModelState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ours, theirs = sharded.checkpoint_tree(), plain.checkpoint_tree()
+    assert ours.keys() == theirs.keys()
+    assert ours["module"].keys() == theirs["module"].keys()
+    assert ours["optimizer"]["param_groups"][0]["params"] == theirs["optimizer"]["param_groups"][0]["params"]

@@ -1,0 +1,221 @@
+"""From which state of the run the ranks go on: every mix of phases, copies and losses, against a rule by sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.sharded.commit_rule import Choice, Nothing, choose, next_version, whole_in_copies
+from torchelastic.sharded.regions import (
+    Holding,
+    Layout,
+    Offer,
+    Part,
+    PartsMissingError,
+    Phase,
+    Version,
+    describe_missing,
+    layout_at,
+    missing_parts,
+    offer_from_plain,
+    offer_to_plain,
+    piece_from_plain,
+    piece_to_plain,
+    pieces_for,
+)
+
+ROWS = 12
+BEFORE, TRAINED = Version(1, 4, 11), Version(2, 5, 22)
+AFTER = next_version(TRAINED, 2, 22)
+
+
+def layout(first: int, last: int, *names: str) -> dict[str, Part]:
+    """Rows `first` to `last` of each tensor."""
+    box = Box((first, 0), (last - first, 3)) if last > first else Box((0, 0), (0, 3))
+    return {name: Part("float32", (ROWS, 3), box, True) for name in names or ("w",)}
+
+
+def chunks(number: int) -> list[Layout]:
+    """As FSDP cuts: equal parts, rounded up, and nothing for the last ones."""
+    size = -(-ROWS // number)
+    return [layout(min(rank * size, ROWS), min((rank + 1) * size, ROWS)) for rank in range(number)]
+
+
+def offer(phase: Phase, *holdings: Holding, layouts: Sequence[Layout] = (), generation: int = 2) -> Offer:
+    return Offer(phase, holdings, tuple(layouts), generation, 0, {}, "host")
+
+
+LIVE = (Phase.UNTOUCHED, Phase.READY, Phase.DONE, Phase.NONE)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_the_latest_state_that_is_whole_is_taken(data: st.DataObject) -> None:
+    number = data.draw(st.integers(2, 5), "ranks")
+    replicas = data.draw(st.sampled_from([1, 2]), "ranks with the same parts")  # of HSDP
+    parts = chunks(number)
+    ranks = [(part, copy) for copy in range(replicas) for part in range(number)]
+    someone_is_done = data.draw(st.booleans(), "someone is done")
+    allowed = [Phase.READY, Phase.DONE, Phase.NONE] if someone_is_done else [Phase.UNTOUCHED, Phase.READY, Phase.NONE]
+    phases = [data.draw(st.sampled_from(allowed)) for _ in ranks]
+    copied = [data.draw(st.sampled_from([None, BEFORE, TRAINED])) for _ in ranks]
+    alive = [data.draw(st.booleans()) for _ in ranks]
+    offers, have = [], {version: set[int]() for version in (BEFORE, TRAINED, AFTER)}
+    done = {part for (part, _), phase, lives in zip(ranks, phases, alive, strict=True) if lives and phase is Phase.DONE}
+    for (part, _), phase, version, lives in zip(ranks, phases, copied, alive, strict=True):
+        if not lives:
+            continue
+        holdings = []
+        if phase is not Phase.NONE:
+            live = AFTER if phase is Phase.DONE else TRAINED
+            holdings.append(Holding(live, 0, is_live=True))
+            have[live].add(part)
+            if phase is Phase.READY and done:
+                have[AFTER].add(part)
+        if version is not None:
+            neighbour = (part + 1) % number
+            holdings += [Holding(version, 0, is_copy=True), Holding(version, 1, is_copy=True)]
+            have[version] |= {part, neighbour}
+        offers.append(offer(phase, *holdings, layouts=[parts[part], parts[(part + 1) % number]]))
+    full = {part for part in range(number) if parts[part]["w"].box.numel}
+    whole = [version for version in sorted(have, reverse=True) if have[version] >= full]
+
+    choice = choose(offers, {"w"})
+
+    if not whole:
+        assert isinstance(choice, Nothing)
+        held = [version for version in sorted(have, reverse=True) if have[version]]
+        assert choice.newest == (held[0] if held else None)
+        assert bool(choice.missing) == bool(held)
+        return
+    assert isinstance(choice, Choice)
+    assert choice.version == whole[0]
+    for rank, numbers in enumerate(choice.holds):
+        is_ready = offers[rank].phase is Phase.READY
+        assert (rank in choice.completing) == (choice.version == AFTER and is_ready)
+        for each in numbers:
+            holding = offers[rank].holdings[each]
+            assert holding.version == choice.version or (holding.is_live and rank in choice.completing)
+    assert choice.source not in choice.completing
+    assert missing_parts({"w"}, offers, choice.holds) == {}
+
+
+def test_states_of_one_step_from_two_groups_are_never_mixed() -> None:
+    """A rank that was cut off has trained on in the old group; the others went back and computed the step again."""
+    left, right = chunks(2)
+    again = Version(3, TRAINED.step, 33)
+    cut_off = offer(Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), layouts=[left])
+    others = offer(Phase.UNTOUCHED, Holding(again, 0, is_live=True), layouts=[right], generation=3)
+    nothing = choose([cut_off, others], {"w"})
+    assert isinstance(nothing, Nothing)
+    assert nothing.newest == again
+    assert describe_missing(nothing.missing) == "w[0:6]"
+
+
+def test_a_ready_rank_of_an_older_group_does_not_complete() -> None:
+    left, right = chunks(2)
+    done = offer(Phase.DONE, Holding(AFTER, 0, is_live=True), layouts=[left])
+    stale = offer(Phase.READY, Holding(Version(1, 5, 0), 0, is_live=True), layouts=[right], generation=1)
+    assert isinstance(choose([done, stale], {"w"}), Nothing)
+
+
+def test_a_state_without_its_companions_is_passed_over() -> None:
+    whole = layout(0, ROWS)
+    bare = offer(Phase.NONE, Holding(AFTER, 0, has_companions=False), Holding(BEFORE, 0), layouts=[whole])
+    choice = choose([bare], {"w"})
+    assert isinstance(choice, Choice)
+    assert choice.version == BEFORE
+
+
+def test_nothing_is_whole_where_a_parameter_is_not_there_at_all() -> None:
+    held = offer(Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), layouts=[layout(0, ROWS)])
+    nothing = choose([held], {"w", "b"})
+    assert isinstance(nothing, Nothing)
+    assert nothing.missing == {"b": ()}
+    assert describe_missing(nothing.missing) == "b"
+
+
+def test_new_workers_have_nothing() -> None:
+    assert choose([offer(Phase.NONE), offer(Phase.NONE)], {"w"}) == Nothing(None, {})
+
+
+def test_what_is_whole_in_copies_alone() -> None:
+    left, right = chunks(2)
+    first = offer(Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), Holding(BEFORE, 0, is_copy=True), layouts=[left])
+    second = offer(
+        Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), Holding(BEFORE, 0, is_copy=True), layouts=[right]
+    )
+    assert whole_in_copies([first, second], {"w"}) == BEFORE
+    assert whole_in_copies([first], {"w"}) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(old=st.integers(1, 6), new=st.integers(1, 6), extra=st.integers(0, 1))
+def test_each_rank_gets_each_element_that_it_needs_once(old: int, new: int, extra: int) -> None:
+    """Of old parts, some of them there twice, to new ones."""
+    before = chunks(old)
+    offers = [
+        offer(Phase.UNTOUCHED, *(Holding(TRAINED, each) for each in range(1 + extra)),
+              layouts=[before[rank], before[(rank + 1) % old]])
+        for rank in range(old)
+    ]  # fmt: skip
+    holds = [tuple(range(1 + extra)) for _ in offers]
+    for rank, wanted in enumerate(chunks(new)[: len(offers)]):
+        box = wanted["w"].box
+        pieces = pieces_for(rank, {"w": box}, offers, holds)
+        rows = [
+            row for piece in pieces for row in range(piece.box.offsets[0], piece.box.offsets[0] + piece.box.sizes[0])
+        ]
+        assert sorted(rows) == list(range(box.offsets[0], box.offsets[0] + box.sizes[0]))
+        own = {row for number in holds[rank] for row in rows_of(offers[rank].layouts[number])}
+        assert {row for piece in pieces if piece.source == rank for row in rows_of_box(piece.box)} == own & set(rows)
+        for piece in pieces:
+            held = offers[piece.source].layouts[piece.holding]["w"].box
+            assert held.intersection(piece.box) == piece.box
+            assert piece_from_plain(piece.source, piece_to_plain(piece)) == piece
+
+
+def rows_of(layout_: Layout) -> set[int]:
+    return rows_of_box(layout_["w"].box)
+
+
+def rows_of_box(box: Box) -> set[int]:
+    return set(range(box.offsets[0], box.offsets[0] + box.sizes[0]))
+
+
+def test_a_part_that_nobody_has_is_named() -> None:
+    held = offer(Phase.UNTOUCHED, Holding(TRAINED, 0), layouts=[layout(0, 6)])
+    with pytest.raises(PartsMissingError, match=r"nobody has Box\(offsets=\(6, 0\)"):
+        pieces_for(0, {"w": Box((0, 0), (ROWS, 3))}, [held], [(0,)])
+    with pytest.raises(PartsMissingError):
+        pieces_for(0, {"other": Box((0,), (1,))}, [held], [(0,)])
+
+
+def test_an_offer_survives_its_message() -> None:
+    said = Offer(
+        Phase.READY, (Holding(TRAINED, 0, is_live=True), Holding(BEFORE, 1, is_copy=True, has_companions=False)),
+        tuple(chunks(2)), 2, 99, layout(0, 4, "w", "b"), "host-1", 7,
+    )  # fmt: skip
+    assert offer_from_plain(offer_to_plain(said)) == said
+    assert said.live == said.holdings[0]
+
+
+def test_the_layout_of_a_state_has_the_names_of_all_ranks() -> None:
+    offers = [
+        offer(Phase.NONE, Holding(BEFORE, 0), layouts=[layout(0, 6, "a")]),
+        offer(Phase.NONE, Holding(BEFORE, 0), layouts=[layout(6, ROWS, "a", "b")]),
+    ]
+    found = layout_at(offers, [(0,), (0,)])
+    assert (sorted(found), found["a"].box) == (["a", "b"], layout(0, 6)["w"].box)
+
+
+def test_many_missing_parts_are_shortened_for_people() -> None:
+    rows = tuple(Box((row,), (1,)) for row in range(0, 6, 2))
+    missing = {f"t{number}": rows for number in range(5)} | {"scalar": (Box((), ()),)}
+    told = describe_missing(missing)
+    assert "scalar" in told
+    assert "t0[0:1, 2:3, ..]" in told
