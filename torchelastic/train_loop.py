@@ -141,6 +141,7 @@ class TrainLoop:
         self._world_size = 1
         self._checkpoints = LoopCheckpoints(coordinator, checkpoint)
         self._lifetime = None if lifetime is None else _loop_lifetime(coordinator, self._checkpoints, lifetime)
+        self._checkpoints.check(state)
         check_hooks(state, saves=self._checkpoints.manager is not None)
         self._max_failures = max_failures
         self._failures = RepeatedFailures()

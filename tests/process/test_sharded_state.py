@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchelastic import ElasticBatchSampler, ModelState, ShardedState
+import torchelastic
+from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
+from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.coordinator import NonRetryableException
 from torchelastic.rendezvous.records import Standing
 from torchelastic.sharded import FullShard, HybridShard
@@ -295,3 +298,11 @@ def test_its_checkpoint_has_the_form_of_a_model_states() -> None:
     assert ours.keys() == theirs.keys()
     assert ours["module"].keys() == theirs["module"].keys()
     assert ours["optimizer"]["param_groups"][0]["params"] == theirs["optimizer"]["param_groups"][0]["params"]
+
+
+def test_a_manager_that_saves_what_one_rank_holds_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="of a ShardedState no rank has the whole: give a TieredCheckpointManager"):
+        torchelastic.train(
+            CoordinatorP2P(), lambda state: None, ShardedState(build()),
+            checkpoint=FileSystemCheckpointManager(str(tmp_path)),
+        )  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.sharded.commit_rule import Choice, Nothing, choose, next_version, whole_in_copies
+from torchelastic.sharded.copies import too_little_memory
 from torchelastic.sharded.regions import (
     Holding,
     Layout,
@@ -131,6 +132,19 @@ def test_a_state_without_its_companions_is_passed_over() -> None:
     assert choice.version == BEFORE
 
 
+def test_what_goes_with_the_parts_comes_from_a_rank_that_has_committed_the_step() -> None:
+    left, right = chunks(2)
+    done = offer(Phase.DONE, Holding(AFTER, 0, is_live=True), layouts=[left])
+    committed = offer(Phase.UNTOUCHED, Holding(AFTER, 0, is_live=True), layouts=[right])
+    for offers, source in (
+        ([done, committed], 1),
+        ([done, offer(Phase.DONE, *committed.holdings, layouts=[right])], 0),
+    ):
+        choice = choose(offers, {"w"})
+        assert isinstance(choice, Choice)
+        assert choice.source == source
+
+
 def test_nothing_is_whole_where_a_parameter_is_not_there_at_all() -> None:
     held = offer(Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), layouts=[layout(0, ROWS)])
     nothing = choose([held], {"w", "b"})
@@ -219,3 +233,11 @@ def test_many_missing_parts_are_shortened_for_people() -> None:
     told = describe_missing(missing)
     assert "scalar" in told
     assert "t0[0:1, 2:3, ..]" in told
+
+
+def test_memory_for_copies_is_counted_for_all_workers_of_a_host() -> None:
+    gib = 2**30
+    assert too_little_memory(gib, 1, 2, 8 * gib) is None
+    problem = too_little_memory(gib, 1, 2, 8 * gib - 1)
+    assert problem is not None
+    assert "about 8.00 GiB here (2 workers with 4.00 GiB each)" in problem

@@ -74,6 +74,20 @@ class LoopCheckpoints:
         self._was_loaded = False
         self._has_ended = False
 
+    def check(self, state: State) -> None:
+        """Find a state that this manager cannot save, before anything is trained.
+
+        Raises:
+            TypeError: no rank can hold the whole state, and this manager saves what one rank holds.
+        """
+        manager = self.manager
+        if state.loads_parts and manager is not None and not isinstance(manager, ElasticCheckpointManager):
+            raise TypeError(
+                f"the checkpoint manager is a {type(manager).__name__}, to which one rank writes the whole state, and "
+                f"of a {type(state).__name__} no rank has the whole: give a TieredCheckpointManager, to which every "
+                "rank writes its parts"
+            )
+
     @property
     def step(self) -> int:
         """Committed steps of the run, as far as it is known here."""

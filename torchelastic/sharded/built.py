@@ -106,6 +106,12 @@ class Built:
                 self._parts[name] = part_of(tensor)
         return {name: self._parts[name] for name in found}
 
+    def expected_bytes(self) -> int:
+        """How large this rank's parts are; while the optimizers have no state yet, as if each kept two values each."""
+        parameters = sum(memory_of(parameter).nbytes for parameter in self.parameters.values())
+        held = sum(tensor.nbytes for tensor in self.tensors().values())
+        return held if held > parameters else 3 * parameters
+
     def plain_values(self) -> dict[str, Any]:
         """What the optimizers' states hold beside tensors, by name.
 

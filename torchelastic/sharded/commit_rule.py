@@ -22,6 +22,7 @@ that some rank is DONE: they then let their optimizers step before anything is s
 
 1. Nobody is DONE, nothing is missing: k. The step is repeated, nothing is lost.
 2. Somebody is DONE, so all others are READY or NONE (claim); nothing of k + 1 is missing: k + 1. Nothing is repeated.
+   What is small and alike on all ranks comes from a rank that has committed k + 1, if there is one.
 3. Something of the live states is missing: the latest copy whose parts all exist, c <= k. With `every=1` that is k, or
    k - 1 if the copy of k was still being sent. Steps c + 1 .. k are repeated, with their samples.
 4. No copy is whole either: the latest checkpoint; without one the run ends with an error that names what is missing.
@@ -103,11 +104,18 @@ def choose(offers: Sequence[Offer], wanted: Collection[str]) -> Choice | Nothing
 
 
 def _source(offers: Sequence[Offer], holds: Sequence[Sequence[int]], completing: Collection[int]) -> int | None:
-    """The first rank that has what goes with the parts: not one that has yet to step."""
-    for rank, (offer, numbers) in enumerate(zip(offers, holds, strict=True)):
-        if rank not in completing and any(offer.holdings[number].has_companions for number in numbers):
-            return rank
-    return None
+    """The first rank that has what goes with the parts.
+
+    Rather one that has committed the step than one whose step has failed after its optimizer: what the user's code does
+    after that (a scheduler's step, a list of losses) may be missing there.
+    """
+    having = [
+        (offer.phase is Phase.DONE and offer.holdings[number].is_live, rank)
+        for rank, (offer, numbers) in enumerate(zip(offers, holds, strict=True))
+        for number in numbers
+        if rank not in completing and offer.holdings[number].has_companions
+    ]
+    return min(having)[1] if having else None
 
 
 def next_version(version: Version, generation: int, token: int) -> Version:

@@ -32,6 +32,12 @@ class Companions:
         self.sampler = sampler
         self.registered = Registered(extra)
 
+    def count_step(self) -> None:
+        """A step has succeeded."""
+        self.step += 1
+        if hasattr(self.sampler, "commit"):
+            self.sampler.commit()
+
     # --- undoing a step -----------------------------------------------------------------------------------------------
 
     def snapshot(self, built: Built | None) -> Snapshot:

@@ -23,6 +23,7 @@ from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.shards.tensors import copyable, dtype_named
 from torchelastic.group.rank_group import begun
 from torchelastic.sharded.regions import Layout, Version, layout_from_plain, layout_to_plain
+from torchelastic.text import bytes_text
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,26 @@ def copy_partners(domains: Sequence[str], replicas: int) -> Partners | None:
     rank = dist.get_rank()
     of = [giver for giver, receivers in enumerate(gives_to) if rank in receivers]
     return Partners(dist.new_group(backend="gloo"), gives_to[rank], of)
+
+
+def too_little_memory(part_bytes: int, replicas: int, ranks_here: int, available_bytes: int) -> str | None:
+    """Pure: what to say before the first step where the copies of a host's ranks do not fit; None: they do.
+
+    Args:
+        part_bytes: of one rank's parts.
+        replicas: see `copy_partners`.
+        ranks_here: how many ranks share this host's memory.
+        available_bytes: what this host, or this container, has left.
+    """
+    each_bytes = 2 * (1 + replicas) * part_bytes  # two of its own, and two of each whose copies it keeps
+    needed_bytes = ranks_here * each_bytes
+    if needed_bytes <= available_bytes:
+        return None
+    return (
+        f"copies of sharded parts need about {bytes_text(needed_bytes)} here ({ranks_here} workers with "
+        f"{bytes_text(each_bytes)} each), and {bytes_text(available_bytes)} are left: the kernel may end workers. Give "
+        "ShardedState fewer replicas, or 0 with HybridShard; or use more hosts"
+    )
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Held:
         companions: what goes with them; empty: this rank has not got it.
         is_live: see `Holding`.
         is_copy: see `Holding`.
-        is_own: whether the random numbers among the companions are this rank's.
+        is_own: whether the companions are complete, and the random numbers among them are this rank's.
     """
 
     version: Version

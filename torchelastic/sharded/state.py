@@ -10,26 +10,27 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.tiered.restoring import StoredParts
 from torchelastic.coordinator import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state
-from torchelastic.model.optimizers import Progress
 from torchelastic.model.several import refuse_stateless
 from torchelastic.model.snapshot import Snapshot
 from torchelastic.model.transfer import message_device
 from torchelastic.model.world_change import WorldChange, WorldWatch
 from torchelastic.rendezvous.records import Standing
 from torchelastic.sharded.built import Build, Built, other_parameters
-from torchelastic.sharded.commit_rule import Choice, Nothing, choose, next_version, whole_in_copies
+from torchelastic.sharded.commit_rule import Choice, Nothing, choose, whole_in_copies
 from torchelastic.sharded.companions import Companions, from_bytes
-from torchelastic.sharded.copies import Copies, copy_partners
+from torchelastic.sharded.copies import Copies, copy_partners, too_little_memory
 from torchelastic.sharded.handover import (
     Held,
     check_same_models,
@@ -39,6 +40,7 @@ from torchelastic.sharded.handover import (
     take_over,
 )
 from torchelastic.sharded.initial import Initialize, initialize_model
+from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.regions import (
     Layout,
@@ -117,51 +119,37 @@ class ShardedState(State):
         self._replicas, self._every, self._data_dims = replicas, every, data_dims
         self._host = host or socket.gethostname()
         self._own = Companions(sampler, {} if extra is None else extra)
-        self._built: Built | None = None
+        self._live = Live(self._own)
         self._copies = Copies()
         self._world = WorldWatch()
         self._weighting = Weighting(sampler)
         self._control: dist.ProcessGroup | None = None
-        # of which state of the run the live parts are, how far the step under way has come, and the last group's marks
-        self._version: Version | None = None
-        self._phase = Phase.NONE
-        self._generation = self._token = 0
-        self._is_in_sync = False
-        # of attempts that have failed
-        self._live_companions: bytes | None = None
-        self._random_when_failed: random_state.RandomState | None = None
-        self._unconfirmed: Held | None = None
+        self._unconfirmed: Held | None = None  # from a sync of which it is not known whether all have ended it
+        self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint
         self._lost_step = -1
-        # from a checkpoint
-        self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None
+        self._has_looked_at_memory = False
 
     # --- what the step uses ---------------------------------------------------------------------------------------
 
     @property
     def model(self) -> torch.nn.Module:
         """What `build` has made for the present group."""
-        return self._present.model
+        return self._live.present.model
 
     @property
     def optimizer(self) -> Any:
         """The same, as `build` returned it."""
-        return self._present.optimizer
+        return self._live.present.optimizer
 
     @property
     def scheduler(self) -> Any:
         """The same; None: `build` returned none."""
-        return self._present.scheduler
+        return self._live.present.scheduler
 
     @property
     def mesh(self) -> DeviceMesh:
         """Of the present group."""
-        return self._present.mesh
-
-    @property
-    def _present(self) -> Built:
-        if self._built is None:
-            raise RuntimeError("there is no group yet: model, optimizer and mesh exist from the first step on")
-        return self._built
+        return self._live.present.mesh
 
     @property
     def step(self) -> int:
@@ -196,7 +184,7 @@ class ShardedState(State):
     @property
     def standing(self) -> Standing:
         """WHOLE where this rank has parts of a state that may be gone on from."""
-        has_parts = self._version is not None or bool(self._copies.held)
+        has_parts = self._live.version is not None or bool(self._copies.held)
         return Standing.WHOLE if has_parts and self._lost_step < 0 else Standing.FRESH
 
     def on_world_change(self, callback: Callable[[WorldChange], Any]) -> Callable[[WorldChange], Any]:
@@ -208,69 +196,36 @@ class ShardedState(State):
 
     def snapshot(self) -> Snapshot:
         """What `apply` needs; its cost does not depend on the size of the model."""
-        if self._is_in_sync and self._built is not None:
-            self._built.optimizers.begin()
-            self._weighting.begin_step()
-            self._phase = Phase.UNTOUCHED
-        return self._own.snapshot(self._built)
+        self._live.begin_step()
+        self._weighting.begin_step()
+        return self._own.snapshot(self._live.built)
 
     def commit(self) -> None:
         """Called by the train loop when the step has succeeded."""
-        built = self._present
-        built.optimizers.commit()
-        self._steps_count()
-        self._phase = Phase.UNTOUCHED
-        self._copy_if_due(built)
+        self._live.commit()
+        self._copy_if_due()
 
     def apply(self, snapshot: Snapshot) -> None:
         """Undo the step that began with this snapshot, as far as this rank can alone; `sync` does the rest."""
-        built = self._built
-        if built is None or not self._is_in_sync:
-            self._own.restore(snapshot, built)  # no step has begun since the last one was undone
-            return
-        self._is_in_sync = False
-        self._random_when_failed = random_state.capture()
-        progress = built.optimizers.progress
-        if progress is Progress.UNDOABLE:
-            built.optimizers.undo()
-        elif progress is Progress.TORN:
-            self._phase, self._version = Phase.NONE, None
-        elif progress is Progress.COMPLETE and self.step == snapshot.step:
-            self._steps_count()
-            self._phase = Phase.DONE
-            self._live_companions = self._own.to_bytes(built)
-        can_complete = self._phase is Phase.READY and built.optimizers.steps_once
-        if not can_complete:
-            built.optimizers.zero_grad()
-            self._phase = Phase.UNTOUCHED if self._phase is Phase.READY else self._phase
-        if self._phase is not Phase.DONE:
-            self._own.restore(snapshot, built)
-
-    def _steps_count(self) -> None:
-        """The live parts are those of one more step."""
-        assert self._version is not None
-        self._version = next_version(self._version, self._generation, self._token)
-        self._own.step += 1
-        if hasattr(self.sampler, "commit"):
-            self.sampler.commit()
+        self._live.undo(snapshot)
 
     def _vote(self) -> None:
         """Before the first optimizer of a step begins: see `commit_rule`. Says how far the copies are, too."""
-        if self._phase is not Phase.UNTOUCHED:
+        if self._live.phase is not Phase.UNTOUCHED:
             return  # this rank completes the step of a group that has ended
         self._weighting.check()
         self._copies.wait_until_copied()
-        self._phase = Phase.READY
+        self._live.phase = Phase.READY
         if self._control is not None:
             finished = torch.tensor([self._copies.finished])
             dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self._control)
             self._copies.all_have_finished(int(finished))
 
-    def _copy_if_due(self, built: Built) -> None:
-        if self._version is not None and self._copies.is_due(self._version, self._every):
+    def _copy_if_due(self) -> None:
+        version, built = self._live.version, self._live.present
+        if version is not None and self._copies.is_due(version, self._every):
             began_s = time.perf_counter()
-            tensors = built.tensors()
-            self._copies.begin(self._version, built.layout(), tensors, self._own.to_bytes(built))
+            self._copies.begin(version, built.layout(), built.tensors(), self._own.to_bytes(built))
             publish_metric("torchelastic", "sharded.copy.duration.ms", 1000 * (time.perf_counter() - began_s))
 
     # --- a new group ----------------------------------------------------------------------------------------------
@@ -285,7 +240,7 @@ class ShardedState(State):
             RuntimeError: a peer was lost meanwhile.
         """
         self._copies.leave_group()
-        self._is_in_sync = False
+        self._live.is_in_sync = False
         distributed = dist.is_available() and dist.is_initialized()
         world_size = world_size if world_size is not None else (dist.get_world_size() if distributed else 1)
         rank = rank if rank is not None else (dist.get_rank() if distributed else 0)
@@ -295,9 +250,14 @@ class ShardedState(State):
         needed = built.layout(parameters_only=True)
         held = self._held(built)
         mine = offer_of(
-            held, self._phase, needed, generation=self._generation, token=secrets.randbits(62), domain=self._host,
+            held,
+            self._live.phase,
+            needed,
+            generation=self._live.generation,
+            token=secrets.randbits(62),
+            domain=self._host,
             lost=self._lost_step,
-        )  # fmt: skip
+        )
         offers = [offer_from_plain(each) for each in all_gather_plain(self._control, offer_to_plain(mine))]
         check_same_models(offers)
         choice = choose(offers, needed)
@@ -310,14 +270,13 @@ class ShardedState(State):
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, needed)
         self._world.tell(world_size, rank)
-        self._copy_if_due(built)
+        if version.step:
+            self._copy_if_due()
 
     def _held(self, built: Built) -> list[Held]:
         """All that this rank has, wherever it is."""
-        held = []
-        if self._version is not None and self._built is not None and self._phase is not Phase.NONE:
-            companions = self._live_companions or self._own.to_bytes(self._built)
-            held.append(Held(self._version, self._built.layout(), self._built.tensors(), companions, is_live=True))
+        live = self._live.held()
+        held = [] if live is None else [live]
         held += [
             Held(copy.version, copy.slot.layout, copy.slot.tensors, copy.companions, is_copy=True,
                  is_own=copy.owner is None)
@@ -355,46 +314,45 @@ class ShardedState(State):
     ) -> None:
         assert self._control is not None
         if rank in choice.completing:
-            self._complete_step(choice.version)
+            self._live.complete_step(choice.version)
         repeated = max(offer.live.version.step for offer in offers if offer.live) if any(o.live for o in offers) else 0
         if repeated > choice.version.step:
             log.warning("parts were lost: back to the copies of step %d, from %d", choice.version.step, repeated)
         taken = take_over(built, held, offers, choice, group=self._control, device=message_device())
         self._own.load(from_bytes(taken.companions), built, with_random=taken.with_random)
-        if rank in choice.completing and self._random_when_failed is not None:
-            random_state.restore(self._random_when_failed)
+        if not taken.with_random and self._live.random_when_failed is not None:
+            random_state.restore(self._live.random_when_failed)
         publish_metric("torchelastic", "sharded.lost.steps", max(0, repeated - choice.version.step))
         publish_metric("torchelastic", "sharded.received.bytes", taken.received_bytes)
 
-    def _complete_step(self, version: Version) -> None:
-        """Others have computed this step: so does this rank, which has all gradients of it."""
-        assert self._built is not None
-        for optimizer in self._built.optimizers.objects:
-            optimizer.step()
-        self._phase, self._version = Phase.DONE, version
-
     def _enter(self, built: Built, version: Version, offers: Sequence[Offer], needed: Layout) -> None:
         """This rank has its parts, and so has every other."""
-        if self._built is not None:
-            self._built.release()
-        self._built, self._version, self._phase = built, version, Phase.UNTOUCHED
-        self._generation, self._token = max(offer.generation for offer in offers) + 1, offers[0].token
-        self._live_companions = self._random_when_failed = self._unconfirmed = self._loaded = None
+        self._live.enter_group(built, version, max(offer.generation for offer in offers) + 1, offers[0].token)
+        self._unconfirmed = self._loaded = None
         self._lost_step = -1
         domains = [offer.domain for offer in offers]
+        self._say_if_memory_is_short(built, domains)
         self._copies.enter_group(copy_partners(domains, self._replicas), whole_in_copies(offers, needed))
         place = data_place(built.mesh, self._data_dims)
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)
         self._weighting.enter_group(built.model, place.size)
         self._own.registered.measure()
-        self._is_in_sync = True
+
+    def _say_if_memory_is_short(self, built: Built, domains: Sequence[str]) -> None:
+        if self._has_looked_at_memory or not self._replicas or len(domains) == 1:
+            return
+        self._has_looked_at_memory = True
+        available_bytes = measure(Path("/")).ram_bytes
+        problem = too_little_memory(built.expected_bytes(), self._replicas, domains.count(self._host), available_bytes)
+        if problem is not None:
+            log.warning("%s", problem)
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
     def checkpoint_tree(self) -> dict[str, Any]:
         """The same form as that of `ModelState`, with DTensors; nothing is copied."""
-        return self._own.checkpoint_tree(self._present)
+        return self._own.checkpoint_tree(self._live.present)
 
     loads_parts = True
 

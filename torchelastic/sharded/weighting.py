@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torchelastic.coordinator import NonRetryableException
 
@@ -33,7 +34,7 @@ class Weighting:
         """Take a model for a new group, of so many ranks with different samples."""
         self._size = size
         if size > 1 and hasattr(self._sampler, "weight"):
-            model.register_full_backward_pre_hook(self._hook)
+            model.register_forward_hook(self._watch_output)
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -48,13 +49,16 @@ class Weighting:
         if not self._was_scaled and self._size > 1 and abs(self.scale - 1.0) > 1e-9:
             raise NonRetryableException(
                 "this worker has another number of samples than the others, and its gradients could not be weighted "
-                "with it: state.model must return a tensor, or a tuple of tensors, of which the loss is computed; or "
-                "choose a global batch size that every usable world size divides"
+                "with it: the loss must be computed of what state.model returns; or choose a global batch size that "
+                "every usable world size divides"
             )
 
-    def _hook(self, _module: torch.nn.Module, gradients: Any) -> Any:
+    def _watch_output(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._scaled)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
         self._was_scaled = True
         scale = self.scale
-        if abs(scale - 1.0) <= 1e-9:
-            return None
-        return tuple(None if gradient is None else gradient * scale for gradient in gradients)
+        return gradient if abs(scale - 1.0) <= 1e-9 else gradient * scale

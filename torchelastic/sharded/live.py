@@ -1,0 +1,113 @@
+"""The parts that a rank trains: of which state of the run they are, and how far the step under way has come."""
+
+from __future__ import annotations
+
+from torchelastic.model import random_state
+from torchelastic.model.optimizers import Progress
+from torchelastic.model.random_state import RandomState
+from torchelastic.model.snapshot import Snapshot
+from torchelastic.sharded.built import Built
+from torchelastic.sharded.commit_rule import next_version
+from torchelastic.sharded.companions import Companions
+from torchelastic.sharded.handover import Held
+from torchelastic.sharded.regions import Phase, Version
+
+
+class Live:
+    """One per `ShardedState`; used on the training thread. See `commit_rule` for the phases.
+
+    Args:
+        own: what goes with the parts.
+
+    Attributes:
+        built: model and optimizers of the last group; None: there was none.
+        version: of the state; None: there is no live state.
+        phase: of the step under way.
+        generation: of the last group that was in sync.
+        token: the same.
+        is_in_sync: whether the group is still the one of the last sync, and no step of it has failed.
+        random_when_failed: the random numbers after a step that failed, for who completes it.
+    """
+
+    def __init__(self, own: Companions) -> None:
+        self._own = own
+        self.built: Built | None = None
+        self.version: Version | None = None
+        self.phase = Phase.NONE
+        self.generation = self.token = 0
+        self.is_in_sync = False
+        self.random_when_failed: RandomState | None = None
+        self._companions_when_done: bytes | None = None
+
+    @property
+    def present(self) -> Built:
+        """What was built. Raises RuntimeError: nothing yet."""
+        if self.built is None:
+            raise RuntimeError("there is no group yet: model, optimizer and mesh exist from the first step on")
+        return self.built
+
+    def begin_step(self) -> None:
+        """A step begins, if there is a group."""
+        if self.is_in_sync and self.built is not None:
+            self.built.optimizers.begin()
+            self.phase = Phase.UNTOUCHED
+
+    def commit(self) -> None:
+        """The step has succeeded."""
+        self.present.optimizers.commit()
+        self._count_step()
+        self.phase = Phase.UNTOUCHED
+
+    def undo(self, snapshot: Snapshot) -> None:
+        """The step that began with this snapshot has failed: undo it, as far as this rank can alone."""
+        built = self.built
+        if built is None or not self.is_in_sync:
+            self._own.restore(snapshot, built)  # no step has begun since the last one was undone
+            return
+        self.is_in_sync = False
+        self.random_when_failed = random_state.capture()
+        progress = built.optimizers.progress
+        if progress is Progress.UNDOABLE:
+            built.optimizers.undo()
+        elif progress is Progress.TORN:
+            self.phase, self.version = Phase.NONE, None
+        elif progress is Progress.COMPLETE and self._own.step == snapshot.step:
+            self._count_step()
+            self.phase = Phase.DONE
+            self._companions_when_done = self._own.to_bytes(built)
+        can_complete = self.phase is Phase.READY and built.optimizers.steps_once
+        if not can_complete:
+            built.optimizers.zero_grad()
+            self.phase = Phase.UNTOUCHED if self.phase is Phase.READY else self.phase
+        if self.phase is not Phase.DONE:
+            self._own.restore(snapshot, built)
+
+    def complete_step(self, version: Version) -> None:
+        """Other ranks have computed this state: so does this one, which has all gradients of the step."""
+        for optimizer in self.present.optimizers.objects:
+            optimizer.step()
+        self.phase, self.version = Phase.DONE, version
+
+    def held(self) -> Held | None:
+        """The live parts, for a new group; None: there are none."""
+        if self.version is None or self.built is None or self.phase is Phase.NONE:
+            return None
+        companions = self._companions_when_done or self._own.to_bytes(self.built)
+        is_own = self.phase is not Phase.DONE  # else the rest of the user's step may be missing
+        tensors = self.built.tensors()
+        return Held(self.version, self.built.layout(), tensors, companions, is_live=True, is_own=is_own)
+
+    def enter_group(self, built: Built, version: Version, generation: int, token: int) -> None:
+        """All ranks of a new group have their parts of this state; what was built before is given up."""
+        if self.built is not None:
+            self.built.release()
+        self.built, self.version, self.phase = built, version, Phase.UNTOUCHED
+        self.generation, self.token = generation, token
+        self.random_when_failed = self._companions_when_done = None
+        self.is_in_sync = True
+
+    def _count_step(self) -> None:
+        """The live parts are those of one more step."""
+        assert self.version is not None
+        self.version = next_version(self.version, self.generation, self.token)
+        self._own.count_step()
