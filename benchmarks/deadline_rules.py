@@ -102,7 +102,11 @@ class Ours(Rule):
     def begin_life(self, end: End) -> None:
         deadline = _Signal(end) if end.is_signal else _Told(end)
         self.manager = IterManager(
-            velastic_dir=self.folder, deadline=deadline, clock=self.clock, tiers=self.tiers or (ONLY_TIER,)
+            velastic_dir=self.folder,
+            deadline=deadline,
+            clock=self.clock,
+            tiers=self.tiers or (ONLY_TIER,),
+            redundant_time=1,
         )
 
     def before_step(self) -> Action:

@@ -96,6 +96,12 @@ def stalls(draw: random.Random, _life_s: float) -> Times:
         yield 12.0 if draw.random() < 0.01 else draw.uniform(0.9, 1.1)
 
 
+def compiling(draw: random.Random, _life_s: float) -> Times:
+    """The first step of each life compiles for a minute; the others take half a second."""
+    yield 60.0 * draw.uniform(0.95, 1.05)
+    yield from around(0.5)(draw, _life_s)
+
+
 TRACES: Mapping[str, Trace] = {
     "slower": Trace("5 ms steps become 0.5 s", slowing, {ONLY_TIER: 2.0}, (70.0, 130.0)),
     "outliers": Trace("30 s steps, 1 in 25 takes 120 to 150 s", slow_with_outliers, {ONLY_TIER: 3.0}, (400.0, 900.0)),
@@ -103,6 +109,7 @@ TRACES: Mapping[str, Trace] = {
     "heavy tail": Trace("0.5 s steps with a heavy tail", heavy_tail, {ONLY_TIER: 3.0}, (150.0, 450.0)),
     "evaluations": Trace("1 s steps, every 40th evaluates for 25 s", evaluations, {ONLY_TIER: 3.0}, (150.0, 450.0)),
     "stalls": Trace("1 s steps, 1 in 100 stalls for 12 s", stalls, {ONLY_TIER: 3.0}, (150.0, 450.0)),
+    "compiling": Trace("60 s to compile, then 0.5 s steps", compiling, {ONLY_TIER: 3.0}, (100.0, 165.0)),
     "slow save": Trace("1 s steps, saves of 60 s", around(1.0), {ONLY_TIER: 60.0}, (600.0, 1800.0)),
     "slow tier": Trace(
         "1 s steps, durable saves of 45 s, in memory 0.5 s, 30 s of notice",

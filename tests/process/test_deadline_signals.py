@@ -286,10 +286,13 @@ def test_a_grace_that_nobody_has_told_is_a_guess(variables: dict[str, str], is_g
         signal.signal(TERM, signal.SIG_DFL)
 
 
-def test_sigterm_is_left_to_draining_and_to_whoever_has_a_handler() -> None:
+def test_sigterm_is_left_to_whoever_has_a_handler_and_else_taken_also_under_the_launcher() -> None:
+    """A coordinator that drains is such a handler, made before or after: see `test_sigterm_together`."""
     signal.signal(TERM, signal.SIG_DFL)
-    assert taken(TORCHELASTIC_INIT_METHOD="etcd://h:1/r") == {}
+    launched = {"TORCHELASTIC_INIT_METHOD": "etcd://h:1/r", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
+    assert taken(**launched) == {"SIGTERM": 20.0}
     signal.signal(TERM, lambda *_: None)
+    assert taken(**launched) == {}
     assert taken() == {}
     signal.signal(TERM, signal.SIG_IGN)
     assert taken() == {}

@@ -19,7 +19,7 @@ from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
 from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Start
-from torchelastic.lifetime.bounds import guess, step_bound
+from torchelastic.lifetime.bounds import Bound, guess, step_bound
 from torchelastic.lifetime.decision import Tier
 from torchelastic.lifetime.progress import LifetimeSummary, progress_line
 from torchelastic.lifetime.sample import Sample
@@ -163,6 +163,35 @@ def test_ranks_agree_on_the_worst_of_each_number_and_say_whose_it_was() -> None:
     assert agreed.step is not None
     assert (agreed.step.seconds, agreed.step.because) == (3.0, "the longest of all ranks' bounds")
     assert agreed.tiers[0].bound.because == "no save was measured", "its own number is the worst"
+
+
+def test_what_one_rank_knows_of_the_steps_goes_before_what_others_think_of_their_first_ones() -> None:
+    """Only one of them may see what the life before has left. The margin that counts as reserve is the smallest."""
+    known = replace(sample("disk"), step=Bound(2.0, 0.9, False, 9, "seen", margin_s=0.5))
+    first = replace(known, step=Bound(90.0, 0.9, False, 1, "one alone", margin_s=30.0), is_step_first=True)
+    for own in (known, first):
+        together = own.agreed([max(pair) for pair in zip(known.numbers(), first.numbers(), strict=True)])
+        assert together.step is not None
+        assert (together.step.seconds, together.step.margin_s, together.may_try_step) == (2.0, 0.5, False)
+    other = replace(first, step=Bound(80.0, 0.9, False, 1, "one alone", margin_s=20.0))
+    together = other.agreed([max(pair) for pair in zip(other.numbers(), first.numbers(), strict=True)])
+    assert together.step is not None
+    assert (together.step.seconds, together.step.margin_s, together.may_try_step) == (90.0, 20.0, True)
+    tried = replace(other, is_step_tried=True)
+    assert not first.agreed([max(pair) for pair in zip(tried.numbers(), first.numbers(), strict=True)]).may_try_step
+
+
+@pytest.mark.parametrize(
+    ("left_s", "interval"), [(600.0, 100), (100.0, 100), (99.0, 99), (4.0, 4), (0.5, 1), (-1.0, 1)]
+)
+def test_however_much_an_exchange_costs_there_is_one_in_time_if_steps_become_a_hundred_times_as_long(
+    left_s: float, interval: int
+) -> None:
+    """A busy machine would exchange in every hundredth step of 5 ms, and half a second each that is 50 s."""
+    far = replace(sample("disk"), remaining_s=700.0, usual_s=0.005, interval=100)
+    near = replace(far, remaining_s=left_s)
+    for own in (far, near):
+        assert own.agreed([max(pair) for pair in zip(far.numbers(), near.numbers(), strict=True)]).interval == interval
 
 
 def test_ranks_with_different_tiers_do_not_agree() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 from hypothesis import given
@@ -32,9 +33,30 @@ def test_a_confidence_takes_so_many_samples(confidence: float, needed: int) -> N
     assert (enough.seconds, enough.is_assured, enough.samples) == (needed, True, needed)
     too_few = upper_bound(times[:-1], confidence)
     if too_few is not None:
-        assert (too_few.seconds, too_few.is_assured) == ((needed - 1) * 1.5, False)
+        assert not too_few.is_assured
+        assert needed - 1 < too_few.seconds < needed, "one sample less makes little difference"
         assert f"only {needed - 1} samples are known" in too_few.because
-        assert f"takes {needed}: 1.5 times the longest" in too_few.because
+        assert f"takes {needed}: 1" in too_few.because
+
+
+def test_the_margin_is_smaller_the_more_samples_there_are() -> None:
+    bounds = [known(upper_bound([2.0] * count, 0.99)) for count in range(1, 120)]
+    assert (bounds[0].seconds, bounds[0].margin_s) == (3.0, 1.0), "1.5 times the only one"
+    few = [bound.seconds for bound in bounds[:99]]
+    assert few == sorted(few, reverse=True)
+    assert all(bound.margin_s == pytest.approx(bound.seconds - 2.0) for bound in bounds)
+    assert {(bound.seconds, bound.margin_s) for bound in bounds[98:]} == {(2.0, 0.0)}
+
+
+@pytest.mark.parametrize("samples", [1, 3, 10, 40])
+def test_with_the_tail_that_the_margin_assumes_the_next_one_keeps_the_bound(samples: int) -> None:
+    """Of a Pareto distribution with the index that makes 1.5 right for one sample."""
+    index, draw = math.log(50.0) / math.log(1.5), random.Random(samples)
+    kept = [
+        draw.paretovariate(index) <= known(upper_bound([draw.paretovariate(index) for _ in range(samples)])).seconds
+        for _ in range(5000)
+    ]
+    assert statistics.fmean(kept) == pytest.approx(0.99, abs=0.005)
 
 
 @given(durations, confidences)

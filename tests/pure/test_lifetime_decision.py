@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.lifetime import StopDecision, Tier, decide, guess, part_of_risk, step_bound
+from torchelastic.lifetime import Bound, StopDecision, Tier, decide, guess, part_of_risk, step_bound, upper_bound
 
 DURABLE, DISK, MEMORY = (Tier(name, guess(s, "given"), s / 2) for name, s in (("durable", 60), ("disk", 8), ("ram", 1)))
 STEP = guess(2.0, "given")
@@ -42,6 +42,47 @@ def test_too_late_for_the_most_durable_tier_it_takes_the_next_and_says_so() -> N
     assert "too late for 'durable', which takes at most 60 s" in decision.because
     on = decide(15.0, STEP, [DURABLE, DISK, MEMORY], reserve_s=5.0)
     assert (on.action, on.tier) == ("go on", "disk"), "the tier below has its own last safe step"
+
+
+@pytest.mark.parametrize(
+    ("step_margin_s", "save_margin_s", "needed_s"), [(0, 0, 67), (1, 0, 66), (1, 3, 63), (1, 9, 62)]
+)
+def test_the_margins_of_few_samples_are_part_of_the_reserve(
+    step_margin_s: float, save_margin_s: float, needed_s: float
+) -> None:
+    step = Bound(2.0, 0.99, False, 3, "of a test", step_margin_s)
+    tier = Tier("durable", Bound(60.0, 0.99, False, 3, "of a test", save_margin_s))
+    assert not decide(needed_s, step, [tier], reserve_s=5.0).stops
+    assert decide(needed_s - 0.1, step, [tier], reserve_s=5.0).stops
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "is_saved", "action"),
+    [
+        (200.0, False, "go on"),
+        (70.0, False, "save and go on"),
+        (70.0, True, "go on"),
+        (22.0, False, "save and go on"),
+        (20.0, False, "save and stop"),
+        (14.0, True, "go on"),
+        (12.0, True, "save and stop"),
+    ],
+)
+def test_where_only_the_first_steps_are_known_one_more_is_tried_once_all_is_saved(
+    remaining_s: float, is_saved: bool, action: str
+) -> None:
+    """If it is quick there has to be time to save it: 8 s, 5 s in reserve, and 8 s more if nothing is saved yet."""
+    first = guess(90.0, "it may have compiled")
+    decision = decide(remaining_s, first, [DISK], reserve_s=5.0, may_try_step=True, is_saved=is_saved)
+    assert (decision.action, decision.tier) == (action, "disk")
+    assert ("only the first steps are known" in decision.because) is (remaining_s < 103.0 and not decision.stops)
+    assert decide(remaining_s, first, [DISK], reserve_s=5.0, is_saved=is_saved).stops is (remaining_s < 103.0)
+
+
+@pytest.mark.parametrize(("first_s", "pays"), [(9.9, False), (10.0, True)])
+def test_a_trial_step_pays_where_the_first_ones_were_long(first_s: float, pays: bool) -> None:
+    decision = decide(17.0, guess(first_s, "it may have compiled"), [DISK], may_try_step=True)
+    assert decision.stops is not pays
 
 
 def test_the_reserve_is_there_to_be_used() -> None:
@@ -134,7 +175,7 @@ def test_a_tier_knows_its_saves_or_says_that_it_does_not() -> None:
     assert (unknown.bound.seconds, unknown.bound.is_assured) == (10.0, False)
     assert "no save to 'disk' was measured yet" in unknown.bound.because
     measured = Tier.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0)
-    assert (measured.bound.seconds, measured.usual_s) == (6.0, 3.0)
+    assert (measured.bound, measured.usual_s) == (upper_bound([4.0, 2.0, 3.0], what="saves"), 3.0)
     reserved = Tier.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0, at_least_s=20.0)
     assert (reserved.bound.seconds, reserved.bound.because) == (20.0, "reserved by the user")
 

@@ -90,6 +90,38 @@ def test_a_count_that_the_checkpoint_says_goes_before_the_file(folder: Path) -> 
     assert second.manager.iter_count == 15
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_life_that_is_little_longer_than_its_compilation_trains_on(folder: Path, compiles: bool) -> None:
+    """All that is known is an iteration of 60 s, and 40 s are left: all is saved, and one more is tried."""
+    saved_at = 0
+    for life in (1, 2, 3):
+        job = Job(folder, 100.0, use_torch_compile=compiles)
+        job.run([60.0, *[0.5] * 1000])
+        assert job.saved_at[0] > saved_at + 60
+        saved_at = job.saved_at[0]
+        assert job.manager.given_up_s is not None
+        assert 0.0 < job.manager.given_up_s < 3.0
+        assert len(job.went_on_at) == (life == 1), "the next life knows how long iterations are"
+
+
+def test_where_the_user_says_how_long_a_save_takes_there_is_one_and_then_it_stops(folder: Path) -> None:
+    """The loop may be one that leaves at its first save."""
+    job = Job(folder, 100.0, save_ckpt_time=2)
+    job.run([60.0, *[0.5] * 1000])
+    assert (job.went_on_at, job.saved_at) == ([], [2])
+
+
+def test_an_iteration_that_was_tried_in_vain_is_not_tried_in_the_next_life(folder: Path) -> None:
+    """It was killed in it, with all but that saved; from then on the job stops in time after each iteration."""
+    first = Job(folder, 100.0)
+    first.run([60.0, 60.0], steps=2)
+    assert (first.went_on_at, first.saved_at) == ([2], []), "and then the 60 s did not fit"
+    second = Job(folder, 100.0)
+    second.run(60.0)
+    assert (second.went_on_at, second.saved_at) == ([], [3])
+    assert second.saved_s[0] < 100.0
+
+
 def test_the_file_is_for_others_too(folder: Path) -> None:
     job = Job(folder, None, total_iters=50, save_ckpt_time=4)
     job.run(0.5, steps=11)
@@ -102,10 +134,11 @@ def test_the_file_is_for_others_too(folder: Path) -> None:
         "remaining_time": 20.0,
         "save_ckpt_time": 4.0,
         "completed_iters": 10,
-        "iter_bound_s": 0.75,
+        "iter_bound_s": pytest.approx(0.65, abs=0.01),
         "world_size": 1,
         "save_times_s": {"checkpoint": []},
         "iter_times_s": [0.5] * 9,
+        "is_step_tried": False,
     }
     assert sorted(path.name for path in folder.iterdir()) == ["manager_state.json"], "and nothing is pickled"
 

@@ -64,12 +64,13 @@ def test_pauses_that_come_at_equal_distances_are_foreseen() -> None:
     assert view.rhythm is not None
     assert (view.rhythm.every, view.rhythm.due_in) == (50, 50)
     assert bound_s(times) == 1.0, "the next one is no pause"
-    assert bound_s(times, iterations=50) == 30.0, "four pauses are too few for a confidence"
+    with_margin_s = bound_s(times, iterations=50)
+    assert 20.0 < with_margin_s < 30.0, "four pauses are too few for a confidence"
     assert times.forecast(100).seconds == pytest.approx(98 * 1.0 + 2 * 20.0)
     assert times.forecast(49).seconds == pytest.approx(49.0)
     for _ in range(49):
         times.observe(1.0)
-    assert bound_s(times) == 30.0, "the next one is a pause"
+    assert bound_s(times) == with_margin_s, "the next one is a pause"
 
 
 @pytest.mark.parametrize("then", [[20.0], [1.0] * 60])

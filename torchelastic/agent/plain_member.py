@@ -20,6 +20,8 @@ from types import FrameType
 from typing import NoReturn
 
 from torchelastic.agent.plain_group import rank_variables
+from torchelastic.lifetime.decision import SHORTEST_GRACE_S
+from torchelastic.lifetime.sources.detection import LAUNCHER_GRACE_VARIABLE
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes import boot_time_s, dies_with_parent
 from torchelastic.rendezvous import wire
@@ -29,8 +31,8 @@ from torchelastic.rendezvous.records import Round, RoundState, Standing
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
 from torchelastic.rendezvous.worker_rules import is_replaced
 
-#: How long the script may take after SIGTERM; as torchrun's scripts, it is only in the way by then.
-END_GRACE_S = 5.0
+#: How long the script may take after SIGTERM: one that saves then counts on no more than this.
+END_GRACE_S = SHORTEST_GRACE_S
 #: The others wait so long for a member that has to end its script first.
 PATIENCE_S = 2 * END_GRACE_S
 #: A script that fails with an error may only have lost a peer: whether the group is no more is waited for so long.
@@ -135,7 +137,7 @@ class PlainMember:
         """Run the script in a group; returns its exit code, or None: the group is no more, and the script was ended."""
         script = self._script = subprocess.Popen(
             dies_with_parent(self._command),
-            env={**os.environ, **ranks(self._client.member_id, round_)},
+            env={**os.environ, **ranks(self._client.member_id, round_), LAUNCHER_GRACE_VARIABLE: f"{END_GRACE_S:.0f}"},
             start_new_session=True,  # it is ended together with its data loaders
         )
         threading.Thread(target=self._tell_end, args=(script,), name="script", daemon=True).start()
@@ -168,11 +170,12 @@ class PlainMember:
 
     def _end_script(self) -> None:
         script = self._script
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        # its data loaders get no SIGTERM: it may need them until it has saved
+        for number, send in ((signal.SIGTERM, os.kill), (signal.SIGKILL, os.killpg)):
             if script is None or script.poll() is not None:
                 return
             try:
-                os.killpg(script.pid, number)
+                send(script.pid, number)
                 script.wait(END_GRACE_S)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue

@@ -158,10 +158,14 @@ class Supervisor:
         return self._plain is not None and self._plain.is_initialised and not self._anyone_asked
 
     def stop_starting(self) -> None:
-        """Start none any more, and end those by SIGTERM whose processes have not asked for a group yet."""
+        """Start none any more, and send SIGTERM to those whose processes have not asked for a group yet.
+
+        A script that never asks for one may take it as a notice, and save: it still needs what it has started (data
+        loaders), so that gets no signal, and is ended together with it.
+        """
         self._stopping.set()
         for worker in self.starting:
-            worker.signal(signal.SIGTERM)
+            worker.signal(signal.SIGTERM, is_for_all=False)
 
     async def stop(self, grace_s: float) -> None:
         """End all workers: SIGTERM, then after `grace_s` SIGKILL, to them and to what they have started."""

@@ -88,10 +88,11 @@ class Worker:
             log=str(self.log_paths.get(self.restarts, "")),
         )
 
-    def signal(self, number: int) -> None:
-        """Send a signal to its present process, if there is one, and to what that has started."""
+    def signal(self, number: int, *, is_for_all: bool = True) -> None:
+        """Send a signal to its present process, if there is one, and if it is for all, to what that has started."""
         if self.process is not None:
-            signal_group(self.process.pid, number)
+            signal_process = signal_group if is_for_all else os.kill
+            signal_process(self.process.pid, number)  # not reaped while it is the present one, so the number is its own
 
     async def end(self, process: subprocess.Popen[bytes], *signals: tuple[float, int]) -> None:
         """Send each signal so many seconds after the one before, to this process of it and never to its successor."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from torchelastic.agent.agent import AgentOptions
 from torchelastic.ledger.meter import LEDGER_VARIABLE
+from torchelastic.lifetime.sources.detection import LAUNCHER_GRACE_VARIABLE
 from torchelastic.log_lines import FORMAT_VARIABLE
 from torchelastic.rendezvous import wire
 
@@ -31,6 +32,7 @@ def worker_environment(options: AgentOptions, nproc: int, size: os.terminal_size
             "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1"),
             LEDGER_VARIABLE: f"{os.getpid()}:{options.socket_path}",
             FORMAT_VARIABLE: options.log_form,
+            LAUNCHER_GRACE_VARIABLE: f"{options.term_grace_s:.0f}",
             # c10d prints a page of C++ frames for each connection that breaks, which here is an everyday event
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }

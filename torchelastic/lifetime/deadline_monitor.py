@@ -49,6 +49,7 @@ class DeadlineMonitor:
     Attributes:
         deadline: when to be done.
         earlier_bound_s: how long an iteration took at most in an earlier life; counts until one is known.
+        is_step_tried: an iteration was begun only to know how long it takes, here or in an earlier life.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DeadlineMonitor:
         trial_below_s: float = TRIAL_BELOW_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.deadline, self.earlier_bound_s = deadline, 0.0
+        self.deadline, self.earlier_bound_s, self.is_step_tried = deadline, 0.0, False
         self._times, self._save_times_s, self._clock = times, save_times_s, clock
         # the confidence of each bound, so that all of them together hold with the one that was asked for
         self._reserve_s, self._part = settings.reserve_s, part_of_risk(settings.confidence)
@@ -71,6 +72,7 @@ class DeadlineMonitor:
         self._world_size = 1
         self._answered_s = -math.inf
         self._tried: set[str] = set()
+        self._saved_at = self._tried_at = -1  # by the iterations that had begun
         self._known: tuple[float, Bound | None, float] = (0.0, None, 0.0)
         self._stale_at_s, self._stale_at_count, self._is_for_near = -math.inf, 0, False
 
@@ -78,8 +80,10 @@ class DeadlineMonitor:
         """The group has changed: new members know of no save that was made. With more or fewer, times begin anew."""
         if world_size != self._world_size:
             self._times.reset()
+            self.is_step_tried = False
         self._world_size = world_size
         self._tried.clear()
+        self._saved_at = self._tried_at = -1
         self._answered_s, self._stale_at_s = -math.inf, -math.inf
 
     # --- what this rank knows -----------------------------------------------------------------------------------------
@@ -135,6 +139,8 @@ class DeadlineMonitor:
             count=count,
             lived=lived,
             at_once_s=self._at_once_s(),
+            is_step_first=self._times.has_first_only,
+            is_step_tried=(self.is_step_tried and self._tried_at != lived) or not self._may_try(),
         )
 
     def is_near(self, sample: Sample, *, may_leave: bool = False) -> bool:
@@ -178,8 +184,12 @@ class DeadlineMonitor:
             at_once_s=[common.at_once_s] if at_once_s is None else at_once_s,
             may_try={tier.name for tier in common.tiers} - self._tried if self._may_try() else (),
             trial_below_s=self._trial_below_s,
+            is_saved=self._saved_at == common.lived,
         )
         if plan.decision.saves:  # notices so far are answered by it, and it measures the tier
+            self._saved_at = common.lived
+            if common.may_try_step:
+                self._tried_at, self.is_step_tried = common.lived, True
             self._answered_s = self._clock() + _SAME_NOTICE_S
             self._tried.update(() if plan.decision.tier is None else (plan.decision.tier,))
         return plan
@@ -187,7 +197,7 @@ class DeadlineMonitor:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _may_try(self) -> bool:
-        """Whether a save may be made only to measure it: not where the user has said how long it takes."""
+        """Whether there may be a save after which to go on, to measure something: not where the user told its time."""
         return not self._least_save_s
 
     def _at_once_s(self) -> float:

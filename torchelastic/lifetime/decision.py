@@ -3,9 +3,13 @@
 The rule: go on as long as one more step, and a save after it into the most durable tier that fits now, are expected to
 be done in time. So the save is begun at the last safe step, and not at the first that looks dangerous.
 
-Two saves come earlier, and training goes on after them. One when a notice has come that does not say how much time is
-left (`docker stop` gives 10 s, pods on spot nodes of GKE have 15 s, and a process cannot know): at once. And a trial
-save, where nobody knows how long a save takes: a life may be lost to a save that is longer than the guess.
+Three saves come earlier, and training goes on after them. One when a notice has come that does not say how much time is
+left (`docker stop` gives 10 s, pods on spot nodes of GKE have 15 s, and a process cannot know): at once. A trial save,
+where nobody knows how long a save takes: a life may be lost to a save that is longer than the guess. And one before a
+trial step, where only the first steps are known, which may have compiled: the next ones may be much quicker.
+
+Bounds that rest on few samples have a margin, and the reserve is for what nobody has measured: of both the larger is
+kept, and not their sum.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ __all__ = ["StopDecision", "Tier", "decide", "guess_save_s", "part_of_risk"]
 SHORTEST_GRACE_S = 10.0
 #: A trial save is made when the deadline is nearer than this: before, a periodic save may tell how long it takes.
 TRIAL_BELOW_S = 3600.0
+#: A trial step pays only where the first steps took so long that the others may well be quicker.
+TRIAL_STEP_FROM_S = 10.0
 #: How long a save takes while none was measured, by words in the name of the tier; and for any other tier, since a
 #: durable one may be a busy file system or an object store.
 _GUESSES_S = {"memory": 2.0, "ram": 2.0, "shm": 2.0, "disk": 10.0, "local": 10.0, "nvme": 10.0, "ssd": 10.0}
@@ -164,6 +170,8 @@ def decide(
     at_once_s: float | None = None,
     may_try: Collection[str] = (),
     trial_below_s: float = TRIAL_BELOW_S,
+    may_try_step: bool = False,
+    is_saved: bool = False,
 ) -> StopDecision:
     """Whether to train one more step, or to save into which tier, and to stop then or to go on.
 
@@ -174,12 +182,16 @@ def decide(
         remaining_s: until the deadline; None: none is known. May be negative: then it is over.
         step: how much time to leave for one more step (`bounds.step_bound`); None: not known yet, counts as 0.
         tiers: the most durable first; at least one.
-        reserve_s: to keep besides, for what nobody measures.
+        reserve_s: to keep besides, for what nobody measures; the margins of the bounds are part of it.
         at_once_s: a notice has come that does not say when the end is, and nothing was saved since: seconds until the
             end at the earliest. `remaining_s` is a guess then. None: there is no such notice.
         may_try: the tiers that may be saved to only to learn how long that takes, where it was not measured: when it
             would be time to stop,
         trial_below_s: and before, if no tier was measured and less time than this is left.
+        may_try_step: when it would be time to stop, one more step may be trained only to learn how long it takes, once
+            all is saved: `step` is known from the first ones alone, which may have compiled. Where it pays: it is
+            `TRIAL_STEP_FROM_S` or longer.
+        is_saved: nothing was trained since the newest save.
 
     Raises:
         ValueError: there are no tiers, two have the same name, or a time is NaN (or the reserve negative or infinite).
@@ -189,13 +201,35 @@ def decide(
     if at_once_s is not None and not decision.stops:
         return _at_once(at_once_s, decision, step, tiers, reserve_s)
     tier = next((tier for tier in tiers if tier.name == decision.tier), None)
-    if tier is None or tier.is_measured or tier.name not in may_try:
+    if tier is None:
         return decision
+    if tier.is_measured or tier.name not in may_try:
+        pays = may_try_step and step is not None and step.seconds >= TRIAL_STEP_FROM_S
+        return _trial_step(decision, tier, reserve_s, is_saved) if pays else decision
     is_unknown = not any(other.is_measured for other in tiers)
     if decision.stops or (is_unknown and decision.numbers["remaining_s"] <= trial_below_s):
         because = f"a save to {tier.name!r} was never measured, and takes {tier.bound}: it is made now to measure it"
         return replace(decision, action="save and go on", given_up_s=0.0, because=because)
     return decision
+
+
+def _trial_step(decision: StopDecision, tier: Tier, reserve_s: float, is_saved: bool) -> StopDecision:
+    """One more step in place of the stop, with nothing to lose but that; if it could still be saved if it is quick."""
+    save_s = tier.bound.seconds
+    needed_s = save_s + _besides_s(reserve_s, tier.bound) + (0.0 if is_saved else save_s)
+    if not decision.stops or decision.numbers["remaining_s"] < needed_s:
+        return decision
+    because = (
+        f"{decision.because}; but only the first steps are known, which may have compiled: "
+        f"{'all is' if is_saved else 'it is'} saved, and one more is trained to know how long others take"
+    )
+    action: Literal["go on", "save and go on"] = "go on" if is_saved else "save and go on"
+    return replace(decision, action=action, given_up_s=0.0, because=because)
+
+
+def _besides_s(reserve_s: float, *bounds: Bound | None) -> float:
+    """What is to be kept besides these bounds: their margins are for the same, for what nobody has measured."""
+    return max(0.0, reserve_s - math.fsum(bound.margin_s for bound in bounds if bound is not None))
 
 
 def _at_once(
@@ -229,13 +263,13 @@ def _before_deadline(
         return StopDecision("go on", None, True, False, 0.0, "no deadline is known")
     step_s = 0.0 if step is None else step.seconds
     tier = _best_tier(tiers, remaining_s, reserve_s)
-    save_s = tier.bound.seconds
-    goes_on = step_s + save_s + reserve_s <= remaining_s
+    save_s, besides_s = tier.bound.seconds, _besides_s(reserve_s, tier.bound)
+    goes_on = step_s + save_s + _besides_s(reserve_s, step, tier.bound) <= remaining_s
     given_up_s = 0.0 if goes_on else _given_up(remaining_s, tier)
     left = f"{remaining_s:.3g} s are left" if remaining_s > 0.0 else f"the deadline is over since {-remaining_s:.3g} s"
-    if save_s + reserve_s <= remaining_s:
+    if save_s + besides_s <= remaining_s:
         for_step = "the next step is not known yet" if step is None else f"one more step takes {step}"
-        besides = f", {reserve_s:.3g} s are in reserve" if reserve_s else ""
+        besides = f", {besides_s:.3g} s are in reserve" if besides_s else ""
         both = "both fit" if goes_on else "both would not fit"
         because = f"{left}, and {both}: {for_step}, a save to {tier.name!r} {tier.bound}{besides}"
     elif save_s <= remaining_s:
@@ -264,7 +298,7 @@ def _best_tier(tiers: Sequence[Tier], left_s: float, reserve_s: float = 0.0) -> 
     """The most durable that fits with the reserve; else without it; else the quickest, in the hope that."""
     for kept_s in (reserve_s, 0.0):
         for tier in tiers:
-            if tier.bound.seconds + kept_s <= left_s:
+            if tier.bound.seconds + _besides_s(kept_s, tier.bound) <= left_s:
                 return tier
     return min(tiers, key=lambda tier: tier.bound.seconds)
 

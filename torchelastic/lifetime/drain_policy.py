@@ -102,6 +102,7 @@ def plan_stop(
     at_once_s: Sequence[float] | None = None,
     may_try: Collection[str] = (),
     trial_below_s: float = TRIAL_BELOW_S,
+    is_saved: bool = False,
 ) -> StopPlan:
     """What to do after this step.
 
@@ -114,6 +115,7 @@ def plan_stop(
             once if the others can go on, and else all save at once; None: all is known.
         may_try: see `decision.decide`.
         trial_below_s: the same.
+        is_saved: the same.
 
     Raises:
         ValueError: see `end_of_run` and `decision.decide`.
@@ -130,6 +132,8 @@ def plan_stop(
         at_once_s=at_once,
         may_try=may_try,
         trial_below_s=trial_below_s,
+        may_try_step=common.may_try_step,
+        is_saved=is_saved,
     )
     step_s = 0.0 if common.step is None else common.step.seconds
     save_s = max(tier.bound.seconds for tier in common.tiers)

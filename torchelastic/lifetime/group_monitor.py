@@ -73,7 +73,7 @@ class GroupMonitor(DeadlineMonitor):
     def remember(self, state: ManagerState) -> None:
         """What an earlier life of the job knew of its iterations, if it had as many ranks."""
         self._remembered = state
-        self.earlier_bound_s = state.iter_bound_s
+        self.earlier_bound_s, self.is_step_tried = state.iter_bound_s, state.is_step_tried
         if state.world_size == self._world_size:
             self._times.remember(state.iter_times_s)
 

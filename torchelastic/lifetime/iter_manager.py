@@ -51,7 +51,8 @@ class IterManager(RunFigures):
 
     Args:
         total_iters: of the run, for the time that is left of it; 0 or less: not known.
-        redundant_time: seconds to keep in reserve besides the measured bounds; a negative number counts as 0.
+        redundant_time: seconds to keep in reserve besides what was measured, for what nobody measures; the margins of
+            bounds that rest on few samples are part of it. A negative number counts as 0.
         save_ckpt_time: seconds that a save takes at least. 0: not known; then, if no life of the job has measured one,
             there is a trial save when a deadline is known and less than an hour away.
         use_torch_compile: whether the first iterations may compile; then `COMPILING` of them are set apart, else

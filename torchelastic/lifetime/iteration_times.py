@@ -191,6 +191,11 @@ class IterationTimes:
         return (*self._earlier, *between, *self._window)[-self._most :]
 
     @property
+    def has_first_only(self) -> bool:
+        """Whether only the first iterations are known, which may have compiled; in no life were there others."""
+        return bool(self._set_apart) and not self.known_s
+
+    @property
     def set_apart(self) -> tuple[float, ...]:
         """The first iterations since the beginning or the last `reset`."""
         return tuple(self._set_apart)
@@ -217,8 +222,8 @@ class IterationTimes:
         return max(self.recent_s, default=0.0)
 
     def view(self) -> TimesView | None:
-        """The iterations that count, sorted out; None if there are none."""
-        recent = self.known_s or self.recent_s
+        """The iterations that count, sorted out; while there are none, the newest of the first ones; None: neither."""
+        recent = self.known_s or self.set_apart[-1:]
         if not recent:
             return None
         usual_s = statistics.median(recent)

@@ -38,6 +38,7 @@ class ManagerState:
         world_size: how many ranks there were.
         save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
         iter_times_s: how long the newest iterations took, in seconds, oldest first.
+        is_step_tried: an iteration was begun only to know how long others than the first take.
     """
 
     avg_iter_time: float = 0.0
@@ -50,6 +51,7 @@ class ManagerState:
     world_size: int = 1
     save_times_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     iter_times_s: tuple[float, ...] = ()
+    is_step_tried: bool = False
 
 
 def write_state(folder: Path, state: ManagerState, disk: Disk = REAL_DISK) -> Path:
@@ -130,8 +132,9 @@ def parse_state(document: Any) -> ManagerState:
             tier: _seconds(times, f"save_times_s of {tier!r}", MAX_SAVES)
             for tier, times in fields.object("save_times_s").items()
         },
-        # a file of an earlier version has none
+        # a file of an earlier version has none of these
         iter_times_s=_seconds(document.get("iter_times_s", []), "iter_times_s", WINDOW),
+        is_step_tried=document.get("is_step_tried") is True,
     )
 
 

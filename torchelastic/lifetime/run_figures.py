@@ -145,5 +145,6 @@ class RunFigures:
             iter_bound_s=0.0 if bound is None else bound.seconds,
             world_size=self._monitor.agree.world_size,
             save_times_s=self._saves.times_s,
+            is_step_tried=self._monitor.is_step_tried,
             iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
         )

@@ -17,21 +17,25 @@ from torchelastic.lifetime.decision import Tier
 MAX_DELAY_S = 0.5
 #: Share of the training time that an exchange of the ranks may cost.
 MAX_SHARE = 0.01
+#: Steps may become so many times as long at any moment.
+SLOWER = 100.0
 #: So many of the slowest iterations before the last safe one the ranks begin to agree in every iteration.
 NEAR_ITERATIONS = 3
 #: Where two of the `Sample.numbers` stand, which are what they say with the sign turned,
-REMAINING, AT_ONCE = 0, 8
-#: how many of them are not of a tier,
-_COMMON = 9
-#: and what stands for the times of one to which nobody has saved.
-_NOT_MEASURED = -1.0
+REMAINING, AT_ONCE = 0, 1
+#: how many of them are not of a bound,
+_COMMON = 8
+#: and what stands for a bound that this rank does not know: seconds, whether it is a guess, the margin, the usual time.
+_NOT_MEASURED = (-1.0, 0.0, -math.inf, -1.0)
+_WORDS = len(_NOT_MEASURED)
 
 
 def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_delay_s: float = MAX_DELAY_S) -> int:
     """How many steps apart two exchanges of the ranks are to be: rare enough to be cheap, often enough to be prompt.
 
     All ranks have to take part after the same step, so this one thing cannot go by their clocks. It is as small as the
-    cost allows: steps may become a hundred times as long, and nobody knows before the next exchange.
+    cost allows, and near a deadline as `steps_to_half` says, whatever that costs: steps may become far longer, and
+    nobody knows before the next exchange.
 
     Args:
         step_s: a usual step.
@@ -50,6 +54,19 @@ def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_d
     return max(1, min(math.ceil(min(cost_s / max(share * step_s, 1e-9), prompt)), prompt))
 
 
+def steps_to_half(remaining_s: float, step_s: float) -> int:
+    """So many steps leave half of the time until the deadline, even if they become `SLOWER` from now on; at least 1.
+
+    Args:
+        remaining_s: until the deadline; infinite: none is known.
+        step_s: a usual step.
+
+    >>> steps_to_half(600.0, 0.005), steps_to_half(4.0, 0.005), steps_to_half(-1.0, 0.005)
+    (600, 4, 1)
+    """
+    return max(1, math.floor(min(remaining_s, 1e9) / (2.0 * SLOWER * max(step_s, 1e-9)) + 1e-6))
+
+
 @dataclass(frozen=True)
 class Sample:
     """The numbers that a decision rests on: of one rank, or what all ranks have agreed on.
@@ -65,6 +82,8 @@ class Sample:
         lived: iterations that have begun in this process.
         at_once_s: a notice has come that does not say when the end is, and nothing was saved since: seconds until then
             at the earliest. Infinite: there is none.
+        is_step_first: `step` is known from the first iterations alone, which may have compiled.
+        is_step_tried: one more was trained already to know it better, in this life or in the one before; or none is to.
     """
 
     remaining_s: float
@@ -76,20 +95,25 @@ class Sample:
     count: int
     lived: int
     at_once_s: float = math.inf
+    is_step_first: bool = False
+    is_step_tried: bool = False
+
+    @property
+    def may_try_step(self) -> bool:
+        """See `decision.decide`."""
+        return self.is_step_first and not self.is_step_tried
 
     def numbers(self) -> list[float]:
         """As a list; the larger, the worse. As long on all ranks as they have the same tiers.
 
-        What was not measured is -1, so that it counts for nothing beside what another rank has measured: there are
-        jobs in which only one rank saves.
+        What was not measured counts for nothing beside what another rank has measured: there are jobs in which only one
+        rank saves, or sees what the life before has left.
         """
-        step = (-1.0, 1.0) if self.step is None else (self.step.seconds, float(not self.step.is_assured))
-        words = [-self.remaining_s, self.usual_s, *step, self.far_s, float(self.interval)]
-        words += [float(self.count), float(self.lived), -self.at_once_s]
+        words = [-self.remaining_s, -self.at_once_s, self.usual_s, self.far_s, float(self.interval)]
+        words += [float(self.count), float(self.lived), float(self.is_step_tried)]
+        words += _words(None if self.is_step_first else self.step) + _words(self.step if self.is_step_first else None)
         for tier in self.tiers:
-            usual_s = tier.bound.seconds if tier.usual_s is None else tier.usual_s
-            measured = [tier.bound.seconds, float(not tier.bound.is_assured), usual_s]
-            words += measured if tier.is_measured else [_NOT_MEASURED, 0.0, _NOT_MEASURED]
+            words += _words(tier.bound if tier.is_measured else None, tier.usual_s)
         return words
 
     def agreed(self, worst: Sequence[float]) -> Sample:
@@ -103,33 +127,50 @@ class Sample:
         """
         if len(worst) != len(self.numbers()):
             raise ValueError("the ranks were given different tiers: give every IterManager the same")
-        remaining_s, usual_s, step_s, step_is_guess, far_s, interval, count, lived, at_once_s = worst[:_COMMON]
+        remaining_s, at_once_s, usual_s, far_s, interval, count, lived, is_tried = worst[:_COMMON]
+        step, first, *of_tiers = (tuple(worst[at : at + _WORDS]) for at in range(_COMMON, len(worst), _WORDS))
         tiers = tuple(
-            tier if seconds < 0.0 else Tier(tier.name, _worst(tier.bound, seconds, is_guess), tier_usual_s)
-            for tier, (seconds, is_guess, tier_usual_s) in zip(self.tiers, _threes(worst[_COMMON:]), strict=True)
+            tier if words[0] < 0.0 else Tier(tier.name, _worst(tier.bound, words), words[-1])
+            for tier, words in zip(self.tiers, of_tiers, strict=True)
         )
         own_step = self.step or Bound(0.0, 0.0, False, 0, "no iteration was measured yet")
+        is_first = step[0] < 0.0 <= first[0]
+        known = first if is_first else step
         return replace(
             self,
             remaining_s=-remaining_s,
             usual_s=usual_s,
-            step=None if step_s < 0.0 else _worst(own_step, step_s, step_is_guess),
+            step=None if known[0] < 0.0 else _worst(own_step, known),
             far_s=far_s,
-            interval=int(interval),
+            interval=min(int(interval), steps_to_half(-remaining_s, usual_s)),
             tiers=tiers,
             count=int(count),
             lived=int(lived),
             at_once_s=-at_once_s,
+            is_step_first=is_first,
+            is_step_tried=bool(is_tried),
         )
 
 
-def _worst(own: Bound, seconds: float, is_guess: float) -> Bound:
-    if seconds == own.seconds and bool(is_guess) is not own.is_assured:
+def _words(bound: Bound | None, usual_s: float | None = None) -> list[float]:
+    """A bound as numbers, of which the larger is the worse; None: this rank does not know it."""
+    if bound is None:
+        return list(_NOT_MEASURED)
+    return [bound.seconds, float(not bound.is_assured), -bound.margin_s, bound.seconds if usual_s is None else usual_s]
+
+
+def _worst(own: Bound, words: Sequence[float]) -> Bound:
+    """The bound of all ranks, from `_words`; the own one, if it is the same."""
+    seconds, is_guess, less_margin_s, _ = words
+    if seconds == own.seconds and bool(is_guess) is not own.is_assured and -less_margin_s == own.margin_s:
         return own
     samples = max(1, own.samples)  # another rank has measured it, if this one has not
     because = "the longest of all ranks' bounds"
-    return replace(own, seconds=seconds, is_assured=not is_guess, samples=samples, because=because)
-
-
-def _threes(words: Sequence[float]) -> list[tuple[float, float, float]]:
-    return [(words[at], words[at + 1], words[at + 2]) for at in range(0, len(words), 3)]
+    return replace(
+        own,
+        seconds=seconds,
+        is_assured=not is_guess,
+        samples=samples,
+        because=because,
+        margin_s=-less_margin_s,
+    )

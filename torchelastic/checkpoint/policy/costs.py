@@ -27,6 +27,7 @@ class Bound:
         is_assured: whether there were enough samples for that; else it is a guess.
         samples: how many it rests on.
         because: a few words for the log.
+        margin_s: so much of it is beyond the longest that was seen, since there were too few samples.
     """
 
     seconds: float
@@ -34,6 +35,7 @@ class Bound:
     is_assured: bool
     samples: int
     because: str
+    margin_s: float = 0.0
 
     def __str__(self) -> str:
         return f"at most {self.seconds:.3g} s ({self.because})"
@@ -60,7 +62,9 @@ def upper_bound(
 
     The k-th smallest of n durations, k = confidence x (n + 1) rounded up. The next one keeps it with that confidence,
     whatever the distribution, if their order does not matter (they are exchangeable). With fewer than `needed_samples`
-    it is the longest x margin, and says so.
+    it is the longest x a margin, and says so: `margin` for one sample, less for each further one, 1 for enough of them.
+    The next one is beyond m times the longest of n with the probability m^-k / (n + 1), where the tail is that of a
+    Pareto distribution with the index k; `margin` says which k, and m is what keeps that at 1 - confidence for any n.
 
     Source: split conformal prediction; V. Vovk, A. Gammerman, G. Shafer, "Algorithmic learning in a random world"
     (2005); J. Lei et al., "Distribution-free predictive inference for regression", JASA 113 (2018).
@@ -68,7 +72,7 @@ def upper_bound(
     Args:
         durations_s: how long it took, in any order.
         confidence: above 0 and below 1.
-        margin: how many times the longest is the guess; at least 1.
+        margin: how many times the only sample is the guess; at least 1.
         what: the durations, for the reason.
 
     Raises:
@@ -76,8 +80,8 @@ def upper_bound(
 
     >>> upper_bound([float(second) for second in range(1, 100)], 0.99).seconds
     99.0
-    >>> upper_bound([1.0, 2.0]).seconds
-    3.0
+    >>> [round(upper_bound([2.0] * count).seconds, 2) for count in (1, 2, 10, 50, 98)]
+    [3.0, 2.88, 2.51, 2.14, 2.0]
     """
     ordered = _checked(durations_s, confidence, margin)
     if not ordered:
@@ -189,11 +193,14 @@ class SaveCosts:
 
 
 def _from_too_few(ordered: Sequence[float], confidence: float, margin: float, what: str) -> Bound:
+    alpha, samples, longest_s = 1.0 - confidence, len(ordered), ordered[-1]
+    factor = margin ** max(0.0, math.log(alpha * (samples + 1)) / math.log(alpha * 2))
     because = (
-        f"only {len(ordered)} {what} are known, a confidence of {confidence:.4g} takes {needed_samples(confidence)}: "
-        f"{margin:.4g} times the longest"
+        f"only {samples} {what} are known, a confidence of {confidence:.4g} takes {needed_samples(confidence)}: "
+        f"{factor:.4g} times the longest"
     )
-    return Bound(ordered[-1] * margin, confidence, False, len(ordered), because)
+    seconds = longest_s * factor
+    return Bound(seconds, confidence, False, samples, because, seconds - longest_s)
 
 
 def _checked(durations_s: Sequence[float], confidence: float, margin: float) -> list[float]:

@@ -29,7 +29,6 @@ from torchelastic.lifetime.sources.signals import (
     signals_with_grace,
 )
 from torchelastic.lifetime.sources.slurm import Runner, SlurmDeadline, run_command
-from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ METADATA_VARIABLE = "TORCHELASTIC_METADATA"
 #: Where to ask them, instead of the link-local address.
 ENDPOINT_VARIABLE = "TORCHELASTIC_METADATA_ENDPOINT"
 
-#: torchrun ends workers so long after the signal that it passes on (torch 2.13).
-_TORCHRUN_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+#: A launcher ends workers so long after the signal that it passes on: torchrun (torch 2.13) and `torchelastic run`.
+LAUNCHER_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _MACHINE = Path("/sys/class/dmi/id")
 _MACHINE_FILES = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "board_vendor", "chassis_asset_tag")
 #: What every virtual machine of Azure has as its asset tag (cloud-init's datasource goes by it too).
@@ -104,7 +103,7 @@ def parse_clouds(text: str) -> dict[str, bool]:
 
 
 def term_grace_s(environment: Mapping[str, str]) -> float:
-    """Seconds from SIGTERM to SIGKILL: as the user says, as torchrun was told, else 30.
+    """Seconds from SIGTERM to SIGKILL: as the user says, as the launcher gives it, else 30.
 
     Raises:
         ValueError: TORCHELASTIC_TERM_GRACE_S is no number of seconds.
@@ -117,14 +116,14 @@ def term_grace_s(environment: Mapping[str, str]) -> float:
         except ValueError:
             raise ValueError(f"{GRACE_VARIABLE} is {text!r}, which is no number: {remedy}") from None
         return real_number(GRACE_VARIABLE, number, remedy=remedy)
-    torchruns = environment.get(_TORCHRUN_GRACE_VARIABLE, "").strip()
-    return float(torchruns) if torchruns.isdecimal() else TERM_GRACE_S
+    launchers = environment.get(LAUNCHER_GRACE_VARIABLE, "").strip()
+    return float(launchers) if launchers.isdecimal() else TERM_GRACE_S
 
 
 def is_grace_known(environment: Mapping[str, str]) -> bool:
     """Whether the user has said how long it is from SIGTERM to SIGKILL.
 
-    torchrun's own variable does not count: whoever ends torchrun (`docker stop`, Kubernetes) may give it less.
+    The launcher's own variable does not count: whoever ends the launcher (`docker stop`, Kubernetes) may give less.
     """
     return bool(environment.get(GRACE_VARIABLE, "").strip())
 
@@ -143,9 +142,8 @@ def detect(
 
     Sources that have to be asked are asked on a daemon thread, metadata services on another one; each is started if
     there are any. On the main thread
-    SIGTERM becomes a notice if it still has its default action and this is no worker of `torchelastic run`, which
-    drains instead (a coordinator that is made later drains too, and then SIGTERM is its matter); in a SLURM job SIGUSR1
-    does too. See docs/deadlines.md for all of it and for the variables.
+    SIGTERM becomes a notice if it still has its default action (a coordinator that is made later drains, and then
+    SIGTERM is its matter); in a SLURM job SIGUSR1 does too. See docs/deadlines.md for all of it and for the variables.
 
     Args:
         environment: variables; default: those of this process.
@@ -255,8 +253,7 @@ def _graces_s(variables: Mapping[str, str], is_in_slurm: bool) -> dict[signal.Si
         return {}
     if text:
         return graces_s
-    if INIT_METHOD_VARIABLE not in variables:  # a private agent's socket is no launcher's
-        graces_s[signal.SIGTERM] = grace_s
+    graces_s[signal.SIGTERM] = grace_s
     if is_in_slurm:
         graces_s[signal.SIGUSR1] = USER_GRACE_S
     return {number: s for number, s in graces_s.items() if _is_free(number)}
