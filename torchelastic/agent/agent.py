@@ -107,6 +107,7 @@ class Agent:
         self._books: Bookkeeping | None = None
         self._showing: Showing | None = None
         self._stop_signal: int | None = None
+        self._trains, self._trained_until_s = False, 0.0  # whether somebody does, as far as is known; and when last
         self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
 
@@ -241,6 +242,8 @@ class Agent:
     # --- what happens -----------------------------------------------------------------------------
 
     def _on_round(self, round_: Round) -> None:
+        self._trained_until_s = time.monotonic() if self._trains else self._trained_until_s
+        self._trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
         self.connections.tell_round(round_)
         self._telling.view.heard_of(round_)
         if self.supervisor is not None:
@@ -300,17 +303,18 @@ class Agent:
         workers = [] if self.supervisor is None else self.supervisor.workers
         passing_on.pass_on(number, [worker.process.pid for worker in workers if worker.process is not None])
 
-    def _on_join(self, connection: Connection) -> None:
+    def _on_join(self, connection: Connection, waited_s: float = 0.0) -> None:
         """A worker waits for a group: look at it again when its time is over."""
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._options.url.timeout_s, self._on_long_wait, connection, connection.waiting_since_s)
+        left_s = self._options.url.timeout_s - waited_s
+        asyncio.get_running_loop().call_later(left_s, self._on_long_wait, connection, connection.waiting_since_s)
 
     def _on_long_wait(self, connection: Connection, since_s: float | None) -> None:
-        """Tell a worker that has waited longer than the run's time-out. A spare waits as long as it takes."""
-        if connection.waiting_since_s != since_s:
+        """Tell a worker that has waited longer than the run's time-out. While others train, a spare's begins anew."""
+        if connection.waiting_since_s != since_s or since_s is None:
             return  # it got its group; it may be waiting for another one by now
-        if self.membership.round.state in (RoundState.RUNNING, RoundState.GATHERING):
-            self._on_join(connection)
+        waited_s = 0.0 if self._trains else time.monotonic() - max(since_s, self._trained_until_s)
+        if waited_s < self._options.url.timeout_s:
+            self._on_join(connection, waited_s)
             return
         connection.waiting_since_s = None
         connection.tell({"op": "fatal", "kind": "timeout", "message": self._too_few()})
@@ -319,7 +323,7 @@ class Agent:
     def _too_few(self) -> str:
         url = self._options.url
         return (
-            f"run {url.run_id!r}: fewer than min_workers={url.min_workers} workers came within {url.timeout_s:g} s: "
+            f"run {url.run_id!r}: fewer than {url.settings.least} workers came within {url.timeout_s:g} s: "
             f"start more, lower min_workers, or raise timeout "
             f"(etcd at {url.endpoints_text}; {self.membership.round.because})"
         )
