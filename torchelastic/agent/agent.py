@@ -35,7 +35,7 @@ from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.rendezvous.worker_rules import Contact
+from torchelastic.rendezvous.worker_rules import Contact, wait_left_s
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Agent:
         self._books: Bookkeeping | None = None
         self._showing: Showing | None = None
         self._stop_signal: int | None = None
-        self._trains, self._trained_until_s = False, 0.0  # whether somebody does, as far as is known; and when last
+        self._trained_until_s = 0.0  # when somebody did last, as far as is known; infinite: now
         self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
 
@@ -242,8 +242,8 @@ class Agent:
     # --- what happens -----------------------------------------------------------------------------
 
     def _on_round(self, round_: Round) -> None:
-        self._trained_until_s = time.monotonic() if self._trains else self._trained_until_s
-        self._trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
+        trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
+        self._trained_until_s = float("inf") if trains else min(self._trained_until_s, time.monotonic())
         self.connections.tell_round(round_)
         self._telling.view.heard_of(round_)
         if self.supervisor is not None:
@@ -303,18 +303,18 @@ class Agent:
         workers = [] if self.supervisor is None else self.supervisor.workers
         passing_on.pass_on(number, [worker.process.pid for worker in workers if worker.process is not None])
 
-    def _on_join(self, connection: Connection, waited_s: float = 0.0) -> None:
+    def _on_join(self, connection: Connection, left_s: float | None = None) -> None:
         """A worker waits for a group: look at it again when its time is over."""
-        left_s = self._options.url.timeout_s - waited_s
+        left_s = self._options.url.timeout_s if left_s is None else left_s
         asyncio.get_running_loop().call_later(left_s, self._on_long_wait, connection, connection.waiting_since_s)
 
     def _on_long_wait(self, connection: Connection, since_s: float | None) -> None:
-        """Tell a worker that has waited longer than the run's time-out. While others train, a spare's begins anew."""
+        """Tell a worker that has waited longer than the run's time-out. A spare waits as long as it takes."""
         if connection.waiting_since_s != since_s or since_s is None:
             return  # it got its group; it may be waiting for another one by now
-        waited_s = 0.0 if self._trains else time.monotonic() - max(since_s, self._trained_until_s)
-        if waited_s < self._options.url.timeout_s:
-            self._on_join(connection, waited_s)
+        left_s = wait_left_s(since_s, self._trained_until_s, time.monotonic(), self._options.url.timeout_s)
+        if left_s > 0:
+            self._on_join(connection, left_s)
             return
         connection.waiting_since_s = None
         connection.tell({"op": "fatal", "kind": "timeout", "message": self._too_few()})
