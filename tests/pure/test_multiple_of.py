@@ -238,6 +238,14 @@ def test_what_members_tell_each_other_is_ordered_alike() -> None:
     assert all(one < other for one, other in itertools.pairwise(worths))
 
 
+def test_who_leaves_is_kept_for_its_state_only_where_nobody_who_waits_has_a_better_one() -> None:
+    for step, expected in ((17, "c0"), (3, "a0 c0")):
+        leader = of_pairs("a0 a1", minimum=1, multiple_of=1)
+        leader.hear(ended("a1"), member("c0", host="c", arrival=9, step=step, standing=Standing.WHOLE))
+        leader.hear(replace(at_step(leader, "a0", 4), leaving=True))
+        assert roster(leader) == expected
+
+
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
