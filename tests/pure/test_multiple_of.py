@@ -172,18 +172,18 @@ def test_a_newcomer_that_makes_no_larger_group_stops_nobody() -> None:
 
 
 def test_too_few_for_one_group_wait_and_are_hopeless_where_nobody_comes_back() -> None:
-    leader = of_pairs("a0 a1").hear(ended("a1"))
+    leader = of_pairs("a0 a1", minimum=1).hear(ended("a1"))
     asked(leader, "a0").wait(1000.0)
     assert (leader.round.number, leader.round.state, leader.round.hopeless) == (1, RoundState.BROKEN, False)
     leader.hear(failed_for_good("a1"))
     assert leader.round.hopeless
-    assert leader.round.because == "a1 failed for good; the others are fewer than min_workers=2 with multiple_of=2"
+    assert leader.round.because == "a1 failed for good; the others are fewer than min_workers=1 with multiple_of=2"
     leader.hear(member("c0", arrival=9))
     assert (leader.round.hopeless, roster(leader)) == (False, "a0 c0")
 
 
 def test_one_of_four_that_leaves_costs_its_partner_the_place_and_one_of_two_is_let_go() -> None:
-    leader = of_pairs("a0 a1 b0 b1")
+    leader = of_pairs("a0 a1 b0 b1", minimum=1)
     leader.hear(replace(leader.view.members["a1"], leaving=True))
     assert (leader.round.state, leader.round.waiting) == (RoundState.GATHERING, 0)
     leader.hear(*(at_step(leader, name, 5, failed=False) for name in ("a0", "a1", "b0", "b1")))
@@ -192,7 +192,7 @@ def test_one_of_four_that_leaves_costs_its_partner_the_place_and_one_of_two_is_l
     leader.hear(replace(leader.view.members["b0"], leaving=True))
     leader.hear(*(at_step(leader, name, 5, failed=False, number=3) for name in ("b0", "b1")))
     assert (leader.round.state, leader.round.leaving) == (RoundState.BROKEN, ("b0",))
-    assert leader.round.because == "b0 left; fewer than min_workers=2 with multiple_of=2 are here"
+    assert leader.round.because == "b0 left; fewer than min_workers=1 with multiple_of=2 are here"
 
 
 def test_a_member_that_waits_is_no_loss_for_the_others() -> None:
