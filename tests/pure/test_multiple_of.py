@@ -58,6 +58,8 @@ def test_whole_hosts_come_first_and_then_the_order(members: str, size: int, mult
         ("a0 a1 b0 b1", "a0 a1", 2, 2, "b0 b1"),
         ("a0 b0 c0", "a0 b0", 2, 2, "a0 c0"),
         ("a0 b0", "a0", 1, 1, "b0"),
+        ("a0 c0 c1 d0 d1", "c0 c1 d0", 2, 2, "d0 d1"),  # of two such, the one whose host is whole
+        ("a0 b0 b1 b2 c0", "b0 b1 b2 c0", 2, 2, "a0 c0"),  # and beside it nobody of a host that would be broken for it
     ],
 )
 def test_one_with_the_best_state_is_in(members: str, fresh: str, size: int, multiple_of: int, expected: str) -> None:
