@@ -25,7 +25,7 @@ from torchelastic.model.step_gradients import StepGradients
 from torchelastic.model.step_salvage import Salvaged
 from torchelastic.model.transfer import Packed, bring_level, message_device, pack, unpack
 from torchelastic.model.world_change import WorldChange, WorldWatch
-from torchelastic.rendezvous.records import Standing
+from torchelastic.rendezvous.records import Standing, Worth
 from torchelastic.state import State
 
 log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ class ModelState(InCheckpoints, State):
         device = message_device()
         worths, offers = self._gather_worths(world_size, device)
         best = max(worths)
-        if best[0] is Standing.TORN:
+        if best.standing is Standing.TORN:
             raise NonRetryableException(
                 "no member holds a whole state: the step failed inside the optimizer on every worker. Use "
                 "ModelState(..., snapshot='full'), or give train() a checkpoint manager to go back to"
@@ -295,18 +295,18 @@ class ModelState(InCheckpoints, State):
         self._compare(world_size, device, thorough=was_moved)
         self._registered.measure()
         self._buffers = list(self.module.buffers())
-        level = [best[0] is Standing.WHOLE and worth == best for worth in worths]
+        level = [best.standing is Standing.WHOLE and worth == best for worth in worths]
         offers = [offer if ok else 0 for offer, ok in zip(offers, level, strict=True)]
         self._gradients.enter_group(offers, self.step, rank, device)
         self._world.tell(world_size, rank)
 
-    def _bring_level(self, worths: Sequence[tuple[Standing, int]], rank: int, device: torch.device) -> bool:
+    def _bring_level(self, worths: Sequence[Worth], rank: int, device: torch.device) -> bool:
         """Move the source's state to those who lack it; returns whether there are any."""
         world_size, best = len(worths), max(worths)
         source = worths.index(best)
         if worths[rank] == best and self._standing is Standing.UNCOMMITTED:
             self._roll_forward()  # on every rank that is as good as the source: nothing is sent to those
-        fresh = best[0] is Standing.FRESH
+        fresh = best.standing is Standing.FRESH
         stale = [other for other in range(world_size) if other != source and (fresh or worths[other] < best)]
         if stale:
             tree = self.state_dict() if rank == source else None
@@ -315,13 +315,13 @@ class ModelState(InCheckpoints, State):
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
                 self._catch_up_random()
-        if best[0] is Standing.UNCOMMITTED:
+        if best.standing is Standing.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and worths[other] == best]
             parts = (self._optimizers, self._schedulers, self._registered)
             level_companions(*parts, source=source, equals=equals, rank=rank, world_size=world_size, device=device)
         return bool(stale)
 
-    def _gather_worths(self, world_size: int, device: torch.device) -> tuple[list[tuple[Standing, int]], list[int]]:
+    def _gather_worths(self, world_size: int, device: torch.device) -> tuple[list[Worth], list[int]]:
         """What each rank's state is worth, and how much each has kept of the step that failed."""
         mine = torch.tensor([int(self._standing), self.step, self._gradients.offer(self.step)], device=device)
         gathered = [mine]
@@ -329,7 +329,7 @@ class ModelState(InCheckpoints, State):
             gathered = [torch.empty_like(mine) for _ in range(world_size)]
             dist.all_gather(gathered, mine)
         rows = [row.tolist() for row in gathered]
-        return [(Standing(standing), step) for standing, step, _ in rows], [offer for _, _, offer in rows]
+        return [Worth.of(Standing(standing), step) for standing, step, _ in rows], [offer for _, _, offer in rows]
 
     def _catch_up_random(self) -> None:
         """Others had committed the step that failed here: go on with the random numbers of after it, as they do."""

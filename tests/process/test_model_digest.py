@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import multiprocessing
 import pickle
@@ -228,6 +229,7 @@ def everything(rank: int) -> dict[str, Any]:
     except torchelastic.NonRetryableException as error:
         results["raised"] = str(error)
     results["after a step that stands"] = after_a_step_that_stands(rank)
+    results["beside a spare"] = a_step_that_stands_beside_a_spare(rank)
     results["gradients"] = gradients_without_and_with_exchange(rank)
     return results
 
@@ -236,6 +238,28 @@ def after_a_step_that_stands(rank: int) -> dict[str, Any]:
     """The step fails on every rank after the optimizer, on each at another place."""
     state = make_state(seed=0)
     state.sync()
+    fail_after_the_optimizer(state, rank)
+    standing = state.standing
+    state.sync()
+    rate, averaged = state.optimizer.param_groups[0]["lr"], int(state.extra["ema"].n_averaged)
+    return {"standing": standing, "step": state.step, "rate": rate, "averaged": averaged, **outcome(state)}
+
+
+def a_step_that_stands_beside_a_spare(rank: int) -> dict[str, Any]:
+    """The second step fails on every rank after the optimizer; rank 2 has what a spare has that waited since before."""
+    state = make_state(seed=0)
+    state.sync()
+    old = copy.deepcopy(state.state_dict())
+    trained(state, seed=1)
+    fail_after_the_optimizer(state, rank)
+    if rank == 2:
+        state.load_state_dict(old)
+    before = (state.standing, state.step)
+    state.sync()
+    return {"before": before, "step": state.step, **outcome(state)}
+
+
+def fail_after_the_optimizer(state: torchelastic.ModelState, rank: int) -> None:
     snapshot = state.snapshot()
     torch.manual_seed(1)
     state.model(torch.randn(8, 40)).square().mean().backward()
@@ -245,10 +269,6 @@ def after_a_step_that_stands(rank: int) -> dict[str, Any]:
     if rank < 1:
         state.extra["ema"].update_parameters(state.module)
     state.apply(snapshot)
-    standing = state.standing
-    state.sync()
-    rate, averaged = state.optimizer.param_groups[0]["lr"], int(state.extra["ema"].n_averaged)
-    return {"standing": standing, "step": state.step, "rate": rate, "averaged": averaged, **outcome(state)}
 
 
 def gradients_without_and_with_exchange(rank: int) -> list[torch.Tensor]:
@@ -365,6 +385,14 @@ def test_a_step_that_stands_on_ranks_that_failed_at_different_places_leaves_them
         assert stands["standing"] is Standing.UNCOMMITTED
         assert (stands["step"], stands["rate"], stands["averaged"]) == (1, pytest.approx(0.09), 1)
         assert stands["level"].is_level
+
+
+def test_a_whole_state_of_an_older_step_does_not_undo_one_that_stands(results: list[dict[str, Any]]) -> None:
+    together = [result["beside a spare"] for result in results]
+    trained_on = (Standing.UNCOMMITTED, 1)
+    assert [one["before"] for one in together] == [trained_on, trained_on, (Standing.WHOLE, 0)]
+    assert [one["step"] for one in together] == [2, 2, 2]
+    assert all(one["level"].is_level for one in together)
 
 
 def test_gradients_are_exchanged_at_the_end_of_an_accumulation_only(results: list[dict[str, Any]]) -> None:

@@ -313,8 +313,10 @@ def test_a_member_of_the_round_waits_only_for_a_later_one() -> None:
 
 
 def test_what_a_url_says_of_numbers_is_what_the_protocol_goes_by() -> None:
-    url = parse_url("etcd://h/run?min_workers=2&max_workers=5&last_call_timeout=7&ttl=9&orphan_timeout=11")
-    assert url.settings == Settings(2, 5, last_call_s=7.0, ttl_s=9.0, orphan_timeout_s=11.0)
+    url = parse_url(
+        "etcd://h/run?min_workers=2&max_workers=5&multiple_of=4&last_call_timeout=7&ttl=9&orphan_timeout=11"
+    )
+    assert url.settings == Settings(2, 5, last_call_s=7.0, ttl_s=9.0, orphan_timeout_s=11.0, multiple_of=4)
 
 
 @pytest.mark.parametrize(

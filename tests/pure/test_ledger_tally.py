@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -40,13 +41,18 @@ def told(what: str, number: int) -> Happening:
         return Meter.committed, Tally.commits
     if what == "undoes":
         return Meter.undone, Tally.undoes
+    if what == "waits as a spare":
+        return (
+            Meter.waits_as_spare,
+            lambda t, at: replace(t.left(at, Account.IDLE), rank=-1) if t.account is Account.RE_FORM else t,
+        )
     if what == "waits":
         return lambda m: m.waited_for_data(number), lambda t, at: t.waited_for_data(at, number)
     assert what == "is over"
     return Meter.over, lambda t, at: t.left(at, Account.IDLE)
 
 
-WHAT = ("gathers", "enters", "is level", "commits", "undoes", "waits", "is over")
+WHAT = ("gathers", "enters", "is level", "commits", "undoes", "waits", "waits as a spare", "is over")
 LIVES = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 50), st.integers(0, 10**12)), max_size=30)
 
 

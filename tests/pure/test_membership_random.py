@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchelastic.rendezvous.protocol import Publish, Wake, advance
@@ -26,8 +26,9 @@ class Process:
 class World:
     """A leader, its members, and a list of all rounds that were ever published."""
 
-    def __init__(self, minimum: int, maximum: int) -> None:
-        self.view = View(Settings(minimum, maximum, last_call_s=3.0, admission_delay_s=0.1))
+    def __init__(self, minimum: int, maximum: int, multiple_of: int) -> None:
+        sizes = Settings(minimum, maximum, last_call_s=3.0, admission_delay_s=0.1, multiple_of=multiple_of)
+        self.view = View(sizes)
         self.now_s = 0.0
         self.processes: dict[str, Process] = {}
         self.rounds: list[Round] = []
@@ -86,8 +87,10 @@ class World:
         if new.number > old.number:
             waited_for = [name for name in old.roster if name in self.processes and name not in new.roster]
             ready = [n for n in waited_for if self.processes[n].record.ready_for > old.number]
-            assert not ready, f"survivors that were ready are left out: {ready}"
-            assert set(waited_for) <= set(new.evicted)
+            assert set(ready) == set(new.spared), f"survivors that were ready are left out: {ready}"
+            more = self.view.settings.whole(len(new.roster) + len(ready))
+            assert more == len(new.roster), f"{ready} are left out, and {more} could train"
+            assert set(waited_for) <= {*new.evicted, *new.spared}
             best = max(self.processes[name].record.worth for name in new.roster)
             assert self.processes[new.roster[0]].record.worth == best, "rank 0 is not a source"
             for name in new.roster:
@@ -117,11 +120,12 @@ actions = st.lists(
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 3), actions)
+@given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 3), actions)
 def test_any_history_keeps_the_invariants_and_ends_in_a_running_round(
-    minimum: int, extra: int, history: list[tuple[str, int]]
+    minimum: int, extra: int, multiple_of: int, history: list[tuple[str, int]]
 ) -> None:
-    world = World(minimum, minimum + extra)
+    assume(Settings(minimum, minimum + extra, multiple_of=multiple_of).usable(minimum + extra))
+    world = World(minimum, minimum + extra, multiple_of)
     for verb, number in history:
         names = sorted(world.processes)
         if verb == "join":
@@ -137,9 +141,9 @@ def test_any_history_keeps_the_invariants_and_ends_in_a_running_round(
             else:
                 world.ask(name, failed=verb == "fail")
     world.settle()
-    live = len(world.processes)
-    if live >= minimum:
+    size = world.view.settings.usable(len(world.processes))
+    if size:
         assert world.view.round.state is RoundState.RUNNING
-        assert len(world.view.round.roster) == min(live, minimum + extra)
+        assert len(world.view.round.roster) == size
     else:
         assert world.view.round.state is not RoundState.RUNNING

@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 
+from torchelastic.p2p.options import smallest_group
 from torchelastic.rendezvous.credentials import AccessParameters
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
@@ -28,8 +29,16 @@ def test_defaults_are_those_of_0_1() -> None:
 
 
 def test_text_and_value_are_the_same() -> None:
-    url = parse_url("etcd://h:1,g:2/run@x:1?min_workers=1&max_workers=3&ttl=4.5&etcd_prefix=/a%20b")
+    url = parse_url("etcd://h:1,g:2/run@x:1?min_workers=1&max_workers=3&multiple_of=3&ttl=4.5&etcd_prefix=/a%20b")
     assert parse_url(str(url)) == url
+
+
+def test_the_smallest_group_is_a_multiple_wherever_it_is_asked_for() -> None:
+    text = "etcd://h/1?min_workers=3&max_workers=9&multiple_of=4"
+    assert parse_url(text).multiple_of == 4
+    assert parse_url("etcd://h/1?min_workers=3").multiple_of == 1
+    assert smallest_group(text) == 4
+    assert smallest_group("solo://") == 1
 
 
 def test_the_time_without_contact_to_etcd_may_be_unlimited_and_no_other() -> None:
@@ -56,6 +65,14 @@ def test_the_time_without_contact_to_etcd_may_be_unlimited_and_no_other() -> Non
         ("etcd://h/1?min_workers=0", "min_workers"),
         ("etcd://h/1?min_workers=two", "min_workers"),
         ("etcd://h/1?min_workers=3&max_workers=2", "raise max or lower min"),
+        ("etcd://h/1?min_workers=1&multiple_of=0", "multiple_of='0' must be a whole number of at least 1"),
+        ("etcd://h/1?min_workers=1&multiple_of=-2", "multiple_of='-2' must be a whole number"),
+        ("etcd://h/1?min_workers=1&multiple_of=1.5", "multiple_of='1.5' must be a whole number"),
+        (
+            "etcd://h/1?min_workers=5&max_workers=7&multiple_of=4",
+            "no multiple of it lies between min_workers=5 and max",
+        ),
+        ("etcd://h/1?min_workers=1&max_workers=3&multiple_of=4", "no group could ever be formed; raise max_workers"),
         ("etcd://h/1?min_workers=1&colour=red", "colour"),
         ("etcd://h/1?min_workers=1&min_workers=2", "twice"),
         ("etcd://h/1?min_workers=1&timeout=-1", "timeout"),

@@ -107,6 +107,12 @@ def test_a_run_is_given_up_where_too_few_may_come_back_and_goes_on_when_enough_h
     assert sum(run_random(seed, hosts=3, nproc=2, events=3000, verbs=verbs).hopeless for seed in range(80)) > 5
 
 
+def test_survivors_that_do_not_fit_wait_and_are_taken_in_again() -> None:
+    # with an invariant for each round that nobody waits who could train; that all train in the end, each run ends with
+    verbs = ("kill a worker", "crash a host", "a worker fails for good")
+    assert sum(run_random(seed, hosts=3, nproc=2, events=3000, verbs=verbs).spared for seed in range(40)) > 40
+
+
 def test_equal_seeds_give_equal_histories() -> None:
     first, second = (run_random(7, events=3000, traced=True) for _ in range(2))
     assert first == second
@@ -411,14 +417,15 @@ def test_the_round_of_ten_thousand_hosts_with_the_longest_names_fits_into_one_va
 # --- the checks themselves -------------------------------------------------------------------------------------------
 
 BASE = Round(1, RoundState.RUNNING, ("a", "b"), "h:1", edition=1)
+BROKEN = replace(BASE, state=RoundState.BROKEN, edition=2)
 
 
 def put(key: str, value: bytes, lease_id: int = 0) -> tuple[StoreEvent, ...]:
     return (StoreEvent(EventKind.PUT, KeyValue(key, value, 1, 1, 1, lease_id)),)
 
 
-def checks_after(*rounds: Round) -> Invariants:
-    checks = Invariants(Engine(1), KEYS, Settings(1, 2))
+def checks_after(*rounds: Round, multiple_of: int = 1) -> Invariants:
+    checks = Invariants(Engine(1), KEYS, Settings(1, 2, multiple_of=multiple_of))
     checks.changed(put(KEYS.leader, b"leader"))
     checks.writer = "leader"
     for round_ in rounds:
@@ -458,6 +465,30 @@ def test_a_good_history_passes_the_checks() -> None:
 def test_a_bad_history_does_not_pass_the_checks(rounds: tuple[Round, ...], promise: str) -> None:
     with pytest.raises(InvariantError, match=promise):
         checks_after(*rounds)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "promise"),
+    [
+        ((replace(BASE, roster=("a",)),), "a roster of 1, no multiple of 2"),
+        ((replace(BASE, spared=("c",)),), "were not in round 0"),
+        ((BASE, BROKEN, replace(BASE, number=2, edition=3, spared=("a",))), "train and are spared"),
+        ((BASE, BROKEN, replace(BASE, number=2, roster=("c", "d"), edition=3, spared=("a", "b"))), ""),
+    ],
+)
+def test_rosters_of_sizes_that_cannot_be_used_and_spares_that_could_train_do_not_pass_the_checks(
+    rounds: tuple[Round, ...], promise: str
+) -> None:
+    if not promise:
+        assert checks_after(*rounds, multiple_of=2).spared == 2
+        return
+    with pytest.raises(InvariantError, match=promise):
+        checks_after(*rounds, multiple_of=2)
+
+
+def test_a_survivor_that_is_spared_although_it_fits_does_not_pass_the_checks() -> None:
+    with pytest.raises(InvariantError, match="wait, and 2 could train"):
+        checks_after(BASE, BROKEN, replace(BASE, number=2, roster=("a",), edition=3, spared=("b",)))
 
 
 def test_a_decision_of_a_replaced_leader_does_not_pass_the_checks() -> None:

@@ -22,6 +22,7 @@ from torchelastic.rendezvous.worker_rules import (
     late_start_s,
     may_go,
     may_restart,
+    wait_left_s,
 )
 
 FIVE = Round(5, RoundState.RUNNING, ("a", "b"), "h:1", step=40)
@@ -162,3 +163,20 @@ def test_who_has_failed_for_good_is_not_started_again_unless_a_signal_ended_it_a
     assert not may_restart(1, has_asked=True, fails_for_good=True, run_is_over=False)
     assert may_restart(-9, has_asked=True, fails_for_good=True, run_is_over=False)
     assert may_restart(1, has_asked=True, fails_for_good=False, run_is_over=False)
+
+
+@pytest.mark.parametrize(
+    ("since_s", "trained_until_s", "now_s", "left_s"),
+    [
+        (100.0, 0.0, 100.0, 60.0),
+        (100.0, 0.0, 160.0, 0.0),  # nobody has trained: its own time counts
+        (100.0, 50.0, 130.0, 30.0),
+        (100.0, math.inf, 9000.0, 60.0),  # a spare, as long as it takes
+        (100.0, 8990.0, 9000.0, 50.0),  # the others have just lost one
+        (100.0, 8990.0, 9060.0, -10.0),
+    ],
+)
+def test_the_time_of_a_spare_begins_when_the_others_stop(
+    since_s: float, trained_until_s: float, now_s: float, left_s: float
+) -> None:
+    assert wait_left_s(since_s, trained_until_s, now_s, timeout_s=60.0) == left_s

@@ -60,7 +60,7 @@ def _search(options: argparse.Namespace) -> int:
             )
             return 1
         totals.update(runs=1, events=outcome.events, requests=outcome.requests, rounds=outcome.rounds)
-        totals.update(commits=outcome.commits, simulated_s=int(outcome.simulated_s))
+        totals.update(spared=outcome.spared, commits=outcome.commits, simulated_s=int(outcome.simulated_s))
         verbs.update(outcome.verbs)
         if totals["events"] >= options.events or time.monotonic() - began_s > options.seconds:
             break

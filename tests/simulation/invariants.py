@@ -55,6 +55,8 @@ class Invariants:
         self.hopeless = 0
         #: how many members have left the run in order
         self.left = 0
+        #: how often a survivor had to wait as a spare
+        self.spared = 0
         #: who holds the leader's key in the store
         self.leader = ""
         self._asked_to_stop = frozenset[str]()
@@ -93,6 +95,7 @@ class Invariants:
         """The store has other data now: none, or an older copy."""
         self._lineages += 1
         self._lineage = self._lineages
+        self._asked_to_stop = frozenset()  # no leader can know of it any more
         stored, leader = tree.keys.get(self._keys.round), tree.keys.get(self._keys.leader)
         self.latest = NO_ROUND if stored is None else decode_round(stored.key, stored.value)
         self.leader = "" if leader is None else leader.value.decode()
@@ -146,7 +149,7 @@ class Invariants:
             before_s = self._engine.now_s - self._settings.ttl_s
             here = {name for name, m in self._records.items() if not (m.departed or m.leaving)}
             seen = [name for name in here if self._since_s.get(name, 0.0) < before_s]
-            self.require(len(seen) < self._settings.min_workers, f"{seen} are here, and the run is given up")
+            self.require(not self._settings.usable(len(seen)), f"{seen} are here, and the run is given up")
         self._asked_to_stop |= frozenset(now.leaving)
         if now.number == before.number:
             self.require(now.roster == before.roster, f"round {now.number} has changed its roster")
@@ -156,12 +159,22 @@ class Invariants:
             self.require(now.state is RoundState.RUNNING, f"round {now.number} begins {now.state}")
             size, settings = len(now.roster), self._settings
             self.require(settings.min_workers <= size <= settings.max_workers, f"a roster of {size}")
+            self.require(size % settings.multiple_of == 0, f"a roster of {size}, no multiple of {settings.multiple_of}")
+            self._require_that_nobody_is_spared_in_vain(before, now)
             self._require_only_the_source_leaves(now)
             if before.leaving and before.state is RoundState.BROKEN and now.standing is Standing.FRESH:
                 self._highest.pop(self._lineage, None)  # all who had the state have left: it begins anew
         self._lineage_of[now.number, now.roster] = self._lineage
         self._newest[self._lineage] = now.age
         self.require((now.state is RoundState.CLOSED) == bool(lease_id), "exactly a closed round is on a lease")
+
+    def _require_that_nobody_is_spared_in_vain(self, before: Round, now: Round) -> None:
+        """Survivors wait as spares only where with all of them the size would be none."""
+        self.require(before.members.issuperset(now.spared), f"{now.spared} were not in round {before.number}")
+        self.require(now.members.isdisjoint(now.spared), f"{now.spared} train and are spared")
+        more = self._settings.whole(len(now.roster) + len(now.spared))
+        self.require(more == len(now.roster), f"{now.spared} wait, and {more} could train")
+        self.spared += len(now.spared)
 
     def _require_only_the_source_leaves(self, now: Round) -> None:
         """Who wanted to leave, as the leader knew, is in no new round, but for rank 0: its state is needed."""

@@ -17,7 +17,7 @@ Verb = Callable[[World], object]
 
 @dataclass(frozen=True)
 class Report:
-    """What happened in one random run; `broken`, `repeated`, `left` and `hopeless` as in `Invariants`."""
+    """What happened in one random run; `broken`, `repeated`, `left`, `hopeless`, `spared`: as in `Invariants`."""
 
     seed: int
     events: int
@@ -29,6 +29,7 @@ class Report:
     repeated: int
     left: int
     hopeless: int
+    spared: int
     verbs: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -197,12 +198,16 @@ def random_world(seed: int, *, hosts: int, nproc: int, traced: bool = False) -> 
     workers = hosts * nproc
     minimum = chance.randint(1, max(1, workers // 2))
     maximum = chance.randint(minimum, workers + 1)
+    # one of which there is a multiple between them, as `parse_url` asks for: often the workers of a host
+    multiples = [n for n in range(1, maximum + 1) if Settings(minimum, maximum, multiple_of=n).usable(maximum)]
+    multiple_of = chance.choice((1, nproc if nproc in multiples else 1, chance.choice(multiples)))
     settings = Settings(
         minimum,
         maximum,
         last_call_s=chance.choice((0.0, 1.0, 5.0)),
         ttl_s=chance.choice((2.0, 5.0)),
         orphan_timeout_s=chance.choice((10.0, 30.0, 60.0)),
+        multiple_of=multiple_of,
     )
     return World(
         seed,
@@ -283,6 +288,7 @@ def _report(world: World, verbs: Mapping[str, int]) -> Report:
         invariants.repeated,
         invariants.left,
         invariants.hopeless,
+        invariants.spared,
         dict(verbs),
     )
 

@@ -404,9 +404,9 @@ class World:
             for worker in living:  # nobody ends a worker that hangs when the run is over: it may be saving its results
                 self.wake_worker(worker)
             return self.invariants.latest.state is RoundState.CLOSED and all(worker.is_over for worker in living)
-        if len(living) < self.settings.min_workers:
+        wanted = self.settings.usable(len(living))
+        if not wanted:
             return not any(worker.group is not None and worker.group.is_formed for worker in living)
-        wanted = min(len(living), self.settings.max_workers)
         # who hangs as a spare, or since its group was replaced, is ended when it is its turn
         groups = {id(worker.group): worker.group for worker in living if worker.group is not None and worker.runs}
         if len(groups) != 1:

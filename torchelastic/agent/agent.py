@@ -35,7 +35,7 @@ from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.rendezvous.worker_rules import Contact
+from torchelastic.rendezvous.worker_rules import Contact, wait_left_s
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class Agent:
         self._books: Bookkeeping | None = None
         self._showing: Showing | None = None
         self._stop_signal: int | None = None
+        self._trained_until_s = 0.0  # when somebody did last, as far as is known; infinite: now
         self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
 
@@ -241,6 +242,8 @@ class Agent:
     # --- what happens -----------------------------------------------------------------------------
 
     def _on_round(self, round_: Round) -> None:
+        trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
+        self._trained_until_s = float("inf") if trains else min(self._trained_until_s, time.monotonic())
         self.connections.tell_round(round_)
         self._telling.view.heard_of(round_)
         if self.supervisor is not None:
@@ -300,17 +303,18 @@ class Agent:
         workers = [] if self.supervisor is None else self.supervisor.workers
         passing_on.pass_on(number, [worker.process.pid for worker in workers if worker.process is not None])
 
-    def _on_join(self, connection: Connection) -> None:
+    def _on_join(self, connection: Connection, left_s: float | None = None) -> None:
         """A worker waits for a group: look at it again when its time is over."""
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._options.url.timeout_s, self._on_long_wait, connection, connection.waiting_since_s)
+        left_s = self._options.url.timeout_s if left_s is None else left_s
+        asyncio.get_running_loop().call_later(left_s, self._on_long_wait, connection, connection.waiting_since_s)
 
     def _on_long_wait(self, connection: Connection, since_s: float | None) -> None:
         """Tell a worker that has waited longer than the run's time-out. A spare waits as long as it takes."""
-        if connection.waiting_since_s != since_s:
+        if connection.waiting_since_s != since_s or since_s is None:
             return  # it got its group; it may be waiting for another one by now
-        if self.membership.round.state in (RoundState.RUNNING, RoundState.GATHERING):
-            self._on_join(connection)
+        left_s = wait_left_s(since_s, self._trained_until_s, time.monotonic(), self._options.url.timeout_s)
+        if left_s > 0:
+            self._on_join(connection, left_s)
             return
         connection.waiting_since_s = None
         connection.tell({"op": "fatal", "kind": "timeout", "message": self._too_few()})
@@ -319,7 +323,7 @@ class Agent:
     def _too_few(self) -> str:
         url = self._options.url
         return (
-            f"run {url.run_id!r}: fewer than min_workers={url.min_workers} workers came within {url.timeout_s:g} s: "
+            f"run {url.run_id!r}: fewer than {url.settings.least} workers came within {url.timeout_s:g} s: "
             f"start more, lower min_workers, or raise timeout "
             f"(etcd at {url.endpoints_text}; {self.membership.round.because})"
         )

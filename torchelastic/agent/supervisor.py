@@ -30,6 +30,7 @@ from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.processes.main_thread import signal_main_thread
 from torchelastic.processes.process_end import process_end
+from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import AfterLoss, after_loss
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Supervisor:
         nproc: how many.
         environment: for all of them; LOCAL_RANK and TORCHELASTIC_RESTART_COUNT are added for each.
         max_restarts: per worker.
-        min_workers: with fewer on this host the run cannot go on, as no other host takes part; 0: others may.
+        sizes: how many workers a group needs, of a run in which no other host takes part; None: others may.
         log_dir: where their output goes as files, None: only to the screen.
         run_is_over: whether the run is closed or closing, so that none is started again.
         on_exit: called with the worker and its former pid as soon as a process has ended.
@@ -78,7 +79,7 @@ class Supervisor:
         *,
         environment: Mapping[str, str],
         max_restarts: int,
-        min_workers: int = 0,
+        sizes: Settings | None = None,
         log_dir: Path | None,
         run_is_over: Callable[[], bool],
         on_exit: Callable[[Worker, int], None],
@@ -95,7 +96,7 @@ class Supervisor:
         #: those that are left wait for workers that will not come
         self.too_few = asyncio.Event()
         self._command, self._environment = list(command), dict(environment)
-        self._max_restarts, self._min_workers = max_restarts, min_workers
+        self._max_restarts, self._sizes = max_restarts, sizes
         self._logs = None if log_dir is None else WorkerLogs(log_dir)
         self._run_is_over, self._on_exit = run_is_over, on_exit
         self.on_failure = on_failure
@@ -347,11 +348,12 @@ class Supervisor:
 
     def _give_up_on(self, worker: Worker) -> None:
         """A worker is over for good: so may all be, or too many."""
-        left = sum(not other.is_over for other in self.workers)
+        left, sizes = sum(not other.is_over for other in self.workers), self._sizes
+        goes_on = sizes is None or sizes.usable(left) or self._run_is_over() or self._stopping.is_set()
         if not left:
             self.all_over.set()
-        elif worker.gave_up and left < self._min_workers and not self._run_is_over() and not self._stopping.is_set():
-            why = f"fewer than min_workers={self._min_workers} are left, and no other host takes part"
+        elif worker.gave_up and sizes is not None and not goes_on:
+            why = f"fewer than {sizes.least} are left, and no other host takes part"
             log.error("worker %d is not started again; %s: the run ends", worker.local_rank, why)
             self.too_few.set()
 

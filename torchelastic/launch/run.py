@@ -107,6 +107,8 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
     add(parser, "nproc-per-node", default="1", metavar="N", help=nproc_help)
     add(parser, "min-workers", type=int, metavar="M", help="default: 1 with --standalone, else MIN x N")
     add(parser, "max-workers", type=int, metavar="M", help="default: MAX x N")
+    multiple_help = "train in groups whose size is a multiple of it; who is over waits as a spare (default 1)"
+    add(parser, "multiple-of", type=int, default=1, metavar="K", help=multiple_help)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -140,7 +142,7 @@ def execute(options: argparse.Namespace) -> int:
                 options.nproc_per_node,
                 environment={**own_variables, **theirs.variables, **end, **network.variables},
                 max_restarts=options.max_restarts,
-                min_workers=url.min_workers if options.standalone else 0,
+                sizes=url.settings if options.standalone else None,
                 log_dir=options.log_dir,
                 run_is_over=run_is_over,
                 on_exit=on_exit,
@@ -249,9 +251,9 @@ def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
             _open_meeting_place(stack, host, port, run_id)
     orphan_timeout = options.orphan_timeout or (UNLIMITED if options.standalone else "300")
     query = (
-        f"min_workers={min_workers}&max_workers={max_workers}&timeout={options.rdzv_timeout}"
-        f"&last_call_timeout={options.last_call}&ttl={options.ttl}&connect_timeout={options.connect_timeout}"
-        f"&orphan_timeout={orphan_timeout}&{urlencode(access(options))}"
+        f"min_workers={min_workers}&max_workers={max_workers}&multiple_of={options.multiple_of}"
+        f"&timeout={options.rdzv_timeout}&last_call_timeout={options.last_call}&ttl={options.ttl}"
+        f"&connect_timeout={options.connect_timeout}&orphan_timeout={orphan_timeout}&{urlencode(access(options))}"
     )
     try:
         return parse_url(f"etcd://{endpoint}/{run_id}?{query}")

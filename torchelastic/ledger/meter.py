@@ -114,6 +114,17 @@ class Meter:
         """It asks for a group: waits to be let in, or, where it was in one before, forms it anew."""
         self._leave(Account.RE_FORM if self._has_entered else Account.IDLE)
 
+    def waits_as_spare(self) -> None:
+        """It asks for a group and has none, and others train: what it waits for now is no recovery."""
+        if self._account == _RE_FORM:
+            self._rank = -1
+            self._leave(Account.IDLE)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it was in a group before, and has waited as a spare since."""
+        return self._has_entered and self._account == Account.IDLE
+
     def entered(self, round_: int, rank: int, world_size: int) -> None:
         """The group stands."""
         now_ns = self._close()

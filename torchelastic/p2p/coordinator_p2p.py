@@ -172,7 +172,7 @@ class CoordinatorP2P(Coordinator):
         lost = self._witness.tells(before, self.rendezvous.joined)
         self._witness.begins(self.rendezvous.joined)
         self._groups.timeout = self._watchdog.came_back(lost)
-        self._timer.because(lost)
+        self._timer.because(lost, was_spare=this_worker().is_spare)
         self._saves.new_round()
         self._timer.reached("agree")
         self.is_worker_straggler, self._times_straggler = False, 0

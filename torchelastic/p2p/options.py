@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from torchelastic.ledger.meter import this_worker
 from torchelastic.network.choice import GLOO_VARIABLE, library_variables
 from torchelastic.network.interfaces import interfaces
 from torchelastic.network.this_host import chosen_interfaces
@@ -57,6 +58,7 @@ def open_rendezvous(init_method: str) -> RendezvousHandler:
             f"the scheme {init_method.partition(':')[0]!r} of init_method leads to a {type(opened).__name__}, which is "
             "no torchelastic RendezvousHandler: write etcd://"
         )
+    opened.on_round(lambda _round: this_worker().waits_as_spare() if opened.is_spare else None)
     return opened
 
 
@@ -71,7 +73,7 @@ def checked_max(max_num_trainers: int | None, init_method: str) -> int:
 
 def smallest_group(init_method: str) -> int:
     """How many workers a group needs, as the URL has it; 1 where it does not say."""
-    return parse_url(init_method).min_workers if init_method.startswith("etcd://") else 1
+    return parse_url(init_method).settings.smallest if init_method.startswith("etcd://") else 1
 
 
 def choose_interface(address: str) -> None:

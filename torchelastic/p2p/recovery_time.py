@@ -72,9 +72,14 @@ class RecoveryTimer:
         if not self._marks:
             self._marks = [self._clock()]
 
-    def because(self, losses: tuple[Loss, ...]) -> None:
-        """What is known about the failure that is being recovered from; of several in a row, all of it."""
-        if self._marks:
+    def because(self, losses: tuple[Loss, ...], *, was_spare: bool = False) -> None:
+        """What is known about the failure that is being recovered from; of several in a row, all of it.
+
+        Where this worker has waited as a spare, the others have recovered without it: what it took is told by them.
+        """
+        if was_spare:
+            self._marks, self._cause = [], {}
+        elif self._marks:
             self._cause.update(dict.fromkeys(losses))
 
     def reached(self, phase: str) -> Recovery | None:

@@ -84,6 +84,11 @@ class RendezvousHandler(ABC):
         return NO_ROUND
 
     @property
+    def is_spare(self) -> bool:
+        """Whether `next_rendezvous` waits while others train, as not all fit; False where a handler cannot tell."""
+        return False
+
+    @property
     def address(self) -> str:
         """The address at which the others reach this host; empty where it is not known."""
         return ""
@@ -168,6 +173,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._callbacks: list[OnRound] = []
         self._store = RoundStore()
         self._joined = NO_ROUND
+        self._waits = False
         self._report = {"step": 0, "standing": Standing.FRESH, "failed": False, "patience_s": 15.0}
 
     @property
@@ -184,6 +190,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def joined(self) -> Round:
         """The round of the last `next_rendezvous`, as it was then."""
         return self._joined
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether `next_rendezvous` waits while others train."""
+        round_ = self.round
+        return self._waits and round_.state is RoundState.RUNNING and self.member_id not in round_.members
 
     def serves_port(self, port: int) -> bool:
         """Whether this process's store server listens there."""
@@ -210,10 +222,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         from torch._C._distributed_c10d import PrefixStore
 
         client = self._connected()
+        self._waits = True
         try:
             round_ = client.join(store_address=self._store.listen(client.address), **self._report)  # type: ignore[arg-type]  # a dict of keywords
         except AgentError as error:
             raise _as_rendezvous_error(error) from error
+        finally:
+            self._waits = False
         self._joined = round_
         store = self._store.connect(round_, lambda: client.round)
         return PrefixStore(f"round/{round_.number}", store), round_.roster.index(client.member_id), len(round_.roster)

@@ -37,6 +37,12 @@ def launchers_socket(url: RendezvousUrl, environment: Mapping[str, str]) -> str 
             "%d, which count: leave init_method out of the script",
             url.min_workers, url.max_workers, launchers.min_workers, launchers.max_workers,
         )  # fmt: skip
+    if launchers.multiple_of != url.multiple_of:
+        log.warning(
+            "init_method has multiple_of=%d, but `torchelastic run`, whose run it names, has --multiple-of %d, which "
+            "counts: leave init_method out of the script",
+            url.multiple_of, launchers.multiple_of,
+        )  # fmt: skip
     return environment[wire.SOCKET_VARIABLE]
 
 

@@ -98,7 +98,8 @@ def losses(
     """
     same, following = now.number == joined.number, now.number == joined.number + 1
     ended = {*departed, *joined.departed, *(now.departed if same else ()), *(now.lost if following else ())}
-    gone = [name for name in joined.roster if name not in now.members or name in ended]
+    here = now.members.union(now.spared) if following else now.members
+    gone = [name for name in joined.roster if name not in here or name in ended]
     # the order counts: an evicted member's process is ended because it hung, that it has ended is no reason
     known = ((now.evicted, MissedProgress), (ended, ProcessEnded), (leaving, Left))
     return tuple(next((kind for names, kind in known if name in names), LeaseExpired)(name) for name in gone)

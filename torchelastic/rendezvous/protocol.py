@@ -5,7 +5,9 @@ is in here, so that a simulator can drive exactly what runs in production. Times
 
 The rules (DESIGN, section 4; docs/rendezvous.md says them with their reasons):
 
-* At most `max_workers` are on the roster; who is over waits as a spare and is no reason to stop anybody.
+* At most `max_workers` are on the roster, and a multiple of `multiple_of`; who is over, a survivor maybe (`choice.py`),
+  waits as a spare and is no reason to stop anybody. Newcomers are one where they make the roster larger. While others
+  train, a spare's state gets old: where it is the best all the same, a checkpoint is wanted too.
 * The first round closes at `max_workers` at once, else `last_call_s` after the latest arrival, from `min_workers` on.
 * A re-form waits for every live member of the last round and never for the last call; a live member that does not get
   ready within the patience of those who are is left out and named as evicted.
@@ -32,8 +34,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchelastic.rendezvous.choice import choose
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, rank_members
-from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting
+from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting, may_be_behind
 from torchelastic.text import shortlist
 
 #: How many tombstones are cleared away with one decision: etcd takes 128 operations in a transaction by default.
@@ -129,9 +132,12 @@ def _level_at_the_end(view: View, _now_s: float) -> tuple[Action, ...]:
     done = [member for member in live if is_done(member, view.round)]
     ready = [member for member in live if not is_done(member, view.round) and _is_ready(view, member)]
     behind = [member for member in ready if done and member.worth < max(other.worth for other in done)]
-    if not behind or len(done) + len(ready) < len(live) or len(live) < view.settings.min_workers:
+    size = view.settings.usable(len(live))
+    if not behind or len(done) + len(ready) < len(live) or not size:
         return ()
-    return (_next_round(view, live, ()),)
+    # where not all fit, one that is level with the source loses nothing by staying behind
+    chosen = set([*dict.fromkeys(m.member_id for m in (rank_members(live)[0], *behind, *live))][:size])
+    return (_next_round(view, [member for member in live if member.member_id in chosen], ()),)
 
 
 def _break_on_loss(view: View, now_s: float) -> tuple[Action, ...]:
@@ -165,15 +171,14 @@ def _break_on_failure(view: View, _now_s: float) -> tuple[Action, ...]:
 
 def _admit(view: View, now_s: float) -> tuple[Action, ...]:
     """Newcomers wait and there is room: ask the roster to stop, once the newcomers of this moment are all here."""
-    room = _room(view)
-    if room <= 0 or not view.waiting_since_s:
+    waiting = _joining(view, len(view.round.roster))
+    if not waiting:
         return ()
     delay_s = view.settings.admission_delay_s
     # bounded: a trickle of newcomers must not put the first of them off for ever
     at_s = min(max(view.waiting_since_s.values()) + delay_s, min(view.waiting_since_s.values()) + 10 * delay_s)
     if now_s < at_s:
         return (Wake(at_s),)
-    waiting = min(room, len(view.waiting_since_s))
     because = f"{waiting} waiting to join"
     return (Publish(_amended(view, state=RoundState.GATHERING, waiting=waiting, because=because)),)
 
@@ -183,7 +188,7 @@ def _let_leave(view: View, _now_s: float) -> tuple[Action, ...]:
     if not view.leaving - view.ready - set(view.round.leaving):
         return ()
     leaving = tuple(name for name in view.round.roster if name in view.leaving)
-    waiting = min(_room(view) + len(leaving), len(view.waiting_since_s))
+    waiting = _joining(view, len(view.round.roster) - len(leaving))
     because = f"{shortlist(leaving)} asked to leave"
     change = {"state": RoundState.GATHERING, "waiting": waiting, "leaving": leaving, "because": because}
     return (Publish(_amended(view, **change)),)
@@ -199,19 +204,20 @@ def _form(view: View, now_s: float) -> tuple[Action, ...]:
     live = _live(view)
     unready = [member for member in live if not _is_ready(view, member)]
     staying, newcomers = _staying(view), _newcomers(view)
-    if len(staying) + len(newcomers) < view.settings.min_workers:
+    if not view.settings.usable(len(staying) + len(newcomers)):
         return _evict(view, unready)
-    chosen = (_with_the_last_source(view, staying) + newcomers)[: view.settings.max_workers]
+    members = _with_the_last_source(view, staying, newcomers) + newcomers
+    chosen = choose(members, view.settings.usable(len(members)), view.settings.multiple_of)
     return (_next_round(view, chosen, unready),)
 
 
-def _with_the_last_source(view: View, staying: list[Member]) -> list[Member]:
+def _with_the_last_source(view: View, staying: list[Member], newcomers: list[Member]) -> list[Member]:
     """Those who stay, and one that leaves if it alone has the best state: it hands it on in one more round."""
     names = (view.leaving & view.ready) - _released(view.round)
     if not names:
         return staying
     best = max((view.members[name] for name in view.round.roster if name in names), key=lambda member: member.worth)
-    if best.worth <= max([member.worth for member in staying], default=(Standing.FRESH, 0)):
+    if best.worth <= max([member.worth for member in (*staying, *newcomers)], default=(Standing.FRESH, 0)):
         return staying
     kept = {best.member_id, *(member.member_id for member in staying)}
     return [member for member in _live(view) if member.member_id in kept]
@@ -222,13 +228,13 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
     names = view.leaving & view.ready
     if not names or len(view.absent) + len(view.ready) < len(view.roster):
         return ()
-    if len(_staying(view)) + len(view.waiting_since_s) >= view.settings.min_workers:
+    if view.settings.usable(len(_staying(view)) + len(view.waiting_since_s)):
         return ()
     going = [view.members[name] for name in view.round.roster if name in names]
     if names <= _released(view.round):
         return ()
     ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.worth, reverse=True))
-    because = f"{shortlist(ordered)} left; fewer than min_workers={view.settings.min_workers} are here"
+    because = f"{shortlist(ordered)} left; fewer than {view.settings.least} are here"
     change = {"state": RoundState.BROKEN, "waiting": 0, "leaving": ordered, "hopeless": view.round.hopeless}
     return (Publish(_amended(view, **change, because=because)),)
 
@@ -241,10 +247,10 @@ def _give_up(view: View, _now_s: float) -> tuple[Action, ...]:
     may_come = len(view.absent - view.gave_up) + len(view.waiting_since_s)
     here = [member for member in _live(view) if not member.leaving]
     lost = [name for name in view.round.roster if name in view.gave_up]
-    is_hopeless = bool(lost and here) and len(here) + may_come < view.settings.min_workers
+    is_hopeless = bool(lost and here) and not view.settings.usable(len(here) + may_come)
     if is_hopeless == view.round.hopeless or (lost and not here):
         return ()
-    because = f"{shortlist(lost)} failed for good; the others are fewer than min_workers={view.settings.min_workers}"
+    because = f"{shortlist(lost)} failed for good; the others are fewer than {view.settings.least}"
     because = because if is_hopeless else "more workers have come"
     return (Publish(_amended(view, leaving=view.round.leaving, because=because, hopeless=is_hopeless)),)
 
@@ -268,9 +274,9 @@ def _wait_until_s(view: View) -> float:
     if view.ready:
         return -math.inf
     waiting = len(view.waiting_since_s)
-    if waiting < max(1, view.settings.min_workers):
+    if not view.settings.usable(waiting):
         return math.inf
-    if waiting >= view.settings.max_workers:
+    if waiting >= view.settings.largest:
         return _last_group_ended_s(view)
     return max(max(view.waiting_since_s.values()) + view.settings.last_call_s, _last_group_ended_s(view))
 
@@ -352,14 +358,17 @@ def _released(round_: Round) -> frozenset[str]:
     return frozenset(round_.leaving) if round_.state is RoundState.BROKEN else frozenset()
 
 
-def _room(view: View) -> int:
-    return view.settings.max_workers - len(view.round.roster)
+def _joining(view: View, staying: int) -> int:
+    """How many of those who wait a roster would take in on which so many stay."""
+    return max(0, view.settings.whole(staying + len(view.waiting_since_s)) - staying)
 
 
 def _newcomers(view: View) -> list[Member]:
-    return sorted(
-        (view.members[member_id] for member_id in view.waiting_since_s), key=lambda m: (m.arrival, m.member_id)
-    )
+    # a spare's state may be whole and of long ago: one of now is worth more, though its last step was not committed
+    now = max((member.step for member in _live(view) if member.standing is Standing.UNCOMMITTED), default=-1)
+    members = (view.members[member_id] for member_id in view.waiting_since_s)
+    worth = (replace(m, standing=min(m.standing, Standing.UNCOMMITTED)) if m.step < now else m for m in members)
+    return sorted(worth, key=lambda member: (member.arrival, member.member_id))
 
 
 def _amended(view: View, **changes: Any) -> Round:
@@ -387,10 +396,12 @@ def _forgotten(tombstones: Collection[str]) -> tuple[str, ...]:
 
 def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member]) -> Publish:
     ranked = rank_members(chosen)
-    source = ranked[0]
+    source = view.members[ranked[0].member_id]
+    is_old = may_be_behind(source, view.round)
     # who was evicted before and has not asked again is still no newcomer
     silent = [view.members[name] for name in view.round.evicted if name in view.members]
     evicted = [*unready, *(m for m in silent if m not in unready and not is_waiting(m, view.round))]
+    names = {member.member_id for member in (*ranked, *unready)}
     round_ = Round(
         number=view.round.number + 1,
         state=RoundState.RUNNING,
@@ -398,11 +409,12 @@ def _next_round(view: View, chosen: Sequence[Member], unready: Sequence[Member])
         store_address=source.store_address,
         # the step that nobody committed but whose weights are all that is left counts as done
         step=source.step + (1 if source.standing is Standing.UNCOMMITTED else 0),
-        standing=source.standing,
-        stale=tuple(rank for rank, member in enumerate(ranked) if member.worth < source.worth),
+        standing=min(source.standing, Standing.FRESH) if is_old else source.standing,
+        stale=tuple(rank for rank, member in enumerate(ranked) if member.worth < ranked[0].worth),
         evicted=tuple(member.member_id for member in evicted),
         because=f"{len(ranked)} members, source {source.member_id} at step {source.step}",
         edition=view.round.edition + 1,
         lost=tuple(name for name in view.round.roster if name in view.departed)[:MAX_FORGOTTEN],
+        spared=tuple(m.member_id for m in _live(view) if m.member_id not in names and not m.leaving)[:MAX_FORGOTTEN],
     )
     return Publish(round_, forgotten=_forgotten(view.tombstones))

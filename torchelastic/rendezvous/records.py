@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchelastic.foreign_json import Fields, decode_json, is_text
 from torchelastic.foreign_json import RecordError as RecordError  # what every reader of records catches
@@ -56,6 +56,32 @@ class Standing(enum.IntEnum):
     WHOLE = 3
 
 
+class Worth(NamedTuple):
+    """How good a state is as a source, among members that have not all trained together: the larger one is chosen.
+
+    As `Member.worth`, but for a whole state of long ago, which a member that has waited as a spare may have: it is
+    worth less than the one after a newer step that was not committed.
+
+    Attributes:
+        kind: torn before fresh before one that has progress.
+        step: committed steps.
+        standing: decides at equal steps.
+    """
+
+    kind: Standing
+    step: int
+    standing: Standing
+
+    @classmethod
+    def of(cls, standing: Standing, step: int) -> Worth:
+        """That of a state.
+
+        >>> Worth.of(Standing.WHOLE, 10) < Worth.of(Standing.UNCOMMITTED, 500) < Worth.of(Standing.WHOLE, 500)
+        True
+        """
+        return cls(min(standing, Standing.UNCOMMITTED), step, standing)
+
+
 @dataclass(frozen=True)
 class Member:
     """One worker, as its own agent declares it.
@@ -92,7 +118,7 @@ class Member:
 
     @property
     def worth(self) -> tuple[Standing, int]:
-        """The order in which members are chosen as the source of the state."""
+        """The order in which members are chosen as the source of the state, of those that trained together."""
         return (self.standing, self.step)
 
 
@@ -117,7 +143,8 @@ class Round:
         roster: member ids; the position is the rank.
         store_address: HOST:PORT of rank 0's TCPStore.
         step: committed steps of the source (rank 0) when the round began; while closing, of those who are done.
-        standing: what the source's state is worth; at FRESH or TORN nobody has progress.
+        standing: what the source's state is worth; at FRESH or TORN nobody has progress, as far as is known: that of a
+            source which has only waited while others trained may be old, and a checkpoint newer.
         stale: ranks whose state is worth less than the source's.
         waiting: how many newcomers the members shall stop for.
         evicted: members that were alive and did not get ready in time; their agents end them.
@@ -132,6 +159,7 @@ class Round:
             train without etcd: a new round begins only after the orphan timeout.
         hopeless: while broken: those that are left and those that may come back are too few, because others have failed
             for good: the run ends on the hosts of its members, unless hosts have come by then that are enough.
+        spared: of the round before, members that live and wait as spares, as not all fit; not all of very many.
     """
 
     number: int = 0
@@ -151,6 +179,7 @@ class Round:
     lost: tuple[str, ...] = ()
     orphaned: bool = False
     hopeless: bool = False
+    spared: tuple[str, ...] = ()
 
     @cached_property
     def members(self) -> frozenset[str]:
@@ -272,6 +301,7 @@ def round_to_dict(round_: Round) -> dict[str, Any]:
         **({"lost": list(round_.lost)} if round_.lost else {}),
         **({"orphaned": True} if round_.orphaned else {}),
         **({"hopeless": True} if round_.hopeless else {}),
+        **({"spared": list(round_.spared)} if round_.spared else {}),
     }
 
 
@@ -302,6 +332,7 @@ def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
         lost=fields.texts("lost", most=MAX_TEXT, is_optional=True),
         orphaned=fields.flag("orphaned"),
         hopeless=fields.flag("hopeless"),
+        spared=fields.texts("spared", most=MAX_TEXT, is_optional=True),
     )
     if len(set(round_.roster)) < len(round_.roster):
         raise RecordError(f"{source}: a member stands on the roster twice")

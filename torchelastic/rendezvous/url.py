@@ -32,6 +32,7 @@ class RendezvousUrl:
         run_id: names the run; every worker of a run uses the same.
         min_workers: no group is smaller.
         max_workers: no group is larger; more wait as spares.
+        multiple_of: the size of every group is a multiple of it; who is over waits as a spare.
         timeout_s: how long a worker waits for a group before it gives up.
         last_call_timeout_s: how long the first group waits for more after each arrival, from `min_workers` on.
         ttl_s: how long a host may be silent before it counts as lost.
@@ -50,6 +51,7 @@ class RendezvousUrl:
     ttl_s: float = 10.0
     connect_timeout_s: float = 30.0
     orphan_timeout_s: float = 300.0
+    multiple_of: int = 1
     etcd_prefix: str = DEFAULT_PREFIX
     access: AccessParameters = field(default_factory=AccessParameters)
 
@@ -67,6 +69,7 @@ class RendezvousUrl:
             self.last_call_timeout_s,
             ttl_s=self.ttl_s,
             orphan_timeout_s=self.orphan_timeout_s,
+            multiple_of=self.multiple_of,
         )
 
     @property
@@ -78,6 +81,7 @@ class RendezvousUrl:
         query: dict[str, object] = {
             "min_workers": self.min_workers,
             "max_workers": self.max_workers,
+            "multiple_of": self.multiple_of,
             "timeout": self.timeout_s,
             "last_call_timeout": self.last_call_timeout_s,
             "ttl": self.ttl_s,
@@ -101,7 +105,7 @@ _SECONDS = {
 }
 #: What a URL may say about access, besides `user:password@`.
 ACCESS_PARAMETERS = ("protocol", "cacert", "cert", "key", "user", "password_file")
-PARAMETERS = ("min_workers", "max_workers", *_SECONDS, "etcd_prefix", *ACCESS_PARAMETERS)
+PARAMETERS = ("min_workers", "max_workers", "multiple_of", *_SECONDS, "etcd_prefix", *ACCESS_PARAMETERS)
 
 _HOW = "write etcd://HOST:PORT/RUN_ID?min_workers=N"
 _ESCAPES = "and in a user's name or password / as %2F, ? as %3F, # as %23, [ as %5B, % as %25"
@@ -115,7 +119,8 @@ def parse_url(url: str) -> RendezvousUrl:
 
     Raises:
         RendezvousUrlError: another scheme, no host, no run id, an unknown or repeated parameter, a value that is no
-            number or out of range, min above max, a password where it does not belong. The message names the part.
+            number or out of range, min above max, no usable size between them, a password where it does not belong. The
+            message names the part.
     """
     parts = _split(url)
     if parts.scheme != "etcd":
@@ -134,6 +139,12 @@ def parse_url(url: str) -> RendezvousUrl:
         raise RendezvousUrlError(
             f"max_workers={max_workers} is below min_workers={min_workers}: raise max or lower min"
         )
+    multiple_of = _whole(query, "multiple_of", 1)
+    if not Settings(min_workers, max_workers, multiple_of=multiple_of).usable(max_workers):
+        raise RendezvousUrlError(
+            f"multiple_of={multiple_of}: no multiple of it lies between min_workers={min_workers} and "
+            f"max_workers={max_workers}: no group could ever be formed; raise max_workers or lower min_workers"
+        )
     seconds = {attribute: _positive_s(query, name) for name, attribute in _SECONDS.items() if name in query}
     ttl_s = seconds.get("ttl_s", 10.0)
     if ttl_s < SMALLEST_TTL_S:
@@ -143,6 +154,7 @@ def parse_url(url: str) -> RendezvousUrl:
         run_id=run_id,
         min_workers=min_workers,
         max_workers=max_workers,
+        multiple_of=multiple_of,
         etcd_prefix=query.get("etcd_prefix", DEFAULT_PREFIX),
         access=_parse_access(parts.netloc, query),
         **seconds,

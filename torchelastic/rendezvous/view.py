@@ -28,6 +28,7 @@ class Settings:
         admission_delay_s: how long a running group waits for further newcomers before it is asked to stop for them.
         ttl_s: how long a host may be silent.
         orphan_timeout_s: how long a group may train without contact to the store; infinite: as long as it likes.
+        multiple_of: the size of every roster is a multiple of it; who is over waits as a spare.
     """
 
     min_workers: int
@@ -36,6 +37,48 @@ class Settings:
     admission_delay_s: float = 0.1
     ttl_s: float = 10.0
     orphan_timeout_s: float = 300.0
+    multiple_of: int = 1
+
+    @property
+    def smallest(self) -> int:
+        """The size of the smallest roster.
+
+        >>> Settings(3, 9, multiple_of=2).smallest
+        4
+        """
+        return -(-self.min_workers // self.multiple_of) * self.multiple_of
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest roster."""
+        return self.whole(self.max_workers)
+
+    def whole(self, count: int) -> int:
+        """How many of so many members fit on one roster, if they are not too few.
+
+        >>> [Settings(3, 9, multiple_of=2).whole(count) for count in (3, 4, 5, 20)]
+        [2, 4, 4, 8]
+        """
+        return min(count, self.max_workers) // self.multiple_of * self.multiple_of
+
+    def usable(self, count: int) -> int:
+        """The size of the roster of so many members; 0: they are too few for one.
+
+        >>> [Settings(3, 9, multiple_of=2).usable(count) for count in (3, 4, 5, 20)]
+        [0, 4, 4, 8]
+        """
+        size = self.whole(count)
+        return size if size >= self.min_workers else 0
+
+    @property
+    def least(self) -> str:
+        """What a group needs, for messages.
+
+        >>> Settings(3, 9, multiple_of=2).least
+        'min_workers=3 with multiple_of=2'
+        """
+        multiple = "" if self.multiple_of == 1 else f" with multiple_of={self.multiple_of}"
+        return f"min_workers={self.min_workers}{multiple}"
 
 
 @dataclass(frozen=True)
@@ -119,11 +162,16 @@ def is_waiting(member: Member, round_: Round) -> bool:
 
     What an evicted member asked for before it was evicted was granted then: only what it asks for afterwards counts.
     """
-    if is_done(member, round_) or member.ready_for == 0 or member.leaving:
-        return False
+    if is_done(member, round_) or member.ready_for <= member.done or member.leaving:
+        return False  # it has finished, and has not asked since
     if member.member_id in round_.members:
         return member.ready_for > round_.number
     return member.member_id not in round_.evicted or member.ready_for >= round_.number
+
+
+def may_be_behind(member: Member, round_: Round) -> bool:
+    """Whether it has waited while others had the round that it asked for, and may have committed steps in it."""
+    return member.member_id not in round_.members and 0 < member.ready_for <= round_.number
 
 
 def is_done(member: Member, round_: Round) -> bool:
@@ -228,5 +276,6 @@ def check_invariants(view: View) -> None:
     assert len(round_.roster) <= settings.max_workers, f"{len(round_.roster)} > max {settings.max_workers}"
     if round_.number > 0:
         assert len(round_.roster) >= settings.min_workers, f"{len(round_.roster)} < min {settings.min_workers}"
+        assert len(round_.roster) % settings.multiple_of == 0, f"{len(round_.roster)} is no multiple"
         assert round_.store_address, "a round without a store address"
         assert 0 not in round_.stale, "rank 0 must be a source"

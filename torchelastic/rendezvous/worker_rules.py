@@ -88,6 +88,20 @@ def may_go(member: Member, known: Round | None) -> bool:
     return known.state is RoundState.BROKEN and member.member_id in known.leaving
 
 
+def wait_left_s(since_s: float, trained_until_s: float, now_s: float, timeout_s: float) -> float:
+    """How long a worker may still wait for a group before the run's time-out; 0 or less: it is over.
+
+    That of a spare begins when the others stop training, and does not run while they train.
+
+    Args:
+        since_s: when it asked.
+        trained_until_s: when others trained last; infinite: they do now.
+        now_s: all by one clock.
+        timeout_s: of the run.
+    """
+    return timeout_s - max(0.0, now_s - max(since_s, trained_until_s))
+
+
 def is_granted(round_: Round, member_id: str, after: int) -> bool:
     """Whether this is a group for a member whose last one was round `after` (0: it has had none)."""
     return round_.number > after and _runs(round_) and member_id in round_.members
