@@ -12,12 +12,12 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.local.choice import Holding
-from torchelastic.checkpoint.local.image import tensors_of
 from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.local.shard_folder import ShardFolder
 from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.writing import hidden_path
 
 log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.image import read_header
 from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards import Disk, Header, ShardReader, SlotPool, Stage
+from torchelastic.checkpoint.shards.image import read_header
 from torchelastic.checkpoint.shards.pool import remove_left_overs
 
 log = logging.getLogger(__name__)

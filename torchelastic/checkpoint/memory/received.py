@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.local.image import tensors_of
 from torchelastic.checkpoint.memory.commit import Commit, commit_from
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName
 from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
+from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.tree import unflatten
 
 #: A commit holds metadata and small extra files; nobody may fill this host's memory with one.

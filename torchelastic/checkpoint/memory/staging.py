@@ -13,7 +13,6 @@ import xxhash
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.local.image import read_header
 from torchelastic.checkpoint.memory.commit import StoredItem
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
@@ -25,6 +24,7 @@ from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksums_in
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
+from torchelastic.checkpoint.shards.image import read_header
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage, seal
 

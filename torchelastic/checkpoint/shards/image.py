@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards import Header, Slot, Stage
 from torchelastic.checkpoint.shards.batches import checksums_in
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_header, decode_preamble
-from torchelastic.checkpoint.shards.stage import capacity_for, tensor_at
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Header, decode_header, decode_preamble
+from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.checkpoint.shards.stage import Stage, capacity_for, tensor_at
 
 
 def image_of(header: Header, sources: list[torch.Tensor]) -> torch.Tensor:
