@@ -41,20 +41,16 @@ class RecordingShelf(MemoryShelf):
         self.abandoned: list[str] = []
         self.places: dict[str, bytearray] = {}
 
-    def destination(self, object_id: str, size_bytes: int) -> bytearray | None:
-        place = super().destination(object_id, size_bytes)
-        if place is not None:
-            self.places[object_id] = place
-        return place
+    def destination(self, object_id: str, size_bytes: int) -> bytearray:
+        self.places[object_id] = super().destination(object_id, size_bytes)
+        return self.places[object_id]
 
     def abandon(self, object_id: str) -> None:
         super().abandon(object_id)
         self.abandoned.append(object_id)
 
     def put(self, object_id: str, content: bytes, digest: str) -> None:
-        place = super().destination(object_id, len(content))
-        assert place is not None
-        place[:] = content
+        super().destination(object_id, len(content))[:] = content
         self.received(object_id, digest)
 
     def bytes_of(self, object_id: str) -> bytes:

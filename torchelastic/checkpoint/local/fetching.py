@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -82,7 +83,7 @@ def _fetch(shard: Shard, client: ReplicaClient, files: ShardFolder) -> ShardRead
     def check(view: memoryview) -> None:
         tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
 
-    pull_into(files, name, client, check)
+    pull_into(files, name, partial(client.pull, name), check)
     log.info("fetched %s from %s", shard, client.peer)
     return ShardReader(files.path_of(shard, files.rank))
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
-from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
+from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
 from torchelastic.checkpoint.shards import Disk, Header, ShardReader, SlotPool, Stage
 from torchelastic.checkpoint.shards.image import read_header
 from torchelastic.checkpoint.shards.pool import remove_left_overs
+from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
 
 log = logging.getLogger(__name__)
 
@@ -239,11 +240,20 @@ class ShardFolder:
     # --- shards of others ---------------------------------------------------------------------------------------------
 
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
-        """See `ReplicaShelf`: a warm slot. Raises: ValueError if that is no shard's name."""
+        """See `ReplicaShelf`: a warm slot.
+
+        Raises:
+            ValueError: that is no shard's name.
+            ReplicaRefusedError: there is no room, and waiting for it would be in vain: what lies here stays until the
+                next save is complete.
+        """
         if Shard.parse(object_id) is None:
             raise ValueError(f"{object_id!r} is no name of a shard")
         self._require_folder()
-        return self._replicas.take(object_id, size_bytes)
+        try:
+            return self._replicas.take(object_id, size_bytes)
+        except CheckpointError as error:
+            raise ReplicaRefusedError(str(error)) from error
 
     def received(self, object_id: str, digest: str) -> None:
         """See `ReplicaShelf`: gives it its name, in place of what has it already.
@@ -262,7 +272,7 @@ class ShardFolder:
                 target = self.path_of(shard, self.rank)
                 if target.exists():
                     self._retire(target)
-                self._replicas.publish(object_id, target, shard.rank, digest)
+                self._replicas.publish(object_id, target, digest)
         except BaseException:
             self._replicas.abandon(object_id)
             raise

@@ -29,11 +29,11 @@ from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.job import claim
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, is_part
 from torchelastic.checkpoint.memory.slots import Slots
-from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import hidden_path, save_tree

@@ -31,9 +31,7 @@ def read_header(memory: memoryview, name: str) -> tuple[Header, int]:
     """
     try:
         preamble = decode_preamble(bytes(memory[:PREAMBLE_BYTES]))
-        end = preamble.data_offset_bytes + preamble.data_bytes
-        if memory.nbytes < end:
-            raise CorruptCheckpointError(f"it has {memory.nbytes} bytes of {end}: it was cut")
+        preamble.shard_bytes(memory.nbytes)
         encoded = bytes(memory[PREAMBLE_BYTES : PREAMBLE_BYTES + preamble.header_bytes])
         return decode_header(encoded, preamble), preamble.data_offset_bytes
     except CorruptCheckpointError as error:
