@@ -14,7 +14,7 @@ from types import TracebackType
 from unittest import mock
 
 from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
-from torchelastic.checkpoint.replication.protocol import Connection
+from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0
@@ -133,16 +133,16 @@ def client_of(server: ReplicaServer | Wire, token: str = TOKEN, retry_s: float =
 @contextmanager
 def between_chunks(call: Callable[[], object]) -> Iterator[None]:
     """Calls something before every chunk of an object but the first, whoever in this process sends it."""
-    send_chunk = Connection.send_chunk
-    begun: set[Connection] = set()
+    send_chunk = ReplicaConnection.send_chunk
+    begun: set[ReplicaConnection] = set()
 
-    def call_and_send(connection: Connection, chunk: memoryview, running_digest: int) -> None:
+    def call_and_send(connection: ReplicaConnection, chunk: memoryview, running_digest: int) -> None:
         if connection in begun:
             call()
         begun.add(connection)
         send_chunk(connection, chunk, running_digest)
 
-    with mock.patch.object(Connection, "send_chunk", call_and_send):
+    with mock.patch.object(ReplicaConnection, "send_chunk", call_and_send):
         yield
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
+from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
 from torchelastic.checkpoint.shards import Disk, Header, ShardReader, SlotPool, Stage
@@ -34,7 +34,7 @@ PAUSE_S = 0.005
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldShard:
     """A shard that lies here.
 
     Attributes:
@@ -87,7 +87,7 @@ class ShardFolder:
         """Where a shard lies, or would."""
         return self.root / str(folder) / shard.file_name
 
-    def held(self, folders: Iterable[int]) -> list[Held]:
+    def held(self, folders: Iterable[int]) -> list[HeldShard]:
         """The shards in some of the folders whose headers are as they should be; warnings name the others."""
         self._require_folder()
         self.settle()
@@ -97,7 +97,7 @@ class ShardFolder:
                 try:
                     with ShardReader(self.path_of(shard, folder)) as reader:
                         self._check(reader.header, shard, str(reader.path))
-                        found.append(Held(shard, folder, float(reader.header.meta.get("saved_s", 0.0))))
+                        found.append(HeldShard(shard, folder, float(reader.header.meta.get("saved_s", 0.0))))
                 except CorruptCheckpointError as error:
                     log.warning("%s; it is passed over", error)
                 except (CheckpointError, TypeError, ValueError) as error:
@@ -110,7 +110,7 @@ class ShardFolder:
             held_bytes = sum(path.stat().st_size for path in self.root.glob(f"*/*{SUFFIX}"))
             return shutil.disk_usage(self.root).free >= 2 * held_bytes
 
-    def saves_in(self, folders: Iterable[int]) -> set[Save]:
+    def saves_in(self, folders: Iterable[int]) -> set[LocalSave]:
         """The saves of which anything lies in some of the folders."""
         return {shard.save for folder in folders for shard in self._shards_in(folder)}
 
@@ -157,7 +157,7 @@ class ShardFolder:
             self._in_flight[shard] = stage, write
 
     @property
-    def busy(self) -> set[Save]:
+    def busy(self) -> set[LocalSave]:
         """The saves that are being written here, or received."""
         coming = {shard.save for name in self._replicas.incoming() if (shard := Shard.parse(name))}
         with self._lock:
@@ -202,7 +202,7 @@ class ShardFolder:
                 else:
                     self._drop(stage)
 
-    def call_off(self, save: Save) -> None:
+    def call_off(self, save: LocalSave) -> None:
         """A save has failed somewhere: what is here of it goes."""
         with self._lock:
             for shard in [shard for shard in self._in_flight if shard.save == save]:
@@ -217,7 +217,7 @@ class ShardFolder:
         if path is not None:
             self._remove(path)
 
-    def prune(self, doomed: Collection[Save], folders: Iterable[int]) -> None:
+    def prune(self, doomed: Collection[LocalSave], folders: Iterable[int]) -> None:
         """Removes all shards of some saves from some folders; a failure is logged, and tried again the next time."""
         with self._lock:
             for folder in folders:

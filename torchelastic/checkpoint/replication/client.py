@@ -22,8 +22,8 @@ from torchelastic.checkpoint.replication.errors import (
 )
 from torchelastic.checkpoint.replication.protocol import (
     CHUNK_BYTES,
-    Connection,
     Message,
+    ReplicaConnection,
     check_limits,
     greet_server,
     number_in,
@@ -204,7 +204,7 @@ class ReplicaClient:
         )
 
     @contextmanager
-    def _connected(self) -> Iterator[Connection]:
+    def _connected(self) -> Iterator[ReplicaConnection]:
         try:
             connected = socket.create_connection(self.address, self._timeout_s)
         except TimeoutError as error:
@@ -214,7 +214,7 @@ class ReplicaClient:
             ) from error
         except OSError as error:
             raise PeerLostError(f"{self.peer} cannot be reached: {error.strerror or error}") from error
-        connection = Connection(connected, self.peer, self._timeout_s)
+        connection = ReplicaConnection(connected, self.peer, self._timeout_s)
         try:
             greet_server(connection, self._token)
             yield connection

@@ -43,7 +43,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FailedRead:
     """A read that has failed.
 
     Attributes:
@@ -57,7 +57,7 @@ class Fault:
     why: str
 
     @classmethod
-    def from_plain(cls, plain: Sequence[Any]) -> Fault:
+    def from_plain(cls, plain: Sequence[Any]) -> FailedRead:
         """Out of what another rank has sent."""
         shard_rank, reader, tier, is_damage, why = plain
         return cls(Read(int(shard_rank), int(reader), str(tier)), bool(is_damage), str(why))
@@ -164,7 +164,7 @@ class Restoring:
 
     def _restore(self, candidate: Candidate) -> Restored | None:
         """Try all copies of its shards; None if it is damaged for good."""
-        faults: list[Fault] = []
+        faults: list[FailedRead] = []
         while True:
             reads = reads_without(candidate, {fault.read for fault in faults})
             if reads is None:
@@ -181,7 +181,7 @@ class Restoring:
                 log.warning("%s: %s", candidate.name, fault.why)
             faults += new_faults
 
-    def _give_up(self, candidate: Candidate, faults: Sequence[Fault]) -> None:
+    def _give_up(self, candidate: Candidate, faults: Sequence[FailedRead]) -> None:
         why = "; ".join(fault.why for fault in faults)
         if not all(fault.is_damage for fault in faults):
             raise CheckpointError(f"the checkpoint {candidate.name} cannot be read: {why}")
@@ -189,7 +189,7 @@ class Restoring:
 
     def _open(
         self, candidate: Candidate, reads: Sequence[Read], stack: ExitStack
-    ) -> tuple[dict[Read, ShardReader], list[Fault]]:
+    ) -> tuple[dict[Read, ShardReader], list[FailedRead]]:
         opened: dict[Read, ShardReader] = {}
         faults = []
         for read in reads:
@@ -198,9 +198,9 @@ class Restoring:
             try:
                 opened[read] = stack.enter_context(self._tiers[read.tier].open(candidate.name, read.shard_rank))
             except CheckpointError as error:
-                faults.append(Fault(read, isinstance(error, CorruptCheckpointError), str(error)))
+                faults.append(FailedRead(read, isinstance(error, CorruptCheckpointError), str(error)))
         self._peers.barrier()  # a download may take its time
-        return opened, [Fault.from_plain(each) for told in self._peers.all_gather(_plain(faults)) for each in told]
+        return opened, [FailedRead.from_plain(each) for told in self._peers.all_gather(_plain(faults)) for each in told]
 
     def _bring(self, reads: Sequence[Read], opened: dict[Read, ShardReader], stack: ExitStack) -> list[ShardReader]:
         """All shards on rank 0, in the order of the reads; on the others nothing."""
@@ -230,7 +230,7 @@ class Restoring:
 
     def _read(
         self, candidate: Candidate, reads: Sequence[Read], shards: Sequence[ShardReader]
-    ) -> tuple[Restored | None, list[Fault]]:
+    ) -> tuple[Restored | None, list[FailedRead]]:
         kind, tree, faults, why = None, None, [], ""
         if self._peers.rank == 0:
             try:
@@ -246,14 +246,14 @@ class Restoring:
         if why:
             raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {why}")
         if told:
-            return None, [Fault.from_plain(each) for each in told]
+            return None, [FailedRead.from_plain(each) for each in told]
         return Restored(candidate.name, tuple(sorted({read.tier for read in reads})), kind, tree), []
 
     def _places(self) -> str:
         return ", ".join(tier.where for tier in self._tiers.values())
 
 
-def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Fault]:
+def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[FailedRead]:
     """Which of the shards it is; for the rare case that one is."""
     faults = []
     for read, shard in zip(reads, shards, strict=True):
@@ -261,11 +261,13 @@ def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Fault
             shard.verify()
         except CorruptCheckpointError as error:
             faults.append(
-                Fault(read, True, f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}")
+                FailedRead(
+                    read, True, f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}"
+                )
             )
     return faults
 
 
-def _plain(faults: Sequence[Fault]) -> list[list[Any]]:
-    """What JSON can hold; `Fault.from_plain` is the inverse, one by one."""
+def _plain(faults: Sequence[FailedRead]) -> list[list[Any]]:
+    """What JSON can hold; `FailedRead.from_plain` is the inverse, one by one."""
     return [[*astuple(fault.read), fault.is_damage, fault.why] for fault in faults]
