@@ -15,7 +15,8 @@ from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.local.names import LocalSave
 from torchelastic.checkpoint.shards import ShardOf, save_tree
-from torchelastic.checkpoint.store import Manifest, SaveId, begin, commit, write_shard
+from torchelastic.checkpoint.store import Manifest, SaveId
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 Capture = pytest.CaptureFixture[str]
 

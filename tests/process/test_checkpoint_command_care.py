@@ -26,16 +26,9 @@ from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.shards import save_tree
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header
-from torchelastic.checkpoint.store import (
-    Manifest,
-    SaveId,
-    begin,
-    commit,
-    list_checkpoints,
-    open_checkpoint,
-    remove_checkpoint,
-    write_shard,
-)
+from torchelastic.checkpoint.store import Manifest, SaveId, list_checkpoints, open_checkpoint
+from torchelastic.checkpoint.store.pruning import remove_checkpoint
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 # --- verify -----------------------------------------------------------------------------------------------------------
 

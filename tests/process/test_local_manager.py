@@ -34,7 +34,7 @@ from torchelastic.checkpoint.policy import KeepEvery, KeepLast
 from torchelastic.checkpoint.replication.addresses import own_address
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from torchelastic.checkpoint.replication.topology import PeerTopology
-from torchelastic.checkpoint.shards import Disk
+from torchelastic.checkpoint.shards.disk import Disk
 
 
 def state(value: float, size: int = 100) -> BasicTensorAwareStateDict:

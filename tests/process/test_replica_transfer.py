@@ -28,9 +28,9 @@ from torchelastic.checkpoint.replication import (
     PeerStalledError,
     ReplicaRefusedError,
     ReplicaServer,
-    digest_of,
     pull_from_any,
 )
+from torchelastic.checkpoint.replication.receive import digest_of
 
 
 @pytest.fixture

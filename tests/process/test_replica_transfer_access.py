@@ -29,7 +29,6 @@ from torchelastic.checkpoint.replication import (
     ReplicaClient,
     ReplicaRefusedError,
     ReplicaServer,
-    digest_of,
 )
 from torchelastic.checkpoint.replication.protocol import (
     MESSAGE,
@@ -39,6 +38,7 @@ from torchelastic.checkpoint.replication.protocol import (
     greet_client,
     token_bytes,
 )
+from torchelastic.checkpoint.replication.receive import digest_of
 
 
 @pytest.fixture

@@ -35,10 +35,10 @@ from torchelastic.checkpoint.replication import (
     ReplicaClient,
     ReplicaServer,
     ReplicationError,
-    digest_of,
     pull_from_any,
 )
 from torchelastic.checkpoint.replication.protocol import CHUNK, HEADER_BYTES, ReplicaConnection, encode_header
+from torchelastic.checkpoint.replication.receive import digest_of
 
 
 @contextmanager

@@ -38,8 +38,9 @@ from torchelastic.checkpoint.shards.header import (
     lay_out,
 )
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
-from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry, candidates
+from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry
 from torchelastic.checkpoint.store.save_id import shard_file_name
+from torchelastic.checkpoint.store.selection import candidates
 from torchelastic.checkpoint.tiered.agreement import SaveAgreement
 from torchelastic.checkpoint.tiered.share import TreeShare
 from torchelastic.group.notes import Drawer, Notes, Patience

@@ -12,14 +12,12 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication import (
     CorruptReplicaError,
     DamagedFrameError,
-    IncomingObject,
     MemoryShelf,
     OutdatedRoundError,
     ReplicaBusyError,
     ReplicaRefusedError,
-    digest_of,
 )
-from torchelastic.checkpoint.replication.receive import Reception
+from torchelastic.checkpoint.replication.receive import IncomingObject, Reception, digest_of
 
 # --- an object on its way ---------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ def choose(memory_step: int | None, seen: Sequence[Iterable[Durable]]) -> Resume
         seen: the durable checkpoints that each rank sees; one that not all see is no choice.
 
     >>> choose(7, [[Durable(True, 5)], [Durable(True, 5), Durable(True, 10)]])
-    Choice(from_memory=True, durable=Durable(is_full=True, step=5))
+    ResumeChoice(from_memory=True, durable=Durable(is_full=True, step=5))
     """
     by_all = set.intersection(*(set(each) for each in seen)) if seen else set()
     durable = max(by_all, default=None)

@@ -208,7 +208,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _policy(options: argparse.Namespace) -> KeepPolicy:
-    from torchelastic.checkpoint.policy import KeepBest, KeepEvery, KeepIfAny, KeepLast
+    from torchelastic.checkpoint.policy import KeepBest, KeepEvery, KeepLast
+    from torchelastic.checkpoint.policy.keeping import KeepIfAny
 
     rules: list[KeepPolicy] = []
     try:

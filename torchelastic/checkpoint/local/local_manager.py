@@ -26,9 +26,11 @@ from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet
-from torchelastic.checkpoint.shards import Disk, Header, ShardReader, Stage, read_into
-from torchelastic.checkpoint.shards.disk import REAL_DISK, is_in_memory
+from torchelastic.checkpoint.shards import ShardReader, read_into
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
+from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 

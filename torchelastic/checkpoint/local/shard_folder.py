@@ -19,10 +19,13 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
-from torchelastic.checkpoint.shards import Disk, Header, ShardReader, SlotPool, Stage
+from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.image import read_header
-from torchelastic.checkpoint.shards.pool import remove_left_overs
+from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
+from torchelastic.checkpoint.shards.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +301,7 @@ class ShardFolder:
 
     def digest(self, object_id: str) -> str | None:
         """See `ReplicaShelf`."""
-        return self._replicas.digest(self.path / object_id)
+        return self._replicas.digest_at(self.path / object_id)
 
     def ids(self) -> list[str]:
         """See `ReplicaShelf`."""

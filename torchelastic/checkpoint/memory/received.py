@@ -108,7 +108,7 @@ class ReceivedObjects:
             return None
         if name.file == COMMIT_FILE:
             return None
-        return container.received.digest(container.folder_of(name.step) / name.file)
+        return container.received.digest_at(container.folder_of(name.step) / name.file)
 
     def ids(self) -> list[str]:
         """See `ReplicaShelf`."""

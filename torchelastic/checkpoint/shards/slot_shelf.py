@@ -60,7 +60,7 @@ class SlotShelf:
         Args:
             key: as given to `take`.
             path: of the shard from now on.
-            digest: what `digest` is to return; None if the sender gave none.
+            digest: what `digest_at` is to return; None if the sender gave none.
 
         Raises:
             CorruptCheckpointError: what was received is no whole shard.
@@ -88,7 +88,7 @@ class SlotShelf:
         if stage is not None:
             self._pool.give_back(stage)
 
-    def digest(self, path: Path) -> str | None:
+    def digest_at(self, path: Path) -> str | None:
         """What was given to `publish`; None if the shard is not here, or was not received."""
         with self._lock:
             return self._published.get(path) if path.exists() else None

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint import store
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy
@@ -20,8 +19,10 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.pruning import abandon, prune, remove_left_overs
 from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Writer:
 
     def begin(self, save: StateSave) -> None:
         """Makes the hidden folder; no rank writes before all have done it. Raises: CheckpointError."""
-        store.begin(save.root, save.name, self._disk)
+        begin(save.root, save.name, self._disk)
 
     def write(self, save: StateSave) -> ShardRecord:
         """Writes this rank's shard, onto the disk. Raises: CheckpointError."""
@@ -86,23 +87,23 @@ class Writer:
         save.stage = self._pool.seal(save.stage, header)
         data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
         folder = save.root / save.name.staging_name  # not made here: if it is gone, the save was given up
-        return store.write_shard(folder, save.rank, save.world_size, data, self._disk)
+        return write_shard(folder, save.rank, save.world_size, data, self._disk)
 
     def publish(self, save: StateSave, records: list[ShardRecord], fence: Fence) -> None:
         """On rank 0, when all have written: one rename, then what is not kept goes. Raises: CheckpointError."""
         manifest = Manifest(save.name, save.run_id, save.world_size, tuple(records), saved_s=time.time())
-        store.commit(save.root, manifest, fence=fence, disk=self._disk)
+        commit(save.root, manifest, fence=fence, disk=self._disk)
         try:
-            store.prune(save.root, self._keep, self._disk, kind=Kind.TRAINING_STATE)
+            prune(save.root, self._keep, self._disk, kind=Kind.TRAINING_STATE)
             # of saves of this job that were given up, too
-            store.remove_left_overs(save.root, (*save.name.token, save.name.generation), self._disk)
+            remove_left_overs(save.root, (*save.name.token, save.name.generation), self._disk)
         except CheckpointError as error:  # what is saved is saved
             log.warning("%s is saved, and what is old could not be removed: %s", save.name, error)
 
     def abandon(self, save: StateSave) -> None:
         """Removes what was written; whoever waits for it sees that. Raises nothing."""
         try:
-            store.abandon(save.root, save.name, self._disk)
+            abandon(save.root, save.name, self._disk)
         except CheckpointError:
             pass  # only left-overs, which the next job removes; the first error is the one to see
 
