@@ -13,9 +13,10 @@ import torch
 
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.command.main import main
-from torchelastic.checkpoint.local.names import Save
+from torchelastic.checkpoint.local.names import LocalSave
 from torchelastic.checkpoint.shards import ShardOf, save_tree
-from torchelastic.checkpoint.store import Manifest, SaveId, begin, commit, write_shard
+from torchelastic.checkpoint.store import Manifest, SaveId
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 Capture = pytest.CaptureFixture[str]
 
@@ -47,7 +48,7 @@ def add_streams(root: Path, count: int) -> None:
 
 def add_local(root: Path, generation: int, ranks: int = 2, holders: int | None = None) -> list[Path]:
     """A save of `LocalCheckpointManager` in which each rank has a state of its own."""
-    save = Save(generation, 10 * generation, ranks, f"{generation:08x}")
+    save = LocalSave(generation, 10 * generation, ranks, f"{generation:08x}")
     paths = []
     for rank in range(ranks if holders is None else holders):
         shard = save.shard(rank)

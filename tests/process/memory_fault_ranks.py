@@ -32,7 +32,7 @@ from torchelastic.checkpoint.memory import (
 )
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
-from torchelastic.checkpoint.replication.protocol import Connection
+from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -109,7 +109,7 @@ def kind_of(path: Path | None) -> str:
 
 def _strike_while_receiving(fault: Fault) -> None:
     """Half of the last chunk is there, and not what was sent."""
-    receive = Connection.receive_object
+    receive = ReplicaConnection.receive_object
 
     def receive_and_strike(connection: Any, incoming: Any) -> None:
         what = "commit" if incoming.object_id.endswith(COMMIT_FILE) else "shard"
@@ -126,7 +126,7 @@ def _strike_while_receiving(fault: Fault) -> None:
             connection.fill = fill_half
         receive(connection, incoming)
 
-    Connection.receive_object = receive_and_strike  # type: ignore[assignment,method-assign]
+    ReplicaConnection.receive_object = receive_and_strike  # type: ignore[assignment,method-assign]
 
 
 # --- what ranks do ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName, save_id_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
-from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
+from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.tree import flatten
 
 SIZE = 5000
@@ -92,7 +92,7 @@ def publish(each: Member, step: int, save_id: str) -> Path:
 
 
 def push(each: Member, step: int, path: Path) -> int:
-    content = sealed_bytes(path, each.rank)
+    content = sealed_bytes(path)
     assert content is not None
     return each.replication.push(str(ObjectName(JOB, step, path.name)), content)
 
@@ -115,7 +115,7 @@ def save(each: Member, step: int, generation: int, *, replicate: bool = True, sp
         commit = commit_of(each.replication.world_size, step, generation, save_id)
         written = each.container.write_commit(commit, is_settled=False)
         if spread:
-            content = sealed_bytes(written, 0)
+            content = sealed_bytes(written)
             assert content is not None
             assert each.replication.spread(str(ObjectName(JOB, step, COMMIT_FILE)), content) == []
             each.container.settle(step)

@@ -14,7 +14,7 @@ from types import TracebackType
 from unittest import mock
 
 from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
-from torchelastic.checkpoint.replication.protocol import Connection
+from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0
@@ -41,20 +41,16 @@ class RecordingShelf(MemoryShelf):
         self.abandoned: list[str] = []
         self.places: dict[str, bytearray] = {}
 
-    def destination(self, object_id: str, size_bytes: int) -> bytearray | None:
-        place = super().destination(object_id, size_bytes)
-        if place is not None:
-            self.places[object_id] = place
-        return place
+    def destination(self, object_id: str, size_bytes: int) -> bytearray:
+        self.places[object_id] = super().destination(object_id, size_bytes)
+        return self.places[object_id]
 
     def abandon(self, object_id: str) -> None:
         super().abandon(object_id)
         self.abandoned.append(object_id)
 
     def put(self, object_id: str, content: bytes, digest: str) -> None:
-        place = super().destination(object_id, len(content))
-        assert place is not None
-        place[:] = content
+        super().destination(object_id, len(content))[:] = content
         self.received(object_id, digest)
 
     def bytes_of(self, object_id: str) -> bytes:
@@ -137,16 +133,16 @@ def client_of(server: ReplicaServer | Wire, token: str = TOKEN, retry_s: float =
 @contextmanager
 def between_chunks(call: Callable[[], object]) -> Iterator[None]:
     """Calls something before every chunk of an object but the first, whoever in this process sends it."""
-    send_chunk = Connection.send_chunk
-    begun: set[Connection] = set()
+    send_chunk = ReplicaConnection.send_chunk
+    begun: set[ReplicaConnection] = set()
 
-    def call_and_send(connection: Connection, chunk: memoryview, running_digest: int) -> None:
+    def call_and_send(connection: ReplicaConnection, chunk: memoryview, running_digest: int) -> None:
         if connection in begun:
             call()
         begun.add(connection)
         send_chunk(connection, chunk, running_digest)
 
-    with mock.patch.object(Connection, "send_chunk", call_and_send):
+    with mock.patch.object(ReplicaConnection, "send_chunk", call_and_send):
         yield
 
 

@@ -22,20 +22,13 @@ from tests.process.command_checkpoints import (
     run,
 )
 from torchelastic.checkpoint.command import listing
-from torchelastic.checkpoint.command.format import Found
+from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.shards import save_tree
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header
-from torchelastic.checkpoint.store import (
-    Manifest,
-    SaveId,
-    begin,
-    commit,
-    list_checkpoints,
-    open_checkpoint,
-    remove_checkpoint,
-    write_shard,
-)
+from torchelastic.checkpoint.store import Manifest, SaveId, list_checkpoints, open_checkpoint
+from torchelastic.checkpoint.store.pruning import remove_checkpoint
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 # --- verify -----------------------------------------------------------------------------------------------------------
 
@@ -109,7 +102,7 @@ def test_verify_passes_over_what_is_removed_while_it_reads(
         add_checkpoint(tmp_path, step)
     find = listing.find
 
-    def removes(path: Path) -> list[Found]:
+    def removes(path: Path) -> list[FoundCheckpoint]:
         found = find(path)
         remove_checkpoint(path, SaveId(1, 2, 1, 1))
         return found

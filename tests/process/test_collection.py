@@ -11,20 +11,9 @@ import torch
 from tests.process.tier_saves import hidden_in, name_at, require_whole, sealed, state_at
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.store import (
-    MANIFEST_NAME,
-    Manifest,
-    SaveId,
-    abandon,
-    begin,
-    commit,
-    list_checkpoints,
-    open_checkpoint,
-    prune,
-    remove_checkpoint,
-    remove_left_overs,
-    write_shard,
-)
+from torchelastic.checkpoint.store import MANIFEST_NAME, Manifest, SaveId, list_checkpoints, open_checkpoint
+from torchelastic.checkpoint.store.pruning import abandon, prune, remove_checkpoint, remove_left_overs
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 
 def staged(root: Path, name: SaveId, world_size: int = 2, saved_s: float = 0.0) -> Manifest:

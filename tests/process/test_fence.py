@@ -13,9 +13,10 @@ import pytest
 
 from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, restore, save, sealed
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
-from torchelastic.checkpoint.shards import Disk
-from torchelastic.checkpoint.store import DiskTier, Manifest, TierContext, begin
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.store import DiskTier, Manifest, TierContext
 from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, FENCE_NAME, Fence, OwnedError
+from torchelastic.checkpoint.store.writing import begin
 
 ROOT = Path(__file__).parents[2]
 

@@ -36,7 +36,7 @@ from torchelastic.adapters.lightning.memory_io import is_in
 from torchelastic.adapters.lightning.memory_resume import prefers_memory, step_of_checkpoint
 from torchelastic.adapters.lightning.memory_state import put_together, share_of, take_apart
 from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of
-from torchelastic.adapters.memory_tier import MemoryTier
+from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
@@ -61,13 +61,13 @@ def crew() -> Iterator[Crew]:
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the checkpoints that are saved in memory, as it happens."""
     names: list[str] = []
-    save = MemoryTier.save
+    save = StorageTier.save
 
-    def recorded(self: MemoryTier, checkpoint_id: str, tensors: Any) -> None:
+    def recorded(self: StorageTier, checkpoint_id: str, tensors: Any) -> None:
         names.append(Path(checkpoint_id).name)
         save(self, checkpoint_id, tensors)
 
-    monkeypatch.setattr(MemoryTier, "save", recorded)
+    monkeypatch.setattr(StorageTier, "save", recorded)
     return names
 
 
@@ -546,7 +546,7 @@ def test_what_cannot_work_is_said_at_once(folder: Path) -> None:
     with pytest.raises(TypeError, match="the trainer is a int"):
         wrap_trainer_and_auto_resume(5, folder / "job", True)
     with pytest.raises(CheckpointError, match="are not open"):
-        MemoryTier(CheckpointContainerId("/a/b")).newest()
+        StorageTier(CheckpointContainerId("/a/b")).newest()
 
 
 def test_ranks_that_average_now_and_then_are_not_taken_for_equal() -> None:

@@ -29,8 +29,7 @@ from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckp
 from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, topology
 from torchelastic.checkpoint.replication.receive import IncomingObject
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
-from torchelastic.checkpoint.shards import Disk
-from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
 
 STATE_BYTES = 8 << 20

@@ -28,13 +28,13 @@ from torchelastic.checkpoint.local import (
     OutOfStepError,
     TensorAwareStateDict,
 )
-from torchelastic.checkpoint.local.names import Save, Shard
-from torchelastic.checkpoint.local.shard_folder import Held
+from torchelastic.checkpoint.local.names import LocalSave, Shard
+from torchelastic.checkpoint.local.shard_folder import HeldShard
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
 from torchelastic.checkpoint.replication.addresses import own_address
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
 from torchelastic.checkpoint.replication.topology import PeerTopology
-from torchelastic.checkpoint.shards import Disk
+from torchelastic.checkpoint.shards.disk import Disk
 
 
 def state(value: float, size: int = 100) -> BasicTensorAwareStateDict:
@@ -302,8 +302,8 @@ class InMemory(BaseCheckpointManager):
         super().__init__("session")
         self.parts: dict[Shard, TensorAwareStateDict] = {}
 
-    def _my_ckpt_ids(self) -> list[Held]:
-        return [Held(shard, 0) for shard in self.parts]
+    def _my_ckpt_ids(self) -> list[HeldShard]:
+        return [HeldShard(shard, 0) for shard in self.parts]
 
     def _load(self, shard: Shard) -> TensorAwareStateDict:
         return self.parts[shard]
@@ -311,10 +311,10 @@ class InMemory(BaseCheckpointManager):
     def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
         return AsyncRequest(self.parts.__setitem__, (shard, prepared), [])
 
-    def _cleanup(self, save: Save) -> None:
+    def _cleanup(self, save: LocalSave) -> None:
         self.parts = {shard: part for shard, part in self.parts.items() if shard.save == save}
 
-    def _cleanup_failed_save(self, save: Save) -> None:
+    def _cleanup_failed_save(self, save: LocalSave) -> None:
         self.parts.pop(save.shard(0), None)
 
 

@@ -22,7 +22,8 @@ from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
-from torchelastic.checkpoint.shards import Disk, ShardOf
+from torchelastic.checkpoint.shards import ShardOf
+from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 
 

@@ -1,7 +1,8 @@
-"""Copies by hand, through collectives over gloo."""
+"""Copies by hand, with the names of NVRx."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
-from torchelastic.checkpoint.replication import group_wrapper
+from torchelastic.checkpoint.replication.exchange import ExchangePlan
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
 from torchelastic.checkpoint.replication.strategies import (
     CliqueReplicationStrategy,
@@ -54,7 +55,6 @@ def test_replicate_gives_copies_of_the_whole_clique_and_leaves_the_state(
 
 def replicate(jump: int) -> tuple[list[int], bool]:
     rank = dist.get_rank()
-    group_wrapper.BUCKET_BYTES = 64  # so that there are many buckets
     strategy: ReplicationStrategy = LazyCliqueReplicationStrategy(jump, 2)
     given = BasicTensorAwareStateDict(state_of(rank))
     before = list(given.tensors)
@@ -96,19 +96,44 @@ def use_group() -> bool:
         GroupWrapper.wrap(group) is group,
         GroupWrapper.wrap(group.group).ranks == group.ranks == sorted([rank, other]),
         (group.world_size, group.my_global_rank, group.get_global_rank(group.my_group_rank)) == (2, rank, rank),
-        (group.backend, group.get_device().type) == ("gloo", "cpu"),
         group.all_gather_object({"rank": rank}) == [{"rank": each} for each in group.ranks],
     ]
     batches = group.all_gather_batch([torch.full((rank + 1,), rank, dtype=torch.int16), torch.ones(1).bool()])
     checks.append([batch[0].tolist() for batch in batches] == [[each] * (each + 1) for each in group.ranks])
-    if rank < other:
-        group.send_object([1, "a"], other)
-        group.send_state_dict(BasicTensorAwareStateDict(state_of(rank)), other, "name")
-    else:
-        checks.append(group.recv_object(other) == [1, "a"])
-        state, name = group.recv_state_dict(other)
-        checks.append(name == "name" and equal(state.to_tree(), state_of(other)))
+    plan: ExchangePlan[str] = ExchangePlan(rank)
+    plan.plan(min(rank, other), max(rank, other), "state")
+    mine = {"state": BasicTensorAwareStateDict(state_of(rank))} if rank < other else {}
+    received = group.execute_plan(plan, mine)
+    checks.append(not received if rank < other else equal(received["state"].to_tree(), state_of(other)))
     return all(checks)
+
+
+def test_a_rank_that_cannot_give_what_was_planned_fails_the_exchange_on_all_ranks(crew: Crew) -> None:
+    answers = crew.run(promise_too_much, ranks=2)
+    assert all(isinstance(answer, Failed) and answer.kind == "CheckpointError" for answer in answers)
+    assert all("rank 1 is to give ['b'], and my_data lacks them" in answer.text for answer in answers)
+
+
+def promise_too_much() -> None:
+    plan: ExchangePlan[str] = ExchangePlan()
+    plan.plan(0, 1, "a")
+    plan.plan(1, 0, "b")
+    GroupWrapper(ranks=[0, 1]).execute_plan(plan, {"a": BasicTensorAwareStateDict(state_of(0))})
+
+
+def test_a_rank_that_does_not_come_to_an_exchange_is_named(crew: Crew) -> None:
+    first, _ = crew.run(stay_away, ranks=2)
+    assert isinstance(first, Failed)
+    assert first.kind == "OutOfStepError"
+    assert "rank 1 did not come" in first.text
+
+
+def stay_away() -> None:
+    group = GroupWrapper(dist.group.WORLD, timeout_s=2)
+    group.all_gather_object(None)
+    if dist.get_rank() == 0:
+        group.all_gather_batch([torch.ones(1)])
+    time.sleep(3)
 
 
 def test_the_jump_is_the_number_of_ranks_on_a_host_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

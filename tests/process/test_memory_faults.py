@@ -42,7 +42,7 @@ from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication.receive import digest_of
-from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
+from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 
 
 @pytest.fixture(scope="module")
@@ -319,12 +319,12 @@ class Busy:
         deadline_s = time.monotonic() + STRESS_S
         for step in itertools.count(1):
             names = [save(self.here, step), save(self.partner, step, rank=1)]
-            content = sealed_bytes(self.partner.folder_of(step) / str(names[1]), 1)
+            content = sealed_bytes(self.partner.folder_of(step) / str(names[1]))
             assert content is not None
             self.receive(step, str(names[1]), content)
             del content
             made = commit(self.partner, step, *names)
-            sealed = sealed_bytes(self.partner.folder_of(step) / COMMIT_FILE, 0)
+            sealed = sealed_bytes(self.partner.folder_of(step) / COMMIT_FILE)
             assert sealed is not None
             self.commits.put((made, bytes(sealed)), timeout=30)
             del sealed

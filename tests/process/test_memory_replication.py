@@ -33,8 +33,8 @@ from torchelastic.checkpoint.replication import (
     ReplicationManager,
     ReplicationRetryConfig,
 )
-from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.replication.topology import PeerTopology
+from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.metrics import MetricData, MetricHandler, NullMetricHandler, configure
 from torchelastic.network.ports import unused_ports
 
@@ -82,12 +82,12 @@ def push_and_compare(root: str, hosts: str) -> list[Any]:
         path = ranks.publish(each, 5, save_id_of(0, 7))
         made = ranks.push(each, 5, path)
         each.meet()
-        here = sealed_bytes(path, rank)
+        here = sealed_bytes(path)
         assert here is not None
         copies = [
             bytes(copy) == bytes(here)
             for host in set(hosts) - {hosts[rank]}
-            if (copy := sealed_bytes(ranks.folder_of(root, host, 5) / path.name, rank)) is not None
+            if (copy := sealed_bytes(ranks.folder_of(root, host, 5) / path.name)) is not None
         ]
         return [made, copies, list(each.replication.partners), list(each.replication.local_ranks)]
 
@@ -224,7 +224,7 @@ def push_after_the_group_was_formed_anew(root: str, hosts: str, port: int) -> st
         path = ranks.publish(each, 5, save_id_of(0, 7))
         old = pickle.loads(pickle.dumps(each.replication))
         each.replication.initialize(each.objects, port, ReplicationRetryConfig(1, 5.0))
-        content = sealed_bytes(path, rank)
+        content = sealed_bytes(path)
         assert content is not None
 
         def push_as_before() -> str:
@@ -300,7 +300,7 @@ def push_to_a_stopped_peer(root: str, hosts: str) -> list[Any]:
             began_s = time.monotonic()
             with pytest.raises(ReplicationError) as caught:
                 ranks.push(each, 5, path)
-            content = sealed_bytes(path, rank)
+            content = sealed_bytes(path)
             assert content is not None
             left_out = each.replication.spread(str(ObjectName(JOB, 5, path.name)), content)
             waited_s = time.monotonic() - began_s

@@ -28,9 +28,9 @@ from torchelastic.checkpoint.replication import (
     PeerStalledError,
     ReplicaRefusedError,
     ReplicaServer,
-    digest_of,
     pull_from_any,
 )
+from torchelastic.checkpoint.replication.receive import digest_of
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_closing_cuts_what_is_on_its_way_and_leaves_no_thread(shelf: RecordingSh
 
 def test_a_shelf_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(RecordingShelf):
-        def destination(self, object_id: str, size_bytes: int) -> bytearray | None:
+        def destination(self, object_id: str, size_bytes: int) -> bytearray:
             if object_id == "bad":
                 raise RuntimeError("a fault of the owner")
             return super().destination(object_id, size_bytes)

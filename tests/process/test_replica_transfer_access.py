@@ -29,16 +29,16 @@ from torchelastic.checkpoint.replication import (
     ReplicaClient,
     ReplicaRefusedError,
     ReplicaServer,
-    digest_of,
 )
 from torchelastic.checkpoint.replication.protocol import (
     MESSAGE,
     PROTOCOL,
-    Connection,
+    ReplicaConnection,
     encode_header,
     greet_client,
     token_bytes,
 )
+from torchelastic.checkpoint.replication.receive import digest_of
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_an_impostor_gets_nothing(shelf: RecordingShelf) -> None:
         heard = []
 
         def impersonate() -> None:
-            connection = Connection(listener.accept()[0], "client", 5.0)
+            connection = ReplicaConnection(listener.accept()[0], "client", 5.0)
             connection.send({"protocol": PROTOCOL, "nonce": "0" * 32})
             answer = connection.receive()
             connection.send({"proof": str(answer["proof"])})  # its own proof, sent back
@@ -106,7 +106,7 @@ def test_a_server_that_answers_nonsense_is_not_followed(answer: dict[str, object
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer_once() -> None:
-            connection = Connection(listener.accept()[0], "client", 5.0)
+            connection = ReplicaConnection(listener.accept()[0], "client", 5.0)
             greet_client(connection, token_bytes(TOKEN))
             connection.receive()
             connection.send(answer)
@@ -275,7 +275,7 @@ def test_strangers_cannot_fill_the_log(shelf: RecordingShelf, caplog: pytest.Log
 def test_broken_greetings_are_dropped(
     answer: dict[str, object], server: ReplicaServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connection = Connection(socket.create_connection(server.address, 10), "server", 10.0)
+    connection = ReplicaConnection(socket.create_connection(server.address, 10), "server", 10.0)
     assert connection.receive()["protocol"] == PROTOCOL
     connection.send(answer)
     with pytest.raises(PeerLostError):

@@ -35,10 +35,10 @@ from torchelastic.checkpoint.replication import (
     ReplicaClient,
     ReplicaServer,
     ReplicationError,
-    digest_of,
     pull_from_any,
 )
-from torchelastic.checkpoint.replication.protocol import CHUNK, HEADER_BYTES, Connection, encode_header
+from torchelastic.checkpoint.replication.protocol import CHUNK, HEADER_BYTES, ReplicaConnection, encode_header
+from torchelastic.checkpoint.replication.receive import digest_of
 
 
 @contextmanager
@@ -156,8 +156,8 @@ def test_signals_in_the_middle_tear_no_frame() -> None:
     """A signal ends a system call early; a trainer with timers or children has many of them."""
     content, back, was_hit = content_of(5, 4 << 20), bytearray(4 << 20), threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = Connection(socket.create_connection(listener.getsockname()), "far", PATIENCE_S)
-        far = Connection(listener.accept()[0], "near", PATIENCE_S)
+        near = ReplicaConnection(socket.create_connection(listener.getsockname()), "far", PATIENCE_S)
+        far = ReplicaConnection(listener.accept()[0], "near", PATIENCE_S)
 
     def receive_after_a_signal() -> None:
         assert was_hit.wait(PATIENCE_S)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchelastic.checkpoint.shards import Header, SlotPool, Stage, flatten, load_tree
+from torchelastic.checkpoint.shards import flatten, load_tree
 from torchelastic.checkpoint.shards.cuda import Pending, before_optimizer_step, copy_beside
-from torchelastic.checkpoint.shards.header import lay_out
+from torchelastic.checkpoint.shards.header import Header, lay_out
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.stage import Stage
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(),

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards import Slot, SlotPool, flatten, load_tree, save_tree
+from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
 from torchelastic.checkpoint.shards.disk import is_in_memory
 from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.pool import remove_left_overs
+from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
+from torchelastic.checkpoint.shards.slot import Slot
 
 SIZE_BYTES = 2**20
 

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards import ShardReader, SlotPool, flatten, load_tree, save_tree
+from torchelastic.checkpoint.shards import ShardReader, flatten, load_tree, save_tree
 from torchelastic.checkpoint.shards.header import lay_out
+from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.tensors import dtype_named
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta state|deprecated|ComplexHalf)")  # of torch's own kinds

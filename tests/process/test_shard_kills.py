@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards import Disk, SlotPool, flatten, load_tree, save_tree
+from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
+from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.pool import remove_left_overs
+from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.testing import FaultyDisk, fail_at, full_at, kill_at, pause_at, short_write_at
 
 WAIT_S = 20.0

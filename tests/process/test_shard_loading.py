@@ -22,11 +22,11 @@ from torchelastic.checkpoint.shards import (
     ShardReader,
     flatten,
     read_into,
-    read_tensors,
     read_tree,
     save_tree,
     split_replicated,
 )
+from torchelastic.checkpoint.shards.loading import read_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")  # of torch's own kinds
 

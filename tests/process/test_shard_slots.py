@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards import ShardReader, Slot, SlotPool, Stage, flatten, load_tree
+from torchelastic.checkpoint.shards import ShardReader, flatten, load_tree
 from torchelastic.checkpoint.shards.header import Header, lay_out
-from torchelastic.checkpoint.shards.pool import remove_left_overs
-from torchelastic.checkpoint.shards.stage import capacity_for
+from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
+from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.checkpoint.shards.stage import Stage, capacity_for
 
 
 def layout(tree: Any, meta: dict[str, Any] | None = None) -> tuple[Header, list[torch.Tensor]]:

@@ -16,9 +16,10 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.replication import ReplicaShelf
 from torchelastic.checkpoint.shards import read_tree
-from torchelastic.checkpoint.store import DiskTier, DurableTier, Manifest, MemoryTier, Tier, TierContext, candidates
+from torchelastic.checkpoint.store import DiskTier, DurableTier, Manifest, MemoryTier, Tier, TierContext
 from torchelastic.checkpoint.store.durable import without_credentials
 from torchelastic.checkpoint.store.fence import OwnedError
+from torchelastic.checkpoint.store.selection import candidates
 
 KINDS = ["memory", "private", "shared", "file", "object"]
 

@@ -18,8 +18,9 @@ from torchelastic import metrics
 from torchelastic.checkpoint.api import load_latest, save
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import EverySteps, KeepLast
-from torchelastic.checkpoint.shards import Slot, pool
+from torchelastic.checkpoint.shards import pool
 from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SealedShard
 from torchelastic.checkpoint.tiered import Alone, TieredCheckpointManager
 

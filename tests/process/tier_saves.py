@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.shards import Box, Extent, Header, SlotPool, Stage, flatten, read_tree, split_replicated
+from torchelastic.checkpoint.shards import Box, Extent, flatten, read_tree, split_replicated
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.shards.header import place
+from torchelastic.checkpoint.shards.header import Header, place
+from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import NamedTensor
-from torchelastic.checkpoint.store import Manifest, MemoryTier, SaveId, SealedShard, Tier, TierContext, agree_epoch
+from torchelastic.checkpoint.store import Manifest, MemoryTier, SaveId, SealedShard, Tier, TierContext
+from torchelastic.checkpoint.store.tier import agree_epoch
 
 RUN = "run"
 LENGTH = 5000

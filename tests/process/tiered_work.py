@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import torchelastic
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards import Disk
+from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, MemoryTier, SaveId, SealedShard, Tier
 from torchelastic.checkpoint.tiered import TieredCheckpointManager
 from torchelastic.p2p.peers import GroupPeers

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
-from torchelastic.checkpoint.async_ckpt.agreement import Verdict, decode, describe_out_of_step, encode
+from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, describe_out_of_step, encode
 from torchelastic.checkpoint.async_ckpt.caller import settle
 from torchelastic.checkpoint.async_ckpt.memory import MemoryPool
 from torchelastic.checkpoint.async_ckpt.messages import failure_message, outcome_of
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
 from torchelastic.checkpoint.async_ckpt.priority import check_priorities
 from torchelastic.checkpoint.async_ckpt.shipping import Parcel, pack, unpack
 
-FAILED = Outcome("ValueError: no")
+FAILED = CallOutcome("ValueError: no")
 
 
 def keep(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -95,22 +95,22 @@ def test_something_staged_that_has_no_place_is_refused(args: tuple[int, ...]) ->
         AsyncRequest(keep, args, [], preload_fn=lambda: "staged").check()
 
 
-def verdict(*said: tuple[int, Outcome | None]) -> Verdict:
+def verdict(*said: tuple[int, CallOutcome | None]) -> CallVerdict:
     rows = [encode(index, outcome, rank, len(said)) for rank, (index, outcome) in enumerate(said)]
     return decode([max(column) for column in zip(*rows, strict=True)], len(said))
 
 
 def test_what_the_ranks_conclude() -> None:
-    assert verdict((1, Outcome()), (1, Outcome())) == Verdict(True, True, None)
-    assert verdict((1, Outcome()), (1, None)) == Verdict(True, False, None)
-    assert verdict((1, Outcome()), (1, FAILED)) == Verdict(True, False, 1)
-    assert verdict((1, None), (1, None), (1, FAILED), (1, FAILED)) == Verdict(True, False, 2)
-    assert verdict((1, FAILED), (1, None)) == Verdict(True, False, 0)
+    assert verdict((1, CallOutcome()), (1, CallOutcome())) == CallVerdict(True, True, None)
+    assert verdict((1, CallOutcome()), (1, None)) == CallVerdict(True, False, None)
+    assert verdict((1, CallOutcome()), (1, FAILED)) == CallVerdict(True, False, 1)
+    assert verdict((1, None), (1, None), (1, FAILED), (1, FAILED)) == CallVerdict(True, False, 2)
+    assert verdict((1, FAILED), (1, None)) == CallVerdict(True, False, 0)
 
 
 @pytest.mark.parametrize("indexes", [(2, 1), (1, 2), (5, 5, 4), (0, 3)])
 def test_ranks_at_different_calls_are_not_in_step(indexes: tuple[int, ...]) -> None:
-    assert not verdict(*((index, Outcome()) for index in indexes)).is_in_step
+    assert not verdict(*((index, CallOutcome()) for index in indexes)).is_in_step
 
 
 def test_the_ranks_out_of_step_are_named_first() -> None:
@@ -197,13 +197,13 @@ def test_without_reuse_memory_is_always_new() -> None:
 
 
 def test_who_waits_for_a_call_is_told_once_and_not_after_it_was_given_up() -> None:
-    told: Future[Outcome] = Future()
+    told: Future[CallOutcome] = Future()
     settle(told, FAILED)
-    settle(told, Outcome())
+    settle(told, CallOutcome())
     assert told.result() == FAILED
-    given_up: Future[Outcome] = Future()
+    given_up: Future[CallOutcome] = Future()
     given_up.cancel()
-    settle(given_up, Outcome())
+    settle(given_up, CallOutcome())
     assert given_up.cancelled()
 
 

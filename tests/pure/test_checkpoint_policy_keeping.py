@@ -20,13 +20,12 @@ from torchelastic.checkpoint.policy import (
     KeepDecision,
     KeepEvery,
     KeepEverySeconds,
-    KeepIfAll,
-    KeepIfAny,
     KeepLast,
     KeepPolicy,
     KeptCheckpoint,
     prunable,
 )
+from torchelastic.checkpoint.policy.keeping import KeepIfAll, KeepIfAny
 
 
 def at(*steps: int, every_s: float = 60.0) -> list[KeptCheckpoint]:

@@ -18,7 +18,7 @@ from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.command.errors import underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
-from torchelastic.checkpoint.local.names import Save, Shard
+from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.memory.choice import Roster
 from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
 from torchelastic.checkpoint.memory.ids import CheckpointId
@@ -38,10 +38,11 @@ from torchelastic.checkpoint.shards.header import (
     lay_out,
 )
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
-from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry, candidates
+from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry
 from torchelastic.checkpoint.store.save_id import shard_file_name
+from torchelastic.checkpoint.store.selection import candidates
 from torchelastic.checkpoint.tiered.agreement import SaveAgreement
-from torchelastic.checkpoint.tiered.share import Share
+from torchelastic.checkpoint.tiered.share import TreeShare
 from torchelastic.group.notes import Drawer, Notes, Patience
 from torchelastic.group.peers import Alone
 from torchelastic.testing.clock import FakeClock
@@ -64,7 +65,7 @@ def test_a_record_of_no_shard_is_refused(rank: int, size_bytes: int, digest: str
 
 
 def test_a_local_shard_says_which_it_is_to_people_and_in_its_header() -> None:
-    shard = Save(generation=7, iteration=40, world_size=4, token="0a1b2c3d").shard(2)
+    shard = LocalSave(generation=7, iteration=40, world_size=4, token="0a1b2c3d").shard(2)
     assert str(shard) == "the shard of rank 2 of iteration 40 (save 7 of 4 rank(s))"
     assert Shard.parse(shard.file_name) == shard
     assert shard.meta("session") == {
@@ -275,7 +276,7 @@ def test_a_header_whose_tensors_end_behind_the_data_is_damaged() -> None:
 def test_the_header_of_a_share_has_its_structure_its_entries_and_what_is_said_of_it() -> None:
     flat = flatten({"w": torch.zeros(3)})
     entries = lay_out(flat, {}).entries
-    share = Share(flat.structure, entries, [named.tensor for named in flat.tensors])
+    share = TreeShare(flat.structure, entries, [named.tensor for named in flat.tensors])
     assert share.header({"step": 3}) == Header(flat.structure, entries, {"step": 3})
 
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.adapters.hugging_face.resume import (
-    Choice,
     Durable,
+    ResumeChoice,
     choose,
     durable_checkpoints,
     rng_file,
@@ -25,7 +25,7 @@ from torchelastic.adapters.hugging_face.resume import (
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
-    Share,
+    RankShare,
     belongs_to,
     own_part,
     part_from,
@@ -53,9 +53,9 @@ def test_portions_do_not_depend_on_the_order_of_names() -> None:
     assert portion_of(1, 3, sizes_bytes) == portion_of(1, 3, backwards)
 
 
-def share() -> Share:
+def share() -> RankShare:
     tied = torch.ones(2, 3)
-    return Share(
+    return RankShare(
         {"parameters": {"a": tied, "b": tied}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "lr": 0.1}},
         {"scheduler": {"best": math.inf, "pair": (1, 2)}, "scaler": None},
         {"numpy": np.arange(3, dtype=np.uint32)},
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_other_code_is_told() -> None:
 
 def test_what_is_no_plain_value_is_named() -> None:
     with pytest.raises(TypeError, match="optimizer/hook"):
-        tensors_of(Share({"optimizer": {"hook": print}}, None, None), 0)
+        tensors_of(RankShare({"optimizer": {"hook": print}}, None, None), 0)
 
 
 def test_buffers_are_told_from_parameters() -> None:
@@ -107,7 +107,7 @@ def test_random_numbers_come_again() -> None:
 
     state = rng_state()
     first = draw()
-    stored = part_from(tensors_of(Share(None, None, state), 0), own_part(0))
+    stored = part_from(tensors_of(RankShare(None, None, state), 0), own_part(0))
     set_rng_state(stored)
     assert draw() == first
     converted = trainer_rng(stored, is_distributed=False)
@@ -130,19 +130,19 @@ FULL5, FULL9, BARE12 = Durable(True, 5), Durable(True, 9), Durable(False, 12)
 @pytest.mark.parametrize(
     ("memory_step", "seen", "choice"),
     [
-        (None, [[]], Choice(False, None)),
-        (None, [[FULL5, FULL9]], Choice(False, FULL9)),
-        (6, [[FULL5]], Choice(True, FULL5)),
-        (5, [[FULL5]], Choice(True, FULL5)),
-        (6, [[FULL5, FULL9]], Choice(False, FULL9)),
-        (6, [[FULL5, FULL9], [FULL5]], Choice(True, FULL5)),  # a host that does not see it cannot load it
-        (6, [[BARE12]], Choice(True, BARE12)),  # without the optimizer nothing goes on
-        (None, [[FULL5, BARE12]], Choice(False, FULL5)),
-        (None, [[BARE12]], Choice(False, BARE12)),
-        (0, [[]], Choice(True, None)),
+        (None, [[]], ResumeChoice(False, None)),
+        (None, [[FULL5, FULL9]], ResumeChoice(False, FULL9)),
+        (6, [[FULL5]], ResumeChoice(True, FULL5)),
+        (5, [[FULL5]], ResumeChoice(True, FULL5)),
+        (6, [[FULL5, FULL9]], ResumeChoice(False, FULL9)),
+        (6, [[FULL5, FULL9], [FULL5]], ResumeChoice(True, FULL5)),  # a host that does not see it cannot load it
+        (6, [[BARE12]], ResumeChoice(True, BARE12)),  # without the optimizer nothing goes on
+        (None, [[FULL5, BARE12]], ResumeChoice(False, FULL5)),
+        (None, [[BARE12]], ResumeChoice(False, BARE12)),
+        (0, [[]], ResumeChoice(True, None)),
     ],
 )
-def test_the_newest_is_chosen(memory_step: int | None, seen: list[list[Durable]], choice: Choice) -> None:
+def test_the_newest_is_chosen(memory_step: int | None, seen: list[list[Durable]], choice: ResumeChoice) -> None:
     assert choose(memory_step, seen) == choice
 
 

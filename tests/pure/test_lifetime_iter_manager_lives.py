@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.managed_loops import Job
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.lifetime import Alone
+from torchelastic.lifetime import SoloAgreement
 
 
 @pytest.fixture(autouse=True)
@@ -332,7 +332,7 @@ def test_a_progress_file_that_cannot_be_written_is_a_warning_once(
 
 
 def test_only_the_first_rank_tells(folder: Path, told: Path) -> None:
-    class Second(Alone):
+    class Second(SoloAgreement):
         is_first, world_size = False, 2
 
     job = Job(folder, 20.0, agree=Second())

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from torchelastic.checkpoint.local.choice import Holding, Survey, folders_of, to_prune
-from torchelastic.checkpoint.local.names import Save, Shard
+from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.policy import KeepAll, KeepLast
 
-OLD, NEW = Save(1, 10, 2, "a" * 8), Save(2, 5, 2, "b" * 8)
+OLD, NEW = LocalSave(1, 10, 2, "a" * 8), LocalSave(2, 5, 2, "b" * 8)
 
 
 def report(*shards: Shard, folder: int = 0) -> list[tuple[Shard, int, float]]:
@@ -23,7 +23,7 @@ def test_a_save_is_complete_when_somebody_holds_every_part_of_the_world_that_sav
 
 
 def test_two_saves_of_one_generation_are_not_mixed_up() -> None:
-    one, other = Save(2, 5, 2, "b" * 8), Save(2, 5, 2, "c" * 8)
+    one, other = LocalSave(2, 5, 2, "b" * 8), LocalSave(2, 5, 2, "c" * 8)
     assert Survey.of([report(one.shard(0)), report(other.shard(1))]).complete() == []
 
 
@@ -60,7 +60,7 @@ def test_folders_of_former_ranks_belong_to_the_first_rank_of_the_host() -> None:
 
 
 def test_what_the_policy_does_not_want_goes_and_so_does_what_was_never_finished() -> None:
-    torn, coming = Save(0, 7, 2, "c" * 8), Save(3, 6, 2, "d" * 8)
+    torn, coming = LocalSave(0, 7, 2, "c" * 8), LocalSave(3, 6, 2, "d" * 8)
     held = [torn, OLD, NEW, coming]
     complete = {OLD: 100.0, NEW: 200.0}
     assert to_prune(KeepLast(1), complete, held, ()) == {torn, OLD}

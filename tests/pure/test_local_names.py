@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchelastic.checkpoint.local.names import Save, Shard, check_iteration, check_session_id
+from torchelastic.checkpoint.local.names import LocalSave, Shard, check_iteration, check_session_id
 
-SAVE = Save(generation=3, iteration=10, world_size=4, token="9f3a12cd")
+SAVE = LocalSave(generation=3, iteration=10, world_size=4, token="9f3a12cd")
 
 
 def test_a_name_says_all_and_is_read_back() -> None:
@@ -15,7 +15,7 @@ def test_a_name_says_all_and_is_read_back() -> None:
 
 
 def test_large_numbers_are_read_back_too() -> None:
-    shard = Save(10**9, 10**11, 20000, "0" * 8).shard(12345)
+    shard = LocalSave(10**9, 10**11, 20000, "0" * 8).shard(12345)
     assert Shard.parse(shard.file_name) == shard
 
 
@@ -37,7 +37,7 @@ def test_nothing_else_is_taken_for_a_name(name: str) -> None:
 
 
 def test_the_newest_save_is_the_one_saved_last_not_the_one_with_the_largest_iteration() -> None:
-    stale, new = Save(7, 10, 4, "f" * 8), Save(8, 5, 4, "0" * 8)
+    stale, new = LocalSave(7, 10, 4, "f" * 8), LocalSave(8, 5, 4, "0" * 8)
     assert max(stale, new) == new
 
 

@@ -16,19 +16,19 @@ from torchelastic.checkpoint.memory.choice import (
     recovery_plan,
     verification_share,
 )
-from torchelastic.checkpoint.memory.commit import Candidate, Step, meta_of
+from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep, meta_of
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, save_id_of
 
 
-def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> Candidate:
+def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> CommitHead:
     save_id = save_id_of(generation, 7)
     files = tuple(str(ShardName(rank, world_size, save_id)) for rank in range(world_size))
-    return Candidate(generation, step, save_id, world_size, files)
+    return CommitHead(generation, step, save_id, world_size, files)
 
 
-def step_of(commit: Candidate, files: Sequence[str], sizes: Sequence[int]) -> Step:
+def step_of(commit: CommitHead, files: Sequence[str], sizes: Sequence[int]) -> StoredStep:
     """What other ranks are told of a folder with a commit and these shards."""
-    return Step.heard([20, dict(zip(files, sizes, strict=True)), meta_of(commit)])
+    return StoredStep.heard([20, dict(zip(files, sizes, strict=True)), meta_of(commit)])
 
 
 def roster_of(hosts: str) -> Roster:
@@ -36,7 +36,7 @@ def roster_of(hosts: str) -> Roster:
     return Roster(tuple(hosts), tuple(f"folder-{host}" for host in hosts))
 
 
-def held(candidate: Candidate, shards: Mapping[str, str], commits: str) -> dict[str, dict[str, int]]:
+def held(candidate: CommitHead, shards: Mapping[str, str], commits: str) -> dict[str, dict[str, int]]:
     """By folder: the ranks whose shards each host has, as digits, and which hosts have the commit."""
     found: dict[str, dict[str, int]] = {}
     for host, ranks in shards.items():
@@ -68,14 +68,14 @@ def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[str, int]], roster:
 
 def test_candidates_are_ordered_by_generation_and_not_by_step() -> None:
     older, newer = candidate_of(2, generation=3, step=50), candidate_of(2, generation=4, step=20)
-    listings = {"a": [Step(50, {}, older)], "b": [Step(50, {}, older), Step(20, {}, newer)]}
+    listings = {"a": [StoredStep(50, {}, older)], "b": [StoredStep(50, {}, older), StoredStep(20, {}, newer)]}
     assert candidates(listings) == [newer, older]
 
 
 def test_saves_of_the_same_step_are_told_apart() -> None:
     before, again = candidate_of(2, generation=3), candidate_of(2, generation=4)
     steps = [step_of(before, (*before.files, *again.files), [100] * 4)]
-    assert candidates({"a": steps, "b": [Step(20, {}, again)]}) == [again, before]
+    assert candidates({"a": steps, "b": [StoredStep(20, {}, again)]}) == [again, before]
     assert set(objects_in(steps, again)) == set(again.files)  # without a commit: the folder has that of the other one
     assert set(objects_in(steps, before)) == {*before.files, COMMIT_FILE}
 
@@ -164,7 +164,7 @@ def test_two_folders_that_are_lost_together_do_not_count_as_two_hosts() -> None:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Candidate, dict[str, dict[str, int]], Roster, int]:
+def situations(draw: st.DrawFn) -> tuple[CommitHead, dict[str, dict[str, int]], Roster, int]:
     hosts = "".join(draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=6)))
     world_size = draw(st.integers(1, 6))
     candidate = candidate_of(world_size)
@@ -177,7 +177,7 @@ def situations(draw: st.DrawFn) -> tuple[Candidate, dict[str, dict[str, int]], R
 
 @given(situations())
 def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_it_can(
-    situation: tuple[Candidate, dict[str, dict[str, int]], Roster, int],
+    situation: tuple[CommitHead, dict[str, dict[str, int]], Roster, int],
 ) -> None:
     candidate, verified, roster, copies = situation
     plan = recovery_plan(candidate, verified, roster, copies)

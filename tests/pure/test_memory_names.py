@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId, CheckpointObjectId, ids, names
 from torchelastic.checkpoint.memory.commit import (
-    Candidate,
     Commit,
+    CommitHead,
     StoredItem,
     candidate_from,
     commit_from,
@@ -186,7 +186,7 @@ def test_a_commit_is_read_back_equal() -> None:
 
 def test_what_a_commit_consists_of_is_known_without_its_content() -> None:
     made = commit()
-    assert candidate_from(meta_of(made)) == Candidate(3, 20, made.save_id, 2, made.files)
+    assert candidate_from(meta_of(made)) == CommitHead(3, 20, made.save_id, 2, made.files)
 
 
 class Strange:

@@ -8,17 +8,16 @@ import random
 import pytest
 import xxhash
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication import (
     CorruptReplicaError,
     DamagedFrameError,
-    IncomingObject,
     MemoryShelf,
     OutdatedRoundError,
     ReplicaBusyError,
     ReplicaRefusedError,
-    digest_of,
 )
-from torchelastic.checkpoint.replication.receive import Reception
+from torchelastic.checkpoint.replication.receive import IncomingObject, Reception, digest_of
 
 # --- an object on its way ---------------------------------------------------------------------------------------------
 
@@ -172,7 +171,7 @@ def test_a_damaged_object_is_abandoned(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_destination_of_the_wrong_size_is_given_back() -> None:
     class Stingy(MemoryShelf):
-        def destination(self, object_id: str, size_bytes: int) -> bytearray | None:
+        def destination(self, object_id: str, size_bytes: int) -> bytearray:
             return super().destination(object_id, size_bytes - 1)
 
     shelf = Stingy(1000)
@@ -180,6 +179,19 @@ def test_a_destination_of_the_wrong_size_is_given_back() -> None:
     for _ in range(2):
         with pytest.raises(ReplicaRefusedError, match="the destination of x has 999 bytes"):
             reception.begin("x", 1000, digest_of(CONTENT), 1)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(CheckpointError("the tmpfs is full"), ReplicaBusyError), (ReplicaRefusedError("not today"), ReplicaRefusedError)],
+)
+def test_what_a_shelf_says_about_its_room_reaches_the_sender(raised: CheckpointError, told: type[Exception]) -> None:
+    class Full(MemoryShelf):
+        def destination(self, object_id: str, size_bytes: int) -> bytearray:
+            raise raised
+
+    with pytest.raises(told, match=str(raised)):
+        Reception(Full(1000), most_objects=1).begin("x", 1000, digest_of(CONTENT), 1)
 
 
 def test_a_memory_shelf_replaces_and_removes() -> None:

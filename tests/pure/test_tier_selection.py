@@ -9,7 +9,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.store import Candidate, Inventory, Read, SaveId, TierEntry, agree_epoch, candidates
+from torchelastic.checkpoint.store import SaveId, TierEntry
+from torchelastic.checkpoint.store.selection import Candidate, Inventory, Read, candidates
+from torchelastic.checkpoint.store.tier import agree_epoch
 
 TIERS = ("memory", "disk", "durable")
 

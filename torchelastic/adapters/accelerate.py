@@ -17,7 +17,7 @@ from torchelastic.adapters.hugging_face.memory import DEFAULT_TIMEOUT_S, Hugging
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
-    Share,
+    RankShare,
     belongs_to,
     own_part,
     part_from,
@@ -147,7 +147,7 @@ class MemoryCheckpointer:
         if kind is None:  # else other ranks may be gone, and nobody may be waited for
             self.close()
 
-    def _share(self, extra: dict[str, Any]) -> Share:
+    def _share(self, extra: dict[str, Any]) -> RankShare:
         accelerator = self._accelerator
         models = [split_model(self._unwrapped(model)) for model in accelerator._models]
         replicated = {
@@ -167,7 +167,7 @@ class MemoryCheckpointer:
             "rng": rng_state(),
             "dataloaders": [one.state_dict() if _is_stateful(one) else None for one in accelerator._dataloaders],
         }
-        return Share(replicated, leading, own)
+        return RankShare(replicated, leading, own)
 
     def _unwrapped(self, model: Any) -> Any:
         return self._accelerator.unwrap_model(model, keep_torch_compile=False)

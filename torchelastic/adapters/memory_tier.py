@@ -37,7 +37,7 @@ TIMEOUT_S = 600.0
 FAILURES = (CheckpointException, OSError, RuntimeError)
 
 
-class MemoryTier:
+class StorageTier:
     """Saves named tensors in memory and loads them. Every method but `close` is called on all ranks, in one order.
 
     Nothing is opened before `start`. The ranks agree over a gloo group of their own, so that a save in the background

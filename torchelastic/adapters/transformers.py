@@ -35,7 +35,7 @@ from torchelastic.adapters.hugging_face.resume import (
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
-    Share,
+    RankShare,
     belongs_to,
     own_part,
     part_from,
@@ -283,7 +283,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             "trainer_state": self._trainer_state(state, control),
         }
         replicated = {"parameters": parameters, "optimizer": others["optimizer"].state_dict()}
-        share = Share(replicated, leading, rng_state())
+        share = RankShare(replicated, leading, rng_state())
         self._tier.save_step(state.global_step, tensors_of(share, self._tier.rank))
         self._newest = state.global_step
 

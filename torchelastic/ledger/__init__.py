@@ -14,17 +14,14 @@ if TYPE_CHECKING:
     from torchelastic.ledger.book import Book
     from torchelastic.ledger.events import Event, LedgerFormatError
     from torchelastic.ledger.figures import Figure, Figures, Seen, figures_of, seen
-    from torchelastic.ledger.journal import BackgroundJournal, Head, Journal, JournalWriter, read_journals
-    from torchelastic.ledger.keeper import Keeper, journal_name
-    from torchelastic.ledger.life import Life
-    from torchelastic.ledger.meter import Meter, this_worker
+    from torchelastic.ledger.journal import Head, Journal, JournalWriter, read_journals
+    from torchelastic.ledger.meter import this_worker
     from torchelastic.ledger.tally import Tally
     from torchelastic.ledger.together import books_together
 
 __all__ = [
     "Account",
     "Amounts",
-    "BackgroundJournal",
     "Book",
     "Event",
     "Figure",
@@ -32,15 +29,11 @@ __all__ = [
     "Head",
     "Journal",
     "JournalWriter",
-    "Keeper",
     "LedgerFormatError",
-    "Life",
-    "Meter",
     "Seen",
     "Tally",
     "books_together",
     "figures_of",
-    "journal_name",
     "read_journals",
     "seen",
     "this_worker",
@@ -51,10 +44,8 @@ _MODULES = {
     "book": ("Book",),
     "events": ("Event", "LedgerFormatError"),
     "figures": ("Figure", "Figures", "Seen", "figures_of", "seen"),
-    "journal": ("BackgroundJournal", "Head", "Journal", "JournalWriter", "read_journals"),
-    "keeper": ("Keeper", "journal_name"),
-    "life": ("Life",),
-    "meter": ("Meter", "this_worker"),
+    "journal": ("Head", "Journal", "JournalWriter", "read_journals"),
+    "meter": ("this_worker",),
     "tally": ("Tally",),
     "together": ("books_together",),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.lifetime.agreement import Agreement, Alone, GroupAgreement, RankMissingError
+    from torchelastic.lifetime.agreement import Agreement, GroupAgreement, RankMissingError, SoloAgreement
     from torchelastic.lifetime.bounds import Bound, guess, needed_samples, step_bound, upper_bound
     from torchelastic.lifetime.deadline import (
         CapacityBlock,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "STOPPED_EARLY",
     "Agreement",
-    "Alone",
     "Bound",
     "CapacityBlock",
     "Deadline",
@@ -46,6 +45,7 @@ __all__ = [
     "Nearest",
     "RankMissingError",
     "Requeue",
+    "SoloAgreement",
     "StopDecision",
     "StoppedEarly",
     "Tier",
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 _NAMES_OF_HOME = {
-    "agreement": ("Agreement", "Alone", "GroupAgreement", "RankMissingError"),
+    "agreement": ("Agreement", "SoloAgreement", "GroupAgreement", "RankMissingError"),
     "bounds": ("Bound", "guess", "needed_samples", "step_bound", "upper_bound"),
     "deadline": (
         "CapacityBlock",

@@ -53,7 +53,7 @@ class Agreement(Protocol):
         """
 
 
-class Alone:
+class SoloAgreement:
     """One process, which agrees with itself."""
 
     is_alone, is_first, world_size = True, True, 1

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchelastic.lifetime.agreement import Agreement, Alone, GroupAgreement, present_world
+from torchelastic.lifetime.agreement import Agreement, GroupAgreement, SoloAgreement, present_world
 from torchelastic.lifetime.deadline import Nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
 from torchelastic.lifetime.decision import StopDecision
@@ -59,7 +59,7 @@ class GroupMonitor(DeadlineMonitor):
     ) -> None:
         super().__init__(deadline, times, save_times_s, settings, least_save_s=least_save_s, clock=clock)
         self._timeout_s, self._is_given = timeout_s, agree is not None
-        self.agree: Agreement = Alone() if agree is None else agree
+        self.agree: Agreement = SoloAgreement() if agree is None else agree
         self.decision: StopDecision | None = None
         self.stop: StopDecision | None = None
         self.save: StopDecision | None = None
@@ -82,7 +82,7 @@ class GroupMonitor(DeadlineMonitor):
         if self._is_given or present_world() is self._world:
             return False
         self._world = present_world()
-        self.agree = Alone() if self._world is None else GroupAgreement(self._world, self._timeout_s)
+        self.agree = SoloAgreement() if self._world is None else GroupAgreement(self._world, self._timeout_s)
         is_of_other_size = self.agree.world_size != self._world_size
         self.enter_group(self.agree.world_size)
         if is_of_other_size and self._remembered is not None:

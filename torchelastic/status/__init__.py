@@ -10,35 +10,24 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.status.host import HostView, host_status
-    from torchelastic.status.publishing import Publisher
     from torchelastic.status.reading import StatusReader, is_known, read_status
-    from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus, combined
-    from torchelastic.status.screen import Screen
+    from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus
     from torchelastic.status.status_format import run_to_plain
 
 __all__ = [
     "EventLine",
     "HostStatus",
-    "HostView",
-    "Publisher",
     "RunStatus",
-    "Screen",
     "StatusReader",
     "WorkerStatus",
-    "combined",
-    "host_status",
     "is_known",
     "read_status",
     "run_to_plain",
 ]
 
 _MODULES = {
-    "host": ("HostView", "host_status"),
-    "publishing": ("Publisher",),
     "reading": ("StatusReader", "is_known", "read_status"),
-    "run_status": ("EventLine", "HostStatus", "RunStatus", "WorkerStatus", "combined"),
-    "screen": ("Screen",),
+    "run_status": ("EventLine", "HostStatus", "RunStatus", "WorkerStatus"),
     "status_format": ("run_to_plain",),
 }
 

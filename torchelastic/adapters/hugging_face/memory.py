@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.adapters.hugging_face.state import portion_of, replicated_bytes
-from torchelastic.adapters.memory_tier import FAILURES, MemoryTier
+from torchelastic.adapters.memory_tier import FAILURES, StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId, job_container
 
@@ -46,7 +46,7 @@ def refuse_sharding(what: str, kind: str) -> None:
         )
 
 
-class HuggingFaceTier(MemoryTier):
+class HuggingFaceTier(StorageTier):
     """A tier in the container of this job. All ranks call all methods, in the same order, from the main thread.
 
     Args:

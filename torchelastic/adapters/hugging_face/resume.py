@@ -44,7 +44,7 @@ class Durable:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResumeChoice:
     """What to resume from: memory, or else a durable checkpoint, or else nothing.
 
     Attributes:
@@ -56,7 +56,7 @@ class Choice:
     durable: Durable | None
 
 
-def choose(memory_step: int | None, seen: Sequence[Iterable[Durable]]) -> Choice:
+def choose(memory_step: int | None, seen: Sequence[Iterable[Durable]]) -> ResumeChoice:
     """Chooses the newest; of two of the same step that in memory, which is read faster.
 
     A durable checkpoint without the optimizer's state is taken only where there is nothing else.
@@ -66,12 +66,12 @@ def choose(memory_step: int | None, seen: Sequence[Iterable[Durable]]) -> Choice
         seen: the durable checkpoints that each rank sees; one that not all see is no choice.
 
     >>> choose(7, [[Durable(True, 5)], [Durable(True, 5), Durable(True, 10)]])
-    Choice(from_memory=True, durable=Durable(is_full=True, step=5))
+    ResumeChoice(from_memory=True, durable=Durable(is_full=True, step=5))
     """
     by_all = set.intersection(*(set(each) for each in seen)) if seen else set()
     durable = max(by_all, default=None)
     newer = durable is not None and durable.is_full and memory_step is not None and durable.step > memory_step
-    return Choice(memory_step is not None and not newer, durable)
+    return ResumeChoice(memory_step is not None and not newer, durable)
 
 
 def durable_checkpoints(output_dir: str | Path | None) -> list[Durable]:

@@ -25,7 +25,7 @@ REPLICATED, LEADING = "replicated", "leading"
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank has of a checkpoint; each part is nested plain values and tensors.
 
     Attributes:
@@ -44,7 +44,7 @@ def own_part(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def tensors_of(share: Share, rank: int) -> dict[str, torch.Tensor]:
+def tensors_of(share: RankShare, rank: int) -> dict[str, torch.Tensor]:
     """All named tensors of a rank; none is copied.
 
     Raises:

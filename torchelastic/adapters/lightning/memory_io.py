@@ -12,7 +12,7 @@ from typing import Any
 from torchelastic.adapters.lightning.memory_sharded import load_sharded
 from torchelastic.adapters.lightning.memory_state import Parts, names_of_optimizers, put_together, share_of, take_apart
 from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of, names_on_all_ranks
-from torchelastic.adapters.memory_tier import MemoryTier
+from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
@@ -65,7 +65,7 @@ class MemoryCheckpointing:
         trainer: whose plugin it is.
         async_save: write in the background; the training goes on when the values are copied.
         allow_pickles: store objects that are neither plain values nor tensors as pickles, and run them when loading.
-        tier_options: see `MemoryTier`.
+        tier_options: see `StorageTier`.
 
     Raises:
         ValueError: the container is no absolute path.
@@ -86,7 +86,7 @@ class MemoryCheckpointing:
         self.wrapped_checkpoint_io = wrapped_checkpoint_io
         self.trainer = trainer
         self.allow_pickles = allow_pickles
-        self.tier = MemoryTier(self.container, async_save=async_save, **tier_options)
+        self.tier = StorageTier(self.container, async_save=async_save, **tier_options)
         #: What is loaded where a checkpoint in memory cannot be; set by `MemoryAutoResume`.
         self.fallback: AnyPath | None = None
         self._has_warned = False

@@ -22,11 +22,11 @@ from torchelastic.adapters.lightning.memory_state import (
     put_together,
     without_tensors,
 )
-from torchelastic.adapters.memory_tier import MemoryTier
+from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 
 
-def load_sharded(tier: MemoryTier, checkpoint_id: str, strategy: Any, *, allow_pickles: bool) -> dict[str, Any]:
+def load_sharded(tier: StorageTier, checkpoint_id: str, strategy: Any, *, allow_pickles: bool) -> dict[str, Any]:
     """Loads a checkpoint into a strategy that is set up; on all ranks, whose number may differ from that at the save.
 
     Args:
@@ -65,7 +65,7 @@ def load_sharded(tier: MemoryTier, checkpoint_id: str, strategy: Any, *, allow_p
     return rest
 
 
-def _rest(tier: MemoryTier, checkpoint_id: str, *, allow_pickles: bool) -> dict[str, Any]:
+def _rest(tier: StorageTier, checkpoint_id: str, *, allow_pickles: bool) -> dict[str, Any]:
     parts = tier.load(
         checkpoint_id, lambda name: name == VALUES or not name.startswith((f"{MODEL}/", f"{OPTIMIZERS}/"))
     )

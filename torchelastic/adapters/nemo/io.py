@@ -29,7 +29,7 @@ from torchelastic.adapters.megatron import (
     MegatronLoadStrategy,
     save_local_aware_megatron_checkpoint,
 )
-from torchelastic.adapters.memory_tier import MemoryTier
+from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.packed_folder import CONTEXT_FILE, packed
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _NAMED_FAILURES = 4
 
 
-class MegatronTier(MemoryTier):
+class MegatronTier(StorageTier):
     """The memory tier with Megatron's strategies in place of `save` and `load`; the queue of what is being written."""
 
     save_strategy: Any = None
@@ -68,7 +68,7 @@ class MegatronTier(MemoryTier):
             self.queue.maybe_finalize_async_calls(blocking=True)
 
     def close(self) -> None:
-        """As `MemoryTier.close`."""
+        """As `StorageTier.close`."""
         queue, self.queue = self.queue, None
         if queue is not None:
             queue.close(abort=True)
@@ -92,7 +92,7 @@ class MemoryCheckpointIO(MemoryCheckpointing, AsyncCompatibleCheckpointIO):  # t
         always_save_context: save the context (what NeMo makes model and tokenizer from) with each checkpoint.
         use_fully_parallel_wrapper: spread the work on what several data-parallel ranks have alike over these ranks.
         use_cached_ckpt_structure: check and plan anew only when the structure of the state has changed.
-        tier_options: see `MemoryTier`.
+        tier_options: see `StorageTier`.
 
     Raises:
         ValueError: the container is no absolute path.

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
     from torchelastic.checkpoint.async_ckpt.process_callers import PersistentAsyncCaller, TemporalAsyncCaller
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
-    from torchelastic.checkpoint.async_ckpt.thread_caller import ThreadAsyncCaller
     from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "AsyncRequest",
     "PersistentAsyncCaller",
     "TemporalAsyncCaller",
-    "ThreadAsyncCaller",
     "TorchAsyncCheckpoint",
     "abort_checkpoints",
 ]
@@ -37,7 +35,6 @@ _HOME_OF_NAME = {
     "AsyncRequest": "request",
     "PersistentAsyncCaller": "process_callers",
     "TemporalAsyncCaller": "process_callers",
-    "ThreadAsyncCaller": "thread_caller",
     "TorchAsyncCheckpoint": "torch_checkpoint",
     "abort_checkpoints": "calls_queue",
 }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, failed_call
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
 from torchelastic.group.lagged_max import LaggedMax
 from torchelastic.group.naming import describe_calls
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup
@@ -27,7 +27,7 @@ _REASON_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CallVerdict:
     """What one round has found.
 
     Attributes:
@@ -41,16 +41,16 @@ class Verdict:
     failing_rank: int | None
 
 
-def encode(call_idx: int, outcome: Outcome | None, rank: int, world_size: int) -> list[int]:
+def encode(call_idx: int, outcome: CallOutcome | None, rank: int, world_size: int) -> list[int]:
     """What one rank puts into a round: is it running, who failed, and its index both ways; `None` is still running."""
     failing = world_size - rank if outcome is not None and outcome.has_failed else 0
     return [int(outcome is None), failing, call_idx, -call_idx]
 
 
-def decode(maximum: Sequence[float], world_size: int) -> Verdict:
+def decode(maximum: Sequence[float], world_size: int) -> CallVerdict:
     """What the maximum over all ranks says."""
     running, failing, highest, minus_lowest = maximum
-    return Verdict(
+    return CallVerdict(
         is_in_step=highest == -minus_lowest,
         is_done=not running and not failing,
         failing_rank=world_size - int(failing) if failing else None,
@@ -74,7 +74,7 @@ def group_in_use(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-class Agreement:
+class CallAgreement:
     """The rounds of one queue. Used by one thread at a time, by all ranks of the group in step.
 
     Args:
@@ -87,9 +87,9 @@ class Agreement:
         self._clock = clock
         self._round = 0
         self._begun: tuple[LaggedMax, int] | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: CallVerdict | None = None
 
-    def begin(self, group: dist.ProcessGroup, call_idx: int, outcome: Outcome | None) -> None:
+    def begin(self, group: dist.ProcessGroup, call_idx: int, outcome: CallOutcome | None) -> None:
         """Begin a round about this call; `outcome` is None while its work goes on here. Waits for nobody."""
         self._round += 1
         self._verdict = None
@@ -97,7 +97,7 @@ class Agreement:
         values = encode(call_idx, outcome, watched.rank, watched.world_size)
         self._begun = LaggedMax(watched, self._round, values), call_idx
 
-    def read(self, group: dist.ProcessGroup, call_idx: int) -> Verdict | None:
+    def read(self, group: dist.ProcessGroup, call_idx: int) -> CallVerdict | None:
         """What the last round has found; None if it was not about this call, not in this group, or was used up.
 
         Raises:
@@ -126,7 +126,12 @@ class Agreement:
         self._verdict = None
 
     def failure(
-        self, group: dist.ProcessGroup, verdict: Verdict, call_idx: int, outcome: Outcome | None, was_told: bool = False
+        self,
+        group: dist.ProcessGroup,
+        verdict: CallVerdict,
+        call_idx: int,
+        outcome: CallOutcome | None,
+        was_told: bool = False,
     ) -> AsyncCheckpointError:
         """The error for a call that failed somewhere; the failing rank tells the others why (one broadcast)."""
         failing = verdict.failing_rank or 0
@@ -140,7 +145,7 @@ class Agreement:
         error.__cause__ = outcome.error if outcome is not None else None
         return error
 
-    def require_success(self, group: dist.ProcessGroup | None, call_idx: int, outcome: Outcome) -> None:
+    def require_success(self, group: dist.ProcessGroup | None, call_idx: int, outcome: CallOutcome) -> None:
         """Raise on every rank if this call's work failed on any rank, or if they are at different calls; waits."""
         if group is None:
             if outcome.has_failed:

@@ -11,9 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S, Agreement, Verdict, group_in_use, own_rank
+from torchelastic.checkpoint.async_ckpt.agreement import (
+    DEFAULT_TIMEOUT_S,
+    CallAgreement,
+    CallVerdict,
+    group_in_use,
+    own_rank,
+)
 from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, failed_call
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome, failure_of
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome, failure_of
 from torchelastic.checkpoint.async_ckpt.stages import publish_stage
 
 if TYPE_CHECKING:
@@ -33,11 +39,11 @@ _SLICE_S = 1.0
 class _Call:
     """A call that nobody was told the end of. `was_told`: schedule raised for it, and the other ranks may not know."""
 
-    future: Future[Outcome] | None = None
-    outcome: Outcome | None = None
+    future: Future[CallOutcome] | None = None
+    outcome: CallOutcome | None = None
     was_told: bool = False
 
-    def wait(self, timeout_s: float) -> Outcome | None:
+    def wait(self, timeout_s: float) -> CallOutcome | None:
         """How it ended; None if it has not within so many seconds."""
         if self.outcome is None and self.future is not None:
             try:
@@ -45,7 +51,7 @@ class _Call:
             except TimeoutError:
                 return None
             except CancelledError:
-                self.outcome = Outcome("it was given up")
+                self.outcome = CallOutcome("it was given up")
         return self.outcome
 
 
@@ -71,12 +77,12 @@ class AsyncCaller(ABC):
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._clock = clock
-        self._agreement = Agreement(timeout_s, clock=clock)
+        self._agreement = CallAgreement(timeout_s, clock=clock)
         self._calls: dict[int, _Call] = {}
         self._acts_alone = False
 
     @abstractmethod
-    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[Outcome]:
+    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[CallOutcome]:
         """Hand the request to a worker; waits for its `preload_fn`, if it has one, but no longer than `timeout_s`.
 
         Returns:
@@ -102,7 +108,7 @@ class AsyncCaller(ABC):
         try:
             request.check()
             if request.async_fn is None:
-                call.outcome = Outcome()
+                call.outcome = CallOutcome()
             else:
                 call.future = self._start(request, self._timeout_s)
         except BaseException as error:
@@ -208,30 +214,30 @@ class AsyncCaller(ABC):
             if not blocking:
                 return False
 
-    def _settle_failure(self, call_idx: int, verdict: Verdict, group: dist.ProcessGroup) -> NoReturn:
+    def _settle_failure(self, call_idx: int, verdict: CallVerdict, group: dist.ProcessGroup) -> NoReturn:
         """Drop a call that all ranks know has failed, and raise its error."""
         self._agreement.clear()
         call = self._calls.pop(call_idx, _Call())
         raise self._agreement.failure(group, verdict, call_idx, call.outcome, call.was_told)
 
-    def _drop_failed(self, call_idx: int, outcome: Outcome) -> NoReturn:
+    def _drop_failed(self, call_idx: int, outcome: CallOutcome) -> NoReturn:
         call = self._calls.pop(call_idx, _Call())
         raise failed_call(call_idx, own_rank(), outcome.reason, was_told=call.was_told) from outcome.error
 
-    def _timed_out(self, call_idx: int) -> Outcome:
+    def _timed_out(self, call_idx: int) -> CallOutcome:
         log.warning(
             "asynchronous checkpoint call %d is not done after %g s; ending its worker", call_idx, self._timeout_s
         )
         self._give_up(call_idx)
-        outcome = Outcome(f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was given up")
+        outcome = CallOutcome(f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was given up")
         if call_idx in self._calls:
             self._calls[call_idx].outcome = outcome
         return outcome
 
-    def _outcome_of(self, call_idx: int, timeout_s: float) -> Outcome | None:
+    def _outcome_of(self, call_idx: int, timeout_s: float) -> CallOutcome | None:
         call = self._calls.get(call_idx)
         if call is None:
-            return Outcome("the queue was closed while it was waited for")
+            return CallOutcome("the queue was closed while it was waited for")
         was_known = call.outcome is not None
         outcome = call.wait(timeout_s)
         if outcome is not None and not outcome.has_failed and not was_known:
@@ -245,7 +251,7 @@ def settle(future: Future[T], result: T) -> None:
         future.set_result(result)
 
 
-def as_schedule_error(call_idx: int, outcome: Outcome) -> AsyncCheckpointError:
+def as_schedule_error(call_idx: int, outcome: CallOutcome) -> AsyncCheckpointError:
     """The error of `schedule_async_call` for a call that failed before it was through."""
     error = failed_call(call_idx, own_rank(), outcome.reason)
     error.__cause__ = outcome.error

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
 from torchelastic.checkpoint.async_ckpt.errors import WorkerTraceback
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome, describe
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome, describe
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.shipping import Parcel
@@ -47,10 +47,10 @@ def failure_message(call_idx: int, error: BaseException, duration_s: float) -> M
     return Message("ended", call_idx, describe(error), text, pickled, duration_s)
 
 
-def outcome_of(message: Message) -> Outcome:
+def outcome_of(message: Message) -> CallOutcome:
     """How the call ended that the message tells the end of."""
     if not message.reason:
-        return Outcome(duration_s=message.duration_s)
+        return CallOutcome(duration_s=message.duration_s)
     origin = WorkerTraceback(message.traceback)
     error: BaseException = origin
     if message.pickled_error is not None:
@@ -59,7 +59,7 @@ def outcome_of(message: Message) -> Outcome:
             error.__cause__ = origin
         except Exception:  # noqa: BLE001 - many exceptions can be pickled and not be read; the text says it all
             error = origin
-    return Outcome(message.reason, error, message.duration_s)
+    return CallOutcome(message.reason, error, message.duration_s)
 
 
 def send_parcel(connection: Connection, parcel: Parcel, pid: int) -> None:

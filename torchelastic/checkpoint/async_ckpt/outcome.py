@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """How the work of a call ended here.
 
     Attributes:
@@ -25,9 +25,9 @@ class Outcome:
         return bool(self.reason)
 
 
-def failure_of(error: BaseException, duration_s: float = 0.0) -> Outcome:
+def failure_of(error: BaseException, duration_s: float = 0.0) -> CallOutcome:
     """The outcome of work that raised `error`."""
-    return Outcome(describe(error), error, duration_s)
+    return CallOutcome(describe(error), error, duration_s)
 
 
 def describe(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S
 from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller, as_schedule_error
 from torchelastic.checkpoint.async_ckpt.memory import MemoryPool
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
 from torchelastic.checkpoint.async_ckpt.shipping import pack
 from torchelastic.checkpoint.async_ckpt.stages import timed_stage
 from torchelastic.checkpoint.async_ckpt.worker_process import UNTIDY_END_S, Job, WorkerProcess, WorkerSettings, end_all
@@ -57,7 +57,7 @@ class ProcessAsyncCaller(AsyncCaller):
     def _worker(self) -> WorkerProcess:
         """The process for the next request."""
 
-    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[Outcome]:
+    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[CallOutcome]:
         call_idx = request.call_idx
         with timed_stage("copy", call_idx):
             job = Job(pack(request, self._pool))
@@ -74,7 +74,7 @@ class ProcessAsyncCaller(AsyncCaller):
                 failure = job.staged.result(timeout_s)
             except TimeoutError:
                 end_all([worker])
-                failure = Outcome(f"its preload_fn was not through within {timeout_s:g} s")
+                failure = CallOutcome(f"its preload_fn was not through within {timeout_s:g} s")
             if failure is not None:
                 raise as_schedule_error(call_idx, failure)
         return job.ended

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchelastic.checkpoint.async_ckpt.agreement import Agreement, group_in_use
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome, failure_of
+from torchelastic.checkpoint.async_ckpt.agreement import CallAgreement, group_in_use
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome, failure_of
 
 
 class AsyncRequest(NamedTuple):
@@ -89,10 +89,10 @@ class AsyncRequest(NamedTuple):
         start_s = time.monotonic()
         try:
             self.work()
-            outcome = Outcome(duration_s=time.monotonic() - start_s)
+            outcome = CallOutcome(duration_s=time.monotonic() - start_s)
         except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
             outcome = failure_of(error)
-        Agreement().require_success(group_in_use(None), self.call_idx, outcome)
+        CallAgreement().require_success(group_in_use(None), self.call_idx, outcome)
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -110,7 +110,7 @@ class AsyncRequest(NamedTuple):
             BaseException: what a finalize function raised; those after it were not called.
         """
         if validate_matching_call_idx:
-            Agreement().require_success(group_in_use(None), self.call_idx, Outcome())
+            CallAgreement().require_success(group_in_use(None), self.call_idx, CallOutcome())
         for finalize_fn in self.finalize_fns:
             finalize_fn()
         return self.call_idx

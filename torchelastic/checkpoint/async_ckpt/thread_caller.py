@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S
 from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller, settle
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome, failure_of
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome, failure_of
 from torchelastic.checkpoint.async_ckpt.priority import check_priorities, lower_thread_priority
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ThreadAsyncCaller(AsyncCaller):
         self._cpu_priority = cpu_priority
         self._worker: _Worker | None = None
 
-    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[Outcome]:  # noqa: ARG002 - it waits for no other
+    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[CallOutcome]:  # noqa: ARG002 - it waits for no other
         staged = request._replace(async_fn_args=request.staged_args(), preload_fn=None)
         if self._worker is None:
             self._worker = _Worker(self._cpu_priority)
@@ -77,13 +77,13 @@ class _Worker:
     """
 
     def __init__(self, cpu_priority: int) -> None:
-        self._inbox: queue.SimpleQueue[tuple[AsyncRequest, Future[Outcome]] | None] = queue.SimpleQueue()
-        self._futures: list[Future[Outcome]] = []
+        self._inbox: queue.SimpleQueue[tuple[AsyncRequest, Future[CallOutcome]] | None] = queue.SimpleQueue()
+        self._futures: list[Future[CallOutcome]] = []
         self.is_busy = False
         threading.Thread(target=self._run, args=(cpu_priority,), name="async-checkpoint", daemon=True).start()
 
-    def submit(self, request: AsyncRequest) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
+    def submit(self, request: AsyncRequest) -> Future[CallOutcome]:
+        future: Future[CallOutcome] = Future()
         self._futures = [*(one for one in self._futures if not one.done()), future]
         self._inbox.put((request, future))
         return future
@@ -106,10 +106,10 @@ class _Worker:
             del job  # its tensors must not outlive it while the thread waits for the next one
 
 
-def _outcome_of(request: AsyncRequest) -> Outcome:
+def _outcome_of(request: AsyncRequest) -> CallOutcome:
     start_s = time.monotonic()
     try:
         request.work()
     except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread, and nobody would hear of it
         return failure_of(error, time.monotonic() - start_s)
-    return Outcome(duration_s=time.monotonic() - start_s)
+    return CallOutcome(duration_s=time.monotonic() - start_s)

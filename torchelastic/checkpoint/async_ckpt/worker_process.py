@@ -22,7 +22,7 @@ from multiprocessing import util
 
 from torchelastic.checkpoint.async_ckpt.caller import settle
 from torchelastic.checkpoint.async_ckpt.messages import Message, outcome_of, send_parcel, send_stop
-from torchelastic.checkpoint.async_ckpt.outcome import Outcome
+from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
 from torchelastic.checkpoint.async_ckpt.priority import check_priorities
 from torchelastic.checkpoint.async_ckpt.shipping import Parcel
 from torchelastic.checkpoint.async_ckpt.worker_main import work
@@ -70,8 +70,8 @@ class Job:
     """
 
     parcel: Parcel | None
-    staged: Future[Outcome | None] = field(default_factory=Future)
-    ended: Future[Outcome] = field(default_factory=Future)
+    staged: Future[CallOutcome | None] = field(default_factory=Future)
+    ended: Future[CallOutcome] = field(default_factory=Future)
 
 
 class WorkerProcess:
@@ -150,7 +150,7 @@ class WorkerProcess:
         self.exit_code(math.inf)
         self._at_exit.cancel()
 
-    def _have_done(self, job: Job) -> Outcome:
+    def _have_done(self, job: Job) -> CallOutcome:
         parcel, job.parcel = job.parcel, None
         try:
             if parcel is not None:
@@ -181,12 +181,12 @@ class WorkerProcess:
                 self.exit_code(math.inf)  # it has ended, or is about to
                 return None
 
-    def _ended_well(self, outcome: Outcome) -> Outcome:
+    def _ended_well(self, outcome: CallOutcome) -> CallOutcome:
         self._send_stop()
         code = self.exit_code(math.inf)
-        return Outcome(f"its worker process {self.pid} ended with exit code {code}") if code else outcome
+        return CallOutcome(f"its worker process {self.pid} ended with exit code {code}") if code else outcome
 
-    def _death(self) -> Outcome:
+    def _death(self) -> CallOutcome:
         """How it died, as the outcome of a call that it was at or had yet to do."""
         self._listen()  # whether it was ready
         code = self.exit_code(math.inf) or 0
@@ -196,7 +196,7 @@ class WorkerProcess:
             if self._was_ready
             else ', before it was ready: see what it has printed (scripts need an `if __name__ == "__main__":`)'
         )
-        return Outcome(f"the worker process {self.pid} {ending} before the call was done{hint}")
+        return CallOutcome(f"the worker process {self.pid} {ending} before the call was done{hint}")
 
     def _send_stop(self) -> None:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.listing import FOREIGN, newest_complete
 from torchelastic.checkpoint.command.screen import say
@@ -37,16 +37,18 @@ def convert(
         CheckpointError: the source is damaged, or the disk refuses.
     """
     if os.path.lexists(target):
-        raise CommandError(f"{target} exists already, and nothing is overwritten: give another name, or remove it")
+        raise CheckpointCommandError(
+            f"{target} exists already, and nothing is overwritten: give another name, or remove it"
+        )
     if not target.parent.is_dir():
-        raise CommandError(f"{target.parent} is no folder: create it, or give another target")
+        raise CheckpointCommandError(f"{target.parent} is no folder: create it, or give another target")
     tree, place, meta = read_any(source, allow_pickles=allow_pickles)
     if part is not None:
         tree = part_of(tree, part, place)
     try:
         flat = flatten(tree, allow_pickles=allow_pickles)
     except (TypeError, ValueError) as error:
-        raise CommandError(f"{place}: {error}; or use --allow-pickles") from error
+        raise CheckpointCommandError(f"{place}: {error}; or use --allow-pickles") from error
     write_any(target, tree, flat, to, meta=meta, allow_pickles=allow_pickles, disk=disk)
     held = sum(named.tensor.nbytes for named in flat.tensors)
     say(f"{place} -> {target} ({to}, {len(flat.tensors)} tensors, {bytes_text(held)})")
@@ -67,7 +69,7 @@ def read_any(source: Path, *, allow_pickles: bool) -> tuple[Any, Path, dict[str,
         return found.format.load(found, allow_pickles=allow_pickles), found.path, meta
     except CheckpointError as error:
         if "allow_pickles=True" in str(error):
-            raise CommandError(
+            raise CheckpointCommandError(
                 f"{found.path} holds pickled objects: use --allow-pickles if you trust its writer"
             ) from error
         raise
@@ -91,7 +93,7 @@ def part_of(tree: Any, part: str, place: Path) -> Any:
         named = {str(name): value for name, value in tree.items()} if isinstance(tree, dict) else {}
         if key not in named:
             some = ", ".join(map(repr, list(named)[:10])) or "no parts at all"
-            raise CommandError(f"{place} has no part {part!r}: where {key!r} should be, it has {some}")
+            raise CheckpointCommandError(f"{place} has no part {part!r}: where {key!r} should be, it has {some}")
         tree = named[key]
     return tree
 

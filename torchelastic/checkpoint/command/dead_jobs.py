@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.screen import complain, say, say_json, table
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.job import memory_root
@@ -44,7 +44,9 @@ def prune_dead(
     """
     place = memory_root() if root is None else root
     if not place.is_dir():
-        raise CommandError(f"{place} is no folder: give the container of a job, or a folder of them such as /dev/shm")
+        raise CheckpointCommandError(
+            f"{place} is no folder: give the container of a job, or a folder of them such as /dev/shm"
+        )
     found = find_dead(place)
     least_s = -math.inf if older_than_s is None else older_than_s
     chosen = [dead for dead in found if dead.is_half_removed or now_s - dead.changed_s >= least_s]
@@ -69,7 +71,7 @@ def _list(place: Path, found: Sequence[DeadJob], now_s: float) -> None:
 
 def _agreed(chosen: Sequence[DeadJob], as_json: bool, ask: Callable[[str], bool] | None) -> bool:
     if ask is None or as_json:
-        raise CommandError(
+        raise CheckpointCommandError(
             "nothing is removed, for there is nobody to ask: use --yes, or --dry-run; a job that is to start again "
             "(a requeued one, say) wants its memory back, so consider --older-than SECONDS"
         )

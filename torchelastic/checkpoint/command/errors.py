@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class CommandError(Exception):
+class CheckpointCommandError(Exception):
     """The command stops with exit code 2; the message names what is wrong, where, and what to do instead."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.errors import CheckpointError
 
 #: Told how many bytes have been read since it was called last.
@@ -16,7 +16,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """One checkpoint that is there, whether complete or damaged.
 
     Attributes:
@@ -53,7 +53,7 @@ class Found:
         return self.damage is None and self.partial is None
 
 
-def still_there(looks: Iterable[tuple[Path, Callable[[], Found]]]) -> list[Found]:
+def still_there(looks: Iterable[tuple[Path, Callable[[], FoundCheckpoint]]]) -> list[FoundCheckpoint]:
     """Looks at one checkpoint after the other, and passes over what a run at work removes meanwhile.
 
     Args:
@@ -109,14 +109,14 @@ class Format(ABC):
 
     Attributes:
         kind: its name on the screen.
-        step_title: what `Found.step` is called in this kind.
+        step_title: what `FoundCheckpoint.step` is called in this kind.
     """
 
     kind: str
     step_title = "step"
 
     @abstractmethod
-    def find(self, path: Path) -> list[Found]:
+    def find(self, path: Path) -> list[FoundCheckpoint]:
         """The checkpoints at a path, newest first; none if it holds nothing of this kind. Reads no tensor.
 
         Raises:
@@ -124,7 +124,7 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def contents(self, found: Found) -> Contents:
+    def contents(self, found: FoundCheckpoint) -> Contents:
         """What a checkpoint holds, without reading tensors or running anything.
 
         Raises:
@@ -133,7 +133,7 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def verify(self, found: Found, advance: Advance) -> list[str]:
+    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Reads everything, compares all checksums, and says what is damaged: one line each, none if it is intact.
 
         Raises:
@@ -141,13 +141,15 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """The whole state, on the CPU; errors as `contents`."""
 
-    def remove(self, found: Found) -> None:
+    def remove(self, found: FoundCheckpoint) -> None:
         """Removes a checkpoint, so that nobody ever sees a part of it.
 
         Raises:
             CheckpointError: it cannot be removed.
         """
-        raise CommandError(f"{found.path} is a {self.kind}: remove it yourself; prune removes checkpoints of a folder")
+        raise CheckpointCommandError(
+            f"{found.path} is a {self.kind}: remove it yourself; prune removes checkpoints of a folder"
+        )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
-from torchelastic.checkpoint.command.format import Format, Found
+from torchelastic.checkpoint.command.format import Format, FoundCheckpoint
 from torchelastic.checkpoint.command.local_shards import LocalShards
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
 from torchelastic.checkpoint.command.screen import complain, say_json, table
 from torchelastic.checkpoint.command.shard_file import ShardFile
-from torchelastic.checkpoint.command.shard_folder import ShardFolder
-from torchelastic.checkpoint.command.streams import Streams
+from torchelastic.checkpoint.command.shard_folder import FolderOfShards
+from torchelastic.checkpoint.command.streams import StreamFolder
 from torchelastic.text import age_text, bytes_text
 
 #: In the order in which they are looked for and listed.
-FORMATS: tuple[Format, ...] = (ShardFile(), ShardFolder(), LocalShards(), MemorySteps(), Streams())
+FORMATS: tuple[Format, ...] = (ShardFile(), FolderOfShards(), LocalShards(), MemorySteps(), StreamFolder())
 
 #: What it is, how to tell it, how to read it. The first bytes of safetensors can look like a pickle's, not the reverse.
 FOREIGN = (
@@ -27,7 +27,7 @@ FOREIGN = (
 )
 
 
-def find(path: Path) -> list[Found]:
+def find(path: Path) -> list[FoundCheckpoint]:
     """The checkpoints at a path, of every kind, each kind newest first; at least one.
 
     Raises:
@@ -35,16 +35,18 @@ def find(path: Path) -> list[Found]:
         CheckpointError: it cannot be looked at.
     """
     if not path.exists():
-        raise CommandError(f"{path} does not exist: give the folder or file of a checkpoint, or a folder of them")
+        raise CheckpointCommandError(
+            f"{path} does not exist: give the folder or file of a checkpoint, or a folder of them"
+        )
     foreign = foreign_kind(path)
     if foreign is not None:
-        raise CommandError(f"{path} is {foreign}, which only `torchelastic checkpoint convert` reads")
+        raise CheckpointCommandError(f"{path} is {foreign}, which only `torchelastic checkpoint convert` reads")
     found = [one for known in FORMATS for one in known.find(path)]
     if found:
         return found
     if path.is_dir() and not any(path.iterdir()):
-        raise CommandError(f"{path} is empty: give the folder that checkpoints were written to")
-    raise CommandError(
+        raise CheckpointCommandError(f"{path} is empty: give the folder that checkpoints were written to")
+    raise CheckpointCommandError(
         f"{path} holds no checkpoint that torchelastic knows: give a folder of checkpoints, one of them, or a shard"
     )
 
@@ -54,7 +56,7 @@ def foreign_kind(path: Path) -> str | None:
     return next((what for what, is_one, _ in FOREIGN if is_one(path)), None)
 
 
-def newest_complete(path: Path) -> Found:
+def newest_complete(path: Path) -> FoundCheckpoint:
     """The one that `show` and `convert` mean where a path has several; of several kinds, the one saved last.
 
     Raises:
@@ -68,11 +70,13 @@ def newest_complete(path: Path) -> Found:
     return max(first_of_kind.values(), key=lambda one: one.saved_s)
 
 
-def damaged_all(path: Path, found: Sequence[Found]) -> CommandError:
+def damaged_all(path: Path, found: Sequence[FoundCheckpoint]) -> CheckpointCommandError:
     """The error for a path without a complete checkpoint."""
     if len(found) == 1:
-        return CommandError(f"{path} is damaged: {found[0].damage}; use another copy of it, or an older checkpoint")
-    return CommandError(
+        return CheckpointCommandError(
+            f"{path} is damaged: {found[0].damage}; use another copy of it, or an older checkpoint"
+        )
+    return CheckpointCommandError(
         f"all {len(found)} checkpoints in {path} are damaged (the newest: {found[0].damage}); use another copy of them"
     )
 
@@ -96,7 +100,7 @@ def ls(path: Path, *, as_json: bool, now_s: float) -> int:
     return 0
 
 
-def record_of(found: Found) -> dict[str, object]:
+def record_of(found: FoundCheckpoint) -> dict[str, object]:
     """What `--json` says of a checkpoint."""
     return {
         "kind": found.format.kind,
@@ -114,7 +118,7 @@ def record_of(found: Found) -> dict[str, object]:
     }
 
 
-def _row(found: Found, now_s: float) -> tuple[str, ...]:
+def _row(found: FoundCheckpoint, now_s: float) -> tuple[str, ...]:
     return (
         found.name,
         "-" if found.step is None else str(found.step),

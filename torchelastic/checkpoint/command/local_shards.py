@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.errors import CommandError
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, still_there
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
+from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -27,11 +27,11 @@ class LocalShards(Format):
 
     kind = "local"
 
-    def find(self, path: Path) -> list[Found]:
+    def find(self, path: Path) -> list[FoundCheckpoint]:
         """The saves in a root, in the folder of a session, or in that of a rank."""
         if not path.is_dir():
             return []
-        copies: dict[Save, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
+        copies: dict[LocalSave, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
         for file in _files(path, _DEPTH):
             shard = Shard.parse(file.name)
             if shard is not None:
@@ -41,12 +41,12 @@ class LocalShards(Format):
             (next(iter(files.values()))[0], partial(self._found, save, files)) for save, files in newest_first
         )
 
-    def contents(self, found: Found) -> Contents:
+    def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the headers of the shards that are here."""
         with ExitStack() as opened:
             return contents_of([opened.enter_context(_readable(copies)) for copies in _copies(found.shards)])
 
-    def verify(self, found: Found, advance: Advance) -> list[str]:
+    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares every shard, also the copies of other ranks'."""
         lines = []
         for path in found.shards:
@@ -57,23 +57,23 @@ class LocalShards(Format):
                 lines.append(str(error))
         return lines
 
-    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all ranks, if they have saved parts; else each has saved a state of its own."""
         with ExitStack() as opened:
             shards = [opened.enter_context(_readable(copies)) for copies in _copies(found.shards)]
             if found.world_size == 1 or any(entry.is_shard for shard in shards for entry in shard.header.entries):
                 return read_tree(shards, allow_pickles=allow_pickles)
-        raise CommandError(
+        raise CheckpointCommandError(
             f"in {found.name} each of {found.world_size} ranks has saved a state of its own: give the shard of one "
             f"rank, such as {found.shards[0]}"
         )
 
-    def remove(self, found: Found) -> None:
+    def remove(self, found: FoundCheckpoint) -> None:
         """File by file; a save that lacks shards is not loaded any more."""
         for path in found.shards:
             REAL_DISK.remove(path)
 
-    def _found(self, save: Save, files: dict[int, list[Path]]) -> Found:
+    def _found(self, save: LocalSave, files: dict[int, list[Path]]) -> FoundCheckpoint:
         paths = tuple(path for rank in sorted(files) for path in files[rank])
         with explained("look at the checkpoint", paths[0]):
             statuses = [path.stat() for path in paths]
@@ -88,7 +88,7 @@ class LocalShards(Format):
                 damage = str(error)
         absent = save.world_size - len(files)
         here = ", ".join(map(str, sorted(files)))
-        return Found(
+        return FoundCheckpoint(
             format=self,
             path=paths[0],
             name=f"{session}: {save}" if session else str(save),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.screen import complain
 from torchelastic.usage import CommandParser
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
         return 128 + signal.SIGPIPE
-    except (CommandError, OSError) as error:  # a CheckpointError is an OSError
+    except (CheckpointCommandError, OSError) as error:  # a CheckpointError is an OSError
         complain(f"torchelastic checkpoint {options.verb}: {_one_line(error)}")
         return 2
     except KeyboardInterrupt:
@@ -172,9 +172,11 @@ def _prune(options: argparse.Namespace) -> int:
     if options.dead:
         return _prune_dead(options)
     if options.yes or options.older_than is not None:
-        raise CommandError("--yes and --older-than go with --dead")
+        raise CheckpointCommandError("--yes and --older-than go with --dead")
     if options.path is None:
-        raise CommandError("say which folder of checkpoints; or --dead, for what dead jobs have left in memory")
+        raise CheckpointCommandError(
+            "say which folder of checkpoints; or --dead, for what dead jobs have left in memory"
+        )
     from torchelastic.checkpoint.command.pruning import prune
 
     policy = _policy(options)
@@ -185,9 +187,9 @@ def _prune_dead(options: argparse.Namespace) -> int:
     from torchelastic.checkpoint.command.dead_jobs import prune_dead
 
     if any(rule is not None for rule in (options.keep_last, options.keep_every, options.keep_best)):
-        raise CommandError("--dead removes whole containers: use it without --keep-...")
+        raise CheckpointCommandError("--dead removes whole containers: use it without --keep-...")
     if options.older_than is not None and not options.older_than >= 0:
-        raise CommandError(f"--older-than {options.older_than:g}: give seconds, 0 or more")
+        raise CheckpointCommandError(f"--older-than {options.older_than:g}: give seconds, 0 or more")
     return prune_dead(
         options.path,
         older_than_s=options.older_than,
@@ -206,7 +208,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _policy(options: argparse.Namespace) -> KeepPolicy:
-    from torchelastic.checkpoint.policy import KeepBest, KeepEvery, KeepIfAny, KeepLast
+    from torchelastic.checkpoint.policy import KeepBest, KeepEvery, KeepLast
+    from torchelastic.checkpoint.policy.keeping import KeepIfAny
 
     rules: list[KeepPolicy] = []
     try:
@@ -217,7 +220,7 @@ def _policy(options: argparse.Namespace) -> KeepPolicy:
         if options.keep_best is not None:
             rules.append(KeepBest(options.keep_best, options.best_count, options.best_mode))
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise CheckpointCommandError(str(error)) from error
     if not rules:
-        raise CommandError("say what to keep: --keep-last N, --keep-every K or --keep-best METRIC")
+        raise CheckpointCommandError("say what to keep: --keep-last N, --keep-every K or --keep-best METRIC")
     return KeepIfAny(tuple(rules))

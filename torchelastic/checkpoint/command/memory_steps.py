@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchelastic.checkpoint.command.errors import CommandError
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, TensorRow, still_there
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
 from torchelastic.checkpoint.command.shard_checks import damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
@@ -21,7 +21,7 @@ from torchelastic.checkpoint.shards.reading import ShardReader
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from torchelastic.checkpoint.memory.commit import Candidate
+    from torchelastic.checkpoint.memory.commit import CommitHead
 
 
 class MemorySteps(Format):
@@ -29,7 +29,7 @@ class MemorySteps(Format):
 
     kind = "memory"
 
-    def find(self, path: Path) -> list[Found]:
+    def find(self, path: Path) -> list[FoundCheckpoint]:
         """One step, or all in the container of a job: by generation, as those that load them choose."""
         if not path.is_dir():
             return []
@@ -40,7 +40,7 @@ class MemorySteps(Format):
         found = still_there((folder, partial(self._look_at, folder)) for folder in folders)
         return sorted(found, key=lambda one: (one.facts.get("generation", -1), one.step or 0), reverse=True)
 
-    def contents(self, found: Found) -> Contents:
+    def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the commit; of the pickles those whose shards are here."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -66,7 +66,7 @@ class MemorySteps(Format):
         values = [[fqn, {"pickle": base64.b64encode(data).decode()}] for fqn, data in _pickles(found, metadata)]
         return Contents({"dict": values}, rows)
 
-    def verify(self, found: Found, advance: Advance) -> list[str]:
+    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares the commit, the shards that are here, and the extra files."""
         from torchelastic.checkpoint.memory.container import read_commit
 
@@ -87,7 +87,7 @@ class MemorySteps(Format):
                 lines.append(f"{file} is not what the commit holds of it: it is missing, or was changed")
         return lines
 
-    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Through DCP, nested as its planner has stored it."""
         from torchelastic.checkpoint.command.foreign.dcp import read_through
         from torchelastic.checkpoint.memory.reader import MemoryStorageReader
@@ -99,13 +99,13 @@ class MemorySteps(Format):
         loader: Any = _LocalFiles(found.path)
         return read_through(MemoryStorageReader(found.path, loader, allow_pickles=allow_pickles), found.path)
 
-    def remove(self, found: Found) -> None:
+    def remove(self, found: FoundCheckpoint) -> None:
         """Never: its job does that."""
-        raise CommandError(
+        raise CheckpointCommandError(
             f"{found.path} is in the memory of a job, which removes old ones itself: use `prune --dead` when it is over"
         )
 
-    def _look_at(self, folder: Path) -> Found:
+    def _look_at(self, folder: Path) -> FoundCheckpoint:
         from torchelastic.checkpoint.memory.container import commit_path, read_candidate
 
         with explained("look at the checkpoint", folder):
@@ -123,7 +123,7 @@ class MemorySteps(Format):
             settled = "yes" if at is not None and at.name == COMMIT_FILE else "not yet: no other host has the commit"
             facts |= {"generation": commit.generation, "save": commit.save_id, "replaces older ones": settled}
             here = [file for file in commit.files if file in sizes]
-        return Found(
+        return FoundCheckpoint(
             format=self,
             path=folder,
             name=folder.name,
@@ -156,14 +156,14 @@ class _LocalFiles:
         return self.open(_, file)  # there is no other copy: reading it again names what is damaged
 
 
-def _partial(commit: Candidate, here: list[str]) -> str | None:
+def _partial(commit: CommitHead, here: list[str]) -> str | None:
     if len(here) == len(commit.files):
         return None
     ranks = ", ".join(str(name.rank) for file in here if (name := ShardName.find(file)) is not None)
     return f"only the shards of rank(s) {ranks or 'none'} of {commit.world_size} are here"
 
 
-def _pickles(found: Found, metadata: Metadata) -> list[tuple[str, bytes]]:
+def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, bytes]]:
     """What the planner has pickled, unopened."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 

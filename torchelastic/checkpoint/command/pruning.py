@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.command.errors import CommandError
-from torchelastic.checkpoint.command.format import Found
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.listing import damaged_all, find
 from torchelastic.checkpoint.command.screen import say, say_json
 from torchelastic.checkpoint.policy import KeepDecision, KeepPolicy, KeptCheckpoint
@@ -33,14 +33,14 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
     """
     found = find(path)
     if any(one.path == path for one in found):
-        raise CommandError(f"{path} is a checkpoint itself: give the folder that holds it and the others")
+        raise CheckpointCommandError(f"{path} is a checkpoint itself: give the folder that holds it and the others")
     if all(one.damage is not None for one in found):
         raise damaged_all(path, found)
     if not any(one.is_complete for one in found):
-        raise CommandError(f"no checkpoint in {path} is whole ({found[0].partial}): nothing is removed")
+        raise CheckpointCommandError(f"no checkpoint in {path} is whole ({found[0].partial}): nothing is removed")
     measured = {name for one in found for name in one.metrics}
     if metric is not None and metric not in measured:
-        raise CommandError(
+        raise CheckpointCommandError(
             f"no checkpoint in {path} has the metric {metric!r} (they have {', '.join(sorted(measured)) or 'none'}): "
             "nothing is removed"
         )
@@ -60,9 +60,9 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
     return 0
 
 
-def decisions_for(found: Sequence[Found], policy: KeepPolicy) -> list[tuple[Found, KeepDecision]]:
+def decisions_for(found: Sequence[FoundCheckpoint], policy: KeepPolicy) -> list[tuple[FoundCheckpoint, KeepDecision]]:
     """What becomes of each checkpoint, each kind for itself, oldest first; pure."""
-    decided: list[tuple[Found, KeepDecision]] = []
+    decided: list[tuple[FoundCheckpoint, KeepDecision]] = []
     for kind in dict.fromkeys(one.format for one in found):
         ours = [one for one in reversed(found) if one.format is kind]
         answers = iter(policy.decide([_candidate(place, one) for place, one in enumerate(ours) if one.is_complete]))
@@ -70,10 +70,10 @@ def decisions_for(found: Sequence[Found], policy: KeepPolicy) -> list[tuple[Foun
     return decided
 
 
-def _candidate(place: int, one: Found) -> KeptCheckpoint:
+def _candidate(place: int, one: FoundCheckpoint) -> KeptCheckpoint:
     """As the policies want it. No rule here asks for times, and clocks may have been set back: the order counts."""
     return KeptCheckpoint(step=one.step or 0, saved_s=float(place), metrics=one.metrics, size_bytes=one.size_bytes)
 
 
-def _left_alone(one: Found) -> KeepDecision:
+def _left_alone(one: FoundCheckpoint) -> KeepDecision:
     return KeepDecision(True, f"left alone: {one.damage or one.partial}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint
 from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.header import encode_preamble
@@ -21,16 +21,16 @@ class ShardFile(Format):
 
     kind = "shard"
 
-    def find(self, path: Path) -> list[Found]:
+    def find(self, path: Path) -> list[FoundCheckpoint]:
         """The file, if it is one."""
         return [found_shard(self, path)] if is_shard(path) else []
 
-    def contents(self, found: Found) -> Contents:
+    def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of its header."""
         with ShardReader(found.path) as shard:
             return contents_of([shard])
 
-    def verify(self, found: Found, advance: Advance) -> list[str]:
+    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares header and tensors."""
         try:
             with ShardReader(found.path) as shard:
@@ -38,7 +38,7 @@ class ShardFile(Format):
         except CorruptCheckpointError as error:
             return [str(error)]
 
-    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """All of it, if it is whole."""
         return load_tree(found.path, allow_pickles=allow_pickles)
 
@@ -53,7 +53,7 @@ def is_shard(path: Path) -> bool:
         return file.read(len(_START)) == _START
 
 
-def found_shard(owner: Format, path: Path) -> Found:
+def found_shard(owner: Format, path: Path) -> FoundCheckpoint:
     """What the header of a shard file says."""
     with explained("look at the checkpoint", path):
         status = path.stat()
@@ -64,7 +64,7 @@ def found_shard(owner: Format, path: Path) -> Found:
             meta = dict(shard.header.meta)
     except CheckpointError as error:
         damage = str(error)
-    return Found(
+    return FoundCheckpoint(
         format=owner,
         path=path,
         name=path.name,

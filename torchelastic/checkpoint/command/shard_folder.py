@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, still_there
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.store.inventory import describe_cut
@@ -18,12 +18,12 @@ from torchelastic.checkpoint.store.reading import list_checkpoints, open_checkpo
 from torchelastic.checkpoint.store.save_id import SaveId
 
 
-class ShardFolder(Format):
+class FolderOfShards(Format):
     """Folders of shards."""
 
     kind = "shards"
 
-    def find(self, path: Path) -> list[Found]:
+    def find(self, path: Path) -> list[FoundCheckpoint]:
         """One folder of shards, or all that are in a folder."""
         if not path.is_dir():
             return []
@@ -34,14 +34,14 @@ class ShardFolder(Format):
             for info in list_checkpoints(path)
         )
 
-    def contents(self, found: Found) -> Contents:
+    def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the headers of the shards that are here."""
         with ExitStack() as opened:
             manifest = read_manifest(found.path)
             records = [record for record in manifest.shards if found.path / record.file in found.shards]
             return contents_of([opened.enter_context(open_shard(found.path, record)) for record in records])
 
-    def verify(self, found: Found, advance: Advance) -> list[str]:
+    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares the manifest, each header with it, and each tensor; goes on behind what is damaged."""
         try:
             manifest = read_manifest(found.path)
@@ -56,26 +56,28 @@ class ShardFolder(Format):
                 lines.append(str(error))
         return lines
 
-    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards."""
         with open_checkpoint(found.path) as opened:
             return opened.read_tree(allow_pickles=allow_pickles)
 
-    def remove(self, found: Found) -> None:
+    def remove(self, found: FoundCheckpoint) -> None:
         """Hidden first, then removed; a reader that has it open can go on."""
         from torchelastic.checkpoint.store.pruning import remove_checkpoint
 
         name = SaveId.parse(found.path.name)
         remove_checkpoint(found.path.parent, name)
 
-    def _look_at(self, folder: Path) -> Found:
+    def _look_at(self, folder: Path) -> FoundCheckpoint:
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
             return self._found(folder, SaveId.find(folder.name), None, str(error))
         return self._found(folder, manifest.name, manifest, None)
 
-    def _found(self, folder: Path, name: SaveId | None, manifest: Manifest | None, damage: str | None) -> Found:
+    def _found(
+        self, folder: Path, name: SaveId | None, manifest: Manifest | None, damage: str | None
+    ) -> FoundCheckpoint:
         facts: dict[str, Any] = {}
         if name is not None:
             facts = {"fencing token": f"epoch {name.epoch}, round {name.round}", "generation": name.generation}
@@ -85,7 +87,7 @@ class ShardFolder(Format):
             changed_s = folder.stat().st_mtime
         sizes = sizes_in(folder)
         partial, damage = _look_at_shards(folder, manifest, sizes) if manifest is not None else (None, damage)
-        return Found(
+        return FoundCheckpoint(
             format=self,
             path=folder,
             name=folder.name,

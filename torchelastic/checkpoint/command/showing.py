@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.format import Contents, Found
+from torchelastic.checkpoint.command.format import Contents, FoundCheckpoint
 from torchelastic.checkpoint.command.listing import newest_complete, record_of
 from torchelastic.checkpoint.command.screen import say, say_json, table
 from torchelastic.checkpoint.command.structures import children, value_text
@@ -84,7 +84,7 @@ def _short(node: Any, items: list[tuple[str, Any]] | None) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
 
 
-def _say_summary(found: Found, contents: Contents, now_s: float) -> None:
+def _say_summary(found: FoundCheckpoint, contents: Contents, now_s: float) -> None:
     lines = {
         "checkpoint": str(found.path),
         "kind": found.format.kind,
@@ -110,7 +110,7 @@ def _counted(contents: Contents) -> str:
     return f"{len(contents.tensors)}, {bytes_text(total)}" + (f" ({parts})" if parts else "")
 
 
-def _document(found: Found, contents: Contents, *, tensors: bool, values: bool) -> dict[str, Any]:
+def _document(found: FoundCheckpoint, contents: Contents, *, tensors: bool, values: bool) -> dict[str, Any]:
     document: dict[str, Any] = {**record_of(found), "facts": dict(found.facts)}
     document["shards"] = [{"file": path.name, "size_bytes": path.stat().st_size} for path in found.shards]
     document["tensor_count"] = len(contents.tensors)

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import torch_file
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, Found, TensorRow, still_there
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of
 from torchelastic.checkpoint.command.shard_file import is_shard
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
@@ -28,13 +28,13 @@ from torchelastic.checkpoint.verification import find_damage, open_verified
 DEFAULT = "default"
 
 
-class Streams(Format):
+class StreamFolder(Format):
     """Folders of streams."""
 
     kind = "streams"
     step_title = "id"
 
-    def find(self, path: Path) -> list[Found]:
+    def find(self, path: Path) -> list[FoundCheckpoint]:
         """One folder of streams, or all that are in a folder."""
         if not path.is_dir():
             return []
@@ -45,7 +45,7 @@ class Streams(Format):
         numbered = sorted(folders, key=lambda folder: int(folder.name), reverse=True)
         return still_there((folder, partial(self._look_at, folder)) for folder in numbered if _is_one(folder))
 
-    def contents(self, found: Found) -> Contents:
+    def contents(self, found: FoundCheckpoint) -> Contents:
         """Of the stream `default`, if it is a shard or loads without running anything."""
         stream = _default(found)
         if is_shard(stream):
@@ -58,7 +58,7 @@ class Streams(Format):
         ]
         return Contents(flat.structure, rows)
 
-    def verify(self, found: Found, advance: Advance) -> list[str]:
+    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares every stream with its digest."""
         lines = []
         for path in found.shards:
@@ -71,7 +71,7 @@ class Streams(Format):
             lines.append(found.damage)  # a stream is missing, or the manifest is damaged
         return lines
 
-    def load(self, found: Found, *, allow_pickles: bool) -> Any:
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """The stream `default`, after its digest was compared."""
         stream = _default(found)
         open_verified(found.path, DEFAULT).close()
@@ -79,19 +79,19 @@ class Streams(Format):
             return load_tree(stream, allow_pickles=allow_pickles)
         return torch_file.read(stream, allow_pickles=allow_pickles, check_all=False)
 
-    def remove(self, found: Found) -> None:
+    def remove(self, found: FoundCheckpoint) -> None:
         """Hidden first, then removed."""
         remove_folder(found.path)
         if found.path.exists():
             raise CheckpointError(f"could not remove {found.path}: see the warning above")
 
-    def _look_at(self, folder: Path) -> Found:
+    def _look_at(self, folder: Path) -> FoundCheckpoint:
         files = _files_of(folder)
         with explained("look at the checkpoint", folder):
             statuses = [path.stat() for path in files]
         recorded = _recorded(folder)
         streams = tuple(path for path in files if recorded is None or path.name in recorded)
-        return Found(
+        return FoundCheckpoint(
             format=self,
             path=folder,
             name=folder.name,
@@ -105,12 +105,12 @@ class Streams(Format):
         )
 
 
-def _default(found: Found) -> Path:
+def _default(found: FoundCheckpoint) -> Path:
     if found.damage is not None:
         raise CorruptCheckpointError(found.damage)
     stream = found.path / DEFAULT
     if not (is_shard(stream) or torch_file.is_one(stream)):
-        raise CommandError(
+        raise CheckpointCommandError(
             f"{stream} was written by a State.save of your own, in a form that only your program knows: load it there"
         )
     return stream

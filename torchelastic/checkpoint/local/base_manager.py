@@ -14,8 +14,8 @@ from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.choice import Survey
-from torchelastic.checkpoint.local.names import CkptID, Save, Shard, check_iteration, check_session_id
-from torchelastic.checkpoint.local.shard_folder import Held
+from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard, check_iteration, check_session_id
+from torchelastic.checkpoint.local.shard_folder import HeldShard
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 
@@ -69,15 +69,15 @@ class BaseCheckpointManager(ABC):
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
         self._survey = Survey()
-        self._complete: dict[Save, float] = {}
-        self._unreadable: dict[Save, str] = {}  # and why
-        self._pending: dict[Save, int] = {}  # begun and not finalised; how many later ones were finalised since
+        self._complete: dict[LocalSave, float] = {}
+        self._unreadable: dict[LocalSave, str] = {}  # and why
+        self._pending: dict[LocalSave, int] = {}  # begun and not finalised; how many later ones were finalised since
         self._generation = -1
 
     # --- what a subclass does -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _my_ckpt_ids(self) -> Sequence[Held]:
+    def _my_ckpt_ids(self) -> Sequence[HeldShard]:
         """The parts that this rank holds, its own and those of others."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class BaseCheckpointManager(ABC):
         """Finds out whether `_load` would succeed, and raises what it would raise."""
         self._load(shard)
 
-    def _make_copies_again(self, call: str, save: Save) -> None:  # noqa: B027 - most keep none
+    def _make_copies_again(self, call: str, save: LocalSave) -> None:  # noqa: B027 - most keep none
         """This one was loaded, on all ranks: each fetches what it has lost of the others' parts."""
 
     @abstractmethod
@@ -96,11 +96,11 @@ class BaseCheckpointManager(ABC):
         """Takes the snapshot, and returns what is left to be done in the background (without finalize functions)."""
 
     @abstractmethod
-    def _cleanup(self, save: Save) -> None:
+    def _cleanup(self, save: LocalSave) -> None:
         """A save is complete on all ranks: removes what is not to be kept beside it."""
 
     @abstractmethod
-    def _cleanup_failed_save(self, save: Save) -> None:
+    def _cleanup_failed_save(self, save: LocalSave) -> None:
         """A save has failed on some rank: removes what is here of it."""
 
     def _prepare(self, state_dict: TensorAwareStateDict) -> Any:
@@ -139,7 +139,7 @@ class BaseCheckpointManager(ABC):
         """
         self._begin("find_latest()", look=True)
 
-        def attempt(save: Save) -> None:
+        def attempt(save: LocalSave) -> None:
             for part in range(self.rank, save.world_size, self.world_size):
                 self._verify(save.shard(part))
 
@@ -172,11 +172,11 @@ class BaseCheckpointManager(ABC):
         """
         wishes: list[Any] = []
 
-        def check(save: Save) -> None:
+        def check(save: LocalSave) -> None:
             for rank, wish in enumerate(wishes):
                 _check_wish(save, rank, wish, len(wishes))
 
-        def attempt(save: Save) -> tuple[TensorAwareStateDict, CkptID]:
+        def attempt(save: LocalSave) -> tuple[TensorAwareStateDict, CkptID]:
             wanted = save.shard(self.rank if shard is None else shard)
             state = self._load(wanted)
             return state, CkptID(save.iteration, wanted.rank, self.session_id)
@@ -224,7 +224,7 @@ class BaseCheckpointManager(ABC):
             raise
         self._generation = max(int(generation) for generation, _, _ in answers) + 1
         _, token, saved_s = answers[0]
-        save = Save(self._generation, check_iteration(iteration), self.world_size, str(token))
+        save = LocalSave(self._generation, check_iteration(iteration), self.world_size, str(token))
         self._pending[save] = 0
         request = self._save(prepared[0], save.shard(self.rank), float(saved_s), is_async=is_async)
         request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s), self._formation)])
@@ -274,10 +274,12 @@ class BaseCheckpointManager(ABC):
             if newest is None or save > newest:
                 log.warning("%s cannot be loaded: nobody holds the part(s) of %s", save, listed(missing))
 
-    def _newest(self) -> Save | None:
+    def _newest(self) -> LocalSave | None:
         return max(self._complete, default=None)
 
-    def _first_loadable(self, call: str, check: Callable[[Save], None], attempt: Callable[[Save], Loaded]) -> Loaded:
+    def _first_loadable(
+        self, call: str, check: Callable[[LocalSave], None], attempt: Callable[[LocalSave], Loaded]
+    ) -> Loaded:
         """What `attempt` returns for the newest checkpoint that all ranks could read; see `_try_all`."""
         loaded = self._try_all(call, check, attempt)
         if not loaded:
@@ -285,7 +287,9 @@ class BaseCheckpointManager(ABC):
         self._make_copies_again(call, max(self._complete))
         return loaded[0]
 
-    def _try_all(self, call: str, check: Callable[[Save], None], attempt: Callable[[Save], Loaded]) -> list[Loaded]:
+    def _try_all(
+        self, call: str, check: Callable[[LocalSave], None], attempt: Callable[[LocalSave], Loaded]
+    ) -> list[Loaded]:
         """Tries the complete checkpoints, newest first, until all ranks could read one of them: that is the latest.
 
         Args:
@@ -304,7 +308,7 @@ class BaseCheckpointManager(ABC):
         self.latest_iteration = -1
         return []
 
-    def _try(self, call: str, save: Save, attempt: Callable[[Save], Loaded]) -> list[Loaded]:
+    def _try(self, call: str, save: LocalSave, attempt: Callable[[LocalSave], Loaded]) -> list[Loaded]:
         """What `attempt` returned, in a list; an empty one if any rank has found the checkpoint to be damaged."""
         loaded: list[Loaded] = []
 
@@ -333,7 +337,7 @@ class BaseCheckpointManager(ABC):
             f"{reasons}. Load a durable one, or start from scratch"
         )
 
-    def _finish(self, request: AsyncRequest, save: Save, call: str) -> None:
+    def _finish(self, request: AsyncRequest, save: LocalSave, call: str) -> None:
         try:
             self._ranks.run_on_all(call, request.work)
         except OutOfStepError:
@@ -345,7 +349,7 @@ class BaseCheckpointManager(ABC):
         for finalize_fn in request.finalize_fns:
             finalize_fn()
 
-    def _finalize(self, save: Save, saved_s: float, formation: int) -> None:
+    def _finalize(self, save: LocalSave, saved_s: float, formation: int) -> None:
         """All ranks of the present group have written it. Called on the thread that trains."""
         self._pending.pop(save, None)
         if formation != self._formation or self._world is not self._ranks.source:
@@ -363,7 +367,7 @@ class BaseCheckpointManager(ABC):
         self._cleanup(save)
 
 
-def _check_wish(save: Save, rank: int, wish: int | None, world_size: int) -> None:
+def _check_wish(save: LocalSave, rank: int, wish: int | None, world_size: int) -> None:
     if wish is None and save.world_size != world_size:
         raise CheckpointError(
             f"{save} was saved by {save.world_size} rank(s), and there are {world_size} now: say which part each rank "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchelastic.checkpoint.local.names import Save, Shard
+from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.policy import KeepPolicy, KeptCheckpoint, prunable
 from torchelastic.checkpoint.policy.keeping import rising_s
 
@@ -33,7 +33,7 @@ class Survey:
     """
 
     holdings: Mapping[Shard, tuple[Holding, ...]] = field(default_factory=dict)
-    saved_s: Mapping[Save, float] = field(default_factory=dict)
+    saved_s: Mapping[LocalSave, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, reports: Sequence[Iterable[tuple[Shard, int, float]]]) -> Survey:
@@ -43,7 +43,7 @@ class Survey:
             reports: per rank, the shards that it holds, the folder of each, and when it was saved.
         """
         found: dict[Shard, set[Holding]] = {}
-        times: dict[Save, float] = {}
+        times: dict[LocalSave, float] = {}
         for rank, report in enumerate(reports):
             for shard, folder, saved_s in report:
                 found.setdefault(shard, set()).add(Holding(rank, folder))
@@ -55,14 +55,14 @@ class Survey:
         """The largest that anybody has seen; -1 if there is none."""
         return max((shard.save.generation for shard in self.holdings), default=-1)
 
-    def complete(self) -> list[Save]:
+    def complete(self) -> list[LocalSave]:
         """The saves of which every shard lies somewhere, newest first."""
-        ranks_of: dict[Save, set[int]] = {}
+        ranks_of: dict[LocalSave, set[int]] = {}
         for shard in self.holdings:
             ranks_of.setdefault(shard.save, set()).add(shard.rank)
         return sorted((save for save, ranks in ranks_of.items() if len(ranks) == save.world_size), reverse=True)
 
-    def incomplete(self) -> dict[Save, list[int]]:
+    def incomplete(self) -> dict[LocalSave, list[int]]:
         """The other saves, and the ranks whose shards are missing."""
         complete = set(self.complete())
         saves = {shard.save for shard in self.holdings} - complete
@@ -90,7 +90,7 @@ class Survey:
         return sorted(self.holdings.get(shard, ()), key=distance)
 
     def lost_copies(
-        self, save: Save, roots: Sequence[str], cliques: Sequence[Collection[int]]
+        self, save: LocalSave, roots: Sequence[str], cliques: Sequence[Collection[int]]
     ) -> dict[int, list[Shard]]:
         """The shards that ranks are to hold for others, and of which nothing lies on their hosts any more.
 
@@ -128,12 +128,12 @@ def folders_of(rank: int, roots: Sequence[str], present: Iterable[int]) -> list[
 
 @dataclass(frozen=True)
 class _Kept(KeptCheckpoint):
-    save: Save = field(kw_only=True)
+    save: LocalSave = field(kw_only=True)
 
 
 def to_prune(
-    policy: KeepPolicy, complete: Mapping[Save, float], held: Iterable[Save], busy: Collection[Save]
-) -> set[Save]:
+    policy: KeepPolicy, complete: Mapping[LocalSave, float], held: Iterable[LocalSave], busy: Collection[LocalSave]
+) -> set[LocalSave]:
     """Which of the saves that are held may be removed, now that the newest complete one is safe.
 
     Args:

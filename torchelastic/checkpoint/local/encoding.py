@@ -11,7 +11,8 @@ import torch
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
-from torchelastic.checkpoint.shards import Header, unflatten
+from torchelastic.checkpoint.shards import unflatten
+from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
 
 _CLASS, _DEVICES = "state_class", "devices"

@@ -6,18 +6,19 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.local.choice import Holding
-from torchelastic.checkpoint.local.image import tensors_of
 from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.local.shard_folder import ShardFolder
 from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.writing import hidden_path
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def _fetch(shard: Shard, client: ReplicaClient, files: ShardFolder) -> ShardRead
     def check(view: memoryview) -> None:
         tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
 
-    pull_into(files, name, client, check)
+    pull_into(files, name, partial(client.pull, name), check)
     log.info("fetched %s from %s", shard, client.peer)
     return ShardReader(files.path_of(shard, files.rank))
 

@@ -20,15 +20,17 @@ from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.choice import folders_of, to_prune
 from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
 from torchelastic.checkpoint.local.fetching import from_any
-from torchelastic.checkpoint.local.names import CkptID, Save, Shard
-from torchelastic.checkpoint.local.shard_folder import Held, ShardFolder
+from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard
+from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
 from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet
-from torchelastic.checkpoint.shards import Disk, Header, ShardReader, Stage, read_into
-from torchelastic.checkpoint.shards.disk import REAL_DISK, is_in_memory
+from torchelastic.checkpoint.shards import ShardReader, read_into
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
+from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 
@@ -126,7 +128,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             CheckpointError, OutOfStepError: see `load`.
         """
 
-        def attempt(save: Save) -> list[tuple[TensorAwareStateDict, CkptID]]:
+        def attempt(save: LocalSave) -> list[tuple[TensorAwareStateDict, CkptID]]:
             return [
                 (self._read(save.shard(rank), keep=False), CkptID(save.iteration, rank, self.session_id))
                 for rank in range(save.world_size)
@@ -154,7 +156,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         tree = plain_basic(template)
 
-        def attempt(save: Save) -> tuple[Any, CkptID]:
+        def attempt(save: LocalSave) -> tuple[Any, CkptID]:
             readers: list[ShardReader] = []
             try:
                 for rank in range(save.world_size):
@@ -270,7 +272,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._files.begin(shard, stage, write)
         return AsyncRequest(write_shard, (write,), [])
 
-    def _cleanup(self, save: Save) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
+    def _cleanup(self, save: LocalSave) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
         if self._folder is None:
             return  # closed meanwhile; the next save prunes
         files = self._files
@@ -281,13 +283,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
         files.prune(doomed, folders)
         self._complete = {kept: saved_s for kept, saved_s in self._complete.items() if kept not in doomed}
 
-    def _cleanup_failed_save(self, save: Save) -> None:
+    def _cleanup_failed_save(self, save: LocalSave) -> None:
         if self._folder is not None:
             self._folder.call_off(save)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def _my_ckpt_ids(self) -> Sequence[Held]:
+    def _my_ckpt_ids(self) -> Sequence[HeldShard]:
         return self._files.held(self._folders())
 
     def _load(self, shard: Shard) -> TensorAwareStateDict:
@@ -296,7 +298,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _verify(self, shard: Shard) -> None:
         self._from_any(shard, _verified, keep=True).close()
 
-    def _make_copies_again(self, call: str, save: Save) -> None:
+    def _make_copies_again(self, call: str, save: LocalSave) -> None:
         lost = self._survey.lost_copies(save, self._roots, self._cliques)
 
         def fetch() -> None:

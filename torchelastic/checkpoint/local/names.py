@@ -36,7 +36,7 @@ class CkptID(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class Save:
+class LocalSave:
     """One call of `save`, the same on all ranks. Ordered by age: the newest is the largest.
 
     Attributes:
@@ -63,7 +63,7 @@ class Save:
 class Shard:
     """One rank's part of a save."""
 
-    save: Save
+    save: LocalSave
     rank: int
 
     @property
@@ -82,7 +82,7 @@ class Shard:
         if match is None:
             return None
         numbers = {name: int(match[name]) for name in ("iteration", "rank", "world_size", "generation")}
-        save = Save(numbers["generation"], numbers["iteration"], numbers["world_size"], match["token"])
+        save = LocalSave(numbers["generation"], numbers["iteration"], numbers["world_size"], match["token"])
         shard = cls(save, numbers["rank"])
         return shard if shard.file_name == file_name and shard.rank < save.world_size else None
 

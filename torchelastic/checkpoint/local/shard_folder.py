@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.image import read_header
-from torchelastic.checkpoint.local.names import SUFFIX, Save, Shard
+from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
-from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
-from torchelastic.checkpoint.shards import Disk, Header, ShardReader, SlotPool, Stage
-from torchelastic.checkpoint.shards.pool import remove_left_overs
+from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
+from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.image import read_header
+from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
+from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
+from torchelastic.checkpoint.shards.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ PAUSE_S = 0.005
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldShard:
     """A shard that lies here.
 
     Attributes:
@@ -86,7 +90,7 @@ class ShardFolder:
         """Where a shard lies, or would."""
         return self.root / str(folder) / shard.file_name
 
-    def held(self, folders: Iterable[int]) -> list[Held]:
+    def held(self, folders: Iterable[int]) -> list[HeldShard]:
         """The shards in some of the folders whose headers are as they should be; warnings name the others."""
         self._require_folder()
         self.settle()
@@ -96,7 +100,7 @@ class ShardFolder:
                 try:
                     with ShardReader(self.path_of(shard, folder)) as reader:
                         self._check(reader.header, shard, str(reader.path))
-                        found.append(Held(shard, folder, float(reader.header.meta.get("saved_s", 0.0))))
+                        found.append(HeldShard(shard, folder, float(reader.header.meta.get("saved_s", 0.0))))
                 except CorruptCheckpointError as error:
                     log.warning("%s; it is passed over", error)
                 except (CheckpointError, TypeError, ValueError) as error:
@@ -109,7 +113,7 @@ class ShardFolder:
             held_bytes = sum(path.stat().st_size for path in self.root.glob(f"*/*{SUFFIX}"))
             return shutil.disk_usage(self.root).free >= 2 * held_bytes
 
-    def saves_in(self, folders: Iterable[int]) -> set[Save]:
+    def saves_in(self, folders: Iterable[int]) -> set[LocalSave]:
         """The saves of which anything lies in some of the folders."""
         return {shard.save for folder in folders for shard in self._shards_in(folder)}
 
@@ -156,7 +160,7 @@ class ShardFolder:
             self._in_flight[shard] = stage, write
 
     @property
-    def busy(self) -> set[Save]:
+    def busy(self) -> set[LocalSave]:
         """The saves that are being written here, or received."""
         coming = {shard.save for name in self._replicas.incoming() if (shard := Shard.parse(name))}
         with self._lock:
@@ -201,7 +205,7 @@ class ShardFolder:
                 else:
                     self._drop(stage)
 
-    def call_off(self, save: Save) -> None:
+    def call_off(self, save: LocalSave) -> None:
         """A save has failed somewhere: what is here of it goes."""
         with self._lock:
             for shard in [shard for shard in self._in_flight if shard.save == save]:
@@ -216,7 +220,7 @@ class ShardFolder:
         if path is not None:
             self._remove(path)
 
-    def prune(self, doomed: Collection[Save], folders: Iterable[int]) -> None:
+    def prune(self, doomed: Collection[LocalSave], folders: Iterable[int]) -> None:
         """Removes all shards of some saves from some folders; a failure is logged, and tried again the next time."""
         with self._lock:
             for folder in folders:
@@ -239,11 +243,20 @@ class ShardFolder:
     # --- shards of others ---------------------------------------------------------------------------------------------
 
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
-        """See `ReplicaShelf`: a warm slot. Raises: ValueError if that is no shard's name."""
+        """See `ReplicaShelf`: a warm slot.
+
+        Raises:
+            ValueError: that is no shard's name.
+            ReplicaRefusedError: there is no room, and waiting for it would be in vain: what lies here stays until the
+                next save is complete.
+        """
         if Shard.parse(object_id) is None:
             raise ValueError(f"{object_id!r} is no name of a shard")
         self._require_folder()
-        return self._replicas.take(object_id, size_bytes)
+        try:
+            return self._replicas.take(object_id, size_bytes)
+        except CheckpointError as error:
+            raise ReplicaRefusedError(str(error)) from error
 
     def received(self, object_id: str, digest: str) -> None:
         """See `ReplicaShelf`: gives it its name, in place of what has it already.
@@ -262,7 +275,7 @@ class ShardFolder:
                 target = self.path_of(shard, self.rank)
                 if target.exists():
                     self._retire(target)
-                self._replicas.publish(object_id, target, shard.rank, digest)
+                self._replicas.publish(object_id, target, digest)
         except BaseException:
             self._replicas.abandon(object_id)
             raise
@@ -288,7 +301,7 @@ class ShardFolder:
 
     def digest(self, object_id: str) -> str | None:
         """See `ReplicaShelf`."""
-        return self._replicas.digest(self.path / object_id)
+        return self._replicas.digest_at(self.path / object_id)
 
     def ids(self) -> list[str]:
         """See `ReplicaShelf`."""

@@ -24,9 +24,10 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaBusyError,
 )
 from torchelastic.checkpoint.replication.topology import PeerTopology
-from torchelastic.checkpoint.shards import Disk, Header, Stage
 from torchelastic.checkpoint.shards.batches import checksums_in
-from torchelastic.checkpoint.shards.stage import seal
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.stage import Stage, seal
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)

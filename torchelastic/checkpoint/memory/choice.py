@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchelastic.checkpoint.memory.commit import Candidate, Step
+from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
 from torchelastic.checkpoint.memory.names import COMMIT_FILE
 from torchelastic.checkpoint.replication.exchange import retrieve_plan
 from torchelastic.checkpoint.replication.placement import missing_copies
@@ -68,7 +68,7 @@ class RecoveryPlan:
         holders: of each object, the ranks that can read it before anything is fetched.
     """
 
-    candidate: Candidate
+    candidate: CommitHead
     fetches: tuple[Fetch, ...]
     replicas: tuple[Fetch, ...]
     holders: Mapping[str, tuple[int, ...]]
@@ -78,12 +78,12 @@ class RecoveryPlan:
 Verified = Mapping[str, Mapping[str, int]]
 
 
-def candidates(listings: Mapping[str, Sequence[Step]]) -> list[Candidate]:
+def candidates(listings: Mapping[str, Sequence[StoredStep]]) -> list[CommitHead]:
     """The checkpoints of which there is a commit, newest first; by folder what is there."""
     return sorted({one.commit for steps in listings.values() for one in steps if one.commit}, reverse=True)
 
 
-def objects_in(steps: Sequence[Step], candidate: Candidate) -> dict[str, int]:
+def objects_in(steps: Sequence[StoredStep], candidate: CommitHead) -> dict[str, int]:
     """What a folder holds of a checkpoint, with the lengths of the files (0 for the commit), the longest first."""
     here = next((one.objects for one in steps if one.step == candidate.step), {})
     if candidate not in (one.commit for one in steps):
@@ -91,7 +91,7 @@ def objects_in(steps: Sequence[Step], candidate: Candidate) -> dict[str, int]:
     return dict(sorted(((file, here[file]) for file in candidate.objects if file in here), key=lambda x: (-x[1], x[0])))
 
 
-def missing(candidate: Candidate, held: Mapping[str, Collection[str]]) -> list[str]:
+def missing(candidate: CommitHead, held: Mapping[str, Collection[str]]) -> list[str]:
     """The objects of a checkpoint that are in no folder.
 
     Args:
@@ -102,7 +102,9 @@ def missing(candidate: Candidate, held: Mapping[str, Collection[str]]) -> list[s
     return [file for file in candidate.objects if file not in there]
 
 
-def verification_share(steps: Sequence[Step], candidate: Candidate, ranks: Sequence[int], rank: int) -> list[str]:
+def verification_share(
+    steps: Sequence[StoredStep], candidate: CommitHead, ranks: Sequence[int], rank: int
+) -> list[str]:
     """Which objects of a folder one of its ranks is to verify: about as many bytes as each of the others.
 
     Args:
@@ -120,7 +122,7 @@ def verification_share(steps: Sequence[Step], candidate: Candidate, ranks: Seque
     return shares[rank]
 
 
-def recovery_plan(candidate: Candidate, verified: Verified, roster: Roster, copies: int = 1) -> RecoveryPlan | None:
+def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, copies: int = 1) -> RecoveryPlan | None:
     """Plans the recovery of a checkpoint: every folder gets the commit, and the shards of its ranks that exist now.
 
     Shards of ranks that do not exist any more stay where they are; those of new ranks do not exist. Who gives what is
@@ -154,7 +156,7 @@ def recovery_plan(candidate: Candidate, verified: Verified, roster: Roster, copi
 
 
 def _missing_copies(
-    candidate: Candidate, verified: Verified, fetches: Sequence[Fetch], roster: Roster, copies: int
+    candidate: CommitHead, verified: Verified, fetches: Sequence[Fetch], roster: Roster, copies: int
 ) -> tuple[Fetch, ...]:
     """What is still on too few hosts when everything has been fetched."""
     after = {folder: dict(verified.get(folder, {})) for folder in roster.sharers}

@@ -58,7 +58,7 @@ class StoredItem:
 
 
 @dataclass(frozen=True, order=True)
-class Candidate:
+class CommitHead:
     """A complete checkpoint, by what the header of its commit says; the greater, the newer.
 
     Attributes:
@@ -98,7 +98,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Commit(Candidate):
+class Commit(CommitHead):
     """The same with all that it holds.
 
     Attributes:
@@ -116,7 +116,7 @@ class Commit(Candidate):
 
 
 @dataclass(frozen=True)
-class Step:
+class StoredStep:
     """What lies in the container of one step on one host, by names and sizes.
 
     Attributes:
@@ -128,7 +128,7 @@ class Step:
 
     step: int
     shards: Mapping[ShardName, int]
-    commit: Candidate | None = None
+    commit: CommitHead | None = None
     is_settled: bool = False
 
     @property
@@ -143,7 +143,7 @@ class Step:
         return [self.step, {str(name): size_bytes for name, size_bytes in self.shards.items()}, commit]
 
     @classmethod
-    def heard(cls, told: Sequence[Any]) -> Step:
+    def heard(cls, told: Sequence[Any]) -> StoredStep:
         """The inverse of `told`."""
         step, sizes, commit = told
         shards = {name: int(size_bytes) for file, size_bytes in sizes.items() if (name := ShardName.find(file))}
@@ -161,7 +161,7 @@ def check_extra_name(name: str) -> str:
     return name
 
 
-def meta_of(commit: Candidate) -> dict[str, Any]:
+def meta_of(commit: CommitHead) -> dict[str, Any]:
     """What the header of the commit's shard says: enough to tell whether a checkpoint is complete."""
     return {"version": VERSION, **{name: getattr(commit, name) for name in _HEAD}, "files": list(commit.files)}
 
@@ -178,7 +178,7 @@ def content_of(commit: Commit) -> dict[str, Any]:
     }
 
 
-def candidate_from(meta: Mapping[str, Any]) -> Candidate:
+def candidate_from(meta: Mapping[str, Any]) -> CommitHead:
     """The inverse of `meta_of`.
 
     Raises:
@@ -191,7 +191,7 @@ def candidate_from(meta: Mapping[str, Any]) -> Candidate:
                 f"its commit is version {meta['version']}; this release reads version {VERSION}; use the release that "
                 "wrote it"
             )
-        return Candidate(**{name: meta[name] for name in _HEAD}, files=tuple(meta["files"]))
+        return CommitHead(**{name: meta[name] for name in _HEAD}, files=tuple(meta["files"]))
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.commit import (
-    Candidate,
     Commit,
-    Step,
+    CommitHead,
+    StoredStep,
     candidate_from,
     commit_from,
     content_of,
@@ -29,11 +29,11 @@ from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.job import claim
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, is_part
 from torchelastic.checkpoint.memory.slots import Slots
-from torchelastic.checkpoint.replication.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import hidden_path, save_tree
@@ -190,7 +190,7 @@ class Container:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StoredStep]:
         """What is here, newest first: by generation where there is a commit, then by step.
 
         Raises:
@@ -204,7 +204,7 @@ class Container:
                     found.append(self._look_into(number, Path(entry.path)))
         return sorted(found, key=lambda one: (one.commit.generation if one.commit else -1, one.step), reverse=True)
 
-    def _look_into(self, step: int, folder: Path) -> Step:
+    def _look_into(self, step: int, folder: Path) -> StoredStep:
         sizes: dict[ShardName, int] = {}
         try:
             for entry in os.scandir(folder):
@@ -214,19 +214,19 @@ class Container:
             path = self.commit_path(step)
             commit = self.read_candidate(step)
         except FileNotFoundError:
-            return Step(step, {})  # removed while we look
+            return StoredStep(step, {})  # removed while we look
         except CheckpointError as error:
             is_there = self.commit_path(step) is not None  # else another process has removed it while we looked
             if is_there and not isinstance(error, CorruptCheckpointError):
                 log.warning("the commit of step %d cannot be read: %s", step, error)
-            return Step(step, sizes)
-        return Step(step, sizes, commit, is_settled=path is not None and path.name == COMMIT_FILE)
+            return StoredStep(step, sizes)
+        return StoredStep(step, sizes, commit, is_settled=path is not None and path.name == COMMIT_FILE)
 
     def commit_path(self, step: int) -> Path | None:
         """See `commit_path`."""
         return commit_path(self.folder_of(step))
 
-    def read_candidate(self, step: int) -> Candidate:
+    def read_candidate(self, step: int) -> CommitHead:
         """See `read_candidate`."""
         return read_candidate(self.folder_of(step))
 
@@ -349,7 +349,7 @@ def commit_path(folder: Path) -> Path | None:
     return max(there, key=_generation_in) if len(there) > 1 else next(iter(there), None)
 
 
-def read_candidate(folder: Path) -> Candidate:
+def read_candidate(folder: Path) -> CommitHead:
     """What the header of a commit says.
 
     Args:
@@ -372,7 +372,7 @@ def commit_in(shard: ShardReader) -> Commit:
     return commit_from(shard.header.meta, unflatten(shard.header.structure, shard.read()))
 
 
-_Head = TypeVar("_Head", bound=Candidate)
+_Head = TypeVar("_Head", bound=CommitHead)
 
 
 def _read(folder: Path, decode: Callable[[ShardReader], _Head]) -> _Head:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory.commit import Candidate, Commit, Step
+from torchelastic.checkpoint.memory.commit import Commit, CommitHead, StoredStep
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def list_container(container: Container) -> list[Step]:
+def list_container(container: Container) -> list[StoredStep]:
     """What a container holds, by names; a commit that is damaged is removed, with a warning.
 
     Raises:
@@ -44,7 +44,7 @@ def _remove_useless_commit(container: Container, step: int) -> bool:
     return False
 
 
-def verify(container: Container, candidate: Candidate, files: Sequence[str]) -> dict[str, int]:
+def verify(container: Container, candidate: CommitHead, files: Sequence[str]) -> dict[str, int]:
     """Compares objects of a checkpoint with their checksums; what is damaged is removed, with a warning.
 
     Args:
@@ -67,7 +67,7 @@ def verify(container: Container, candidate: Candidate, files: Sequence[str]) -> 
     return good
 
 
-def _verified_bytes(container: Container, candidate: Candidate, file: str) -> int:
+def _verified_bytes(container: Container, candidate: CommitHead, file: str) -> int:
     if file == COMMIT_FILE:
         commit = container.read_commit(candidate.step)
         if commit.save_id != candidate.save_id:
@@ -103,7 +103,7 @@ def remove_damaged(container: Container, step: int, file: str) -> None:
     container.disk.remove(path)
 
 
-def settle(container: Container, candidate: Candidate, *, is_elsewhere: bool) -> None:
+def settle(container: Container, candidate: CommitHead, *, is_elsewhere: bool) -> None:
     """The chosen checkpoint is on all hosts: what it replaces may go.
 
     Newer ones, which nobody could put together, do not count as settled any more; else they would replace this one.

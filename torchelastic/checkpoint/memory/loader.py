@@ -23,7 +23,7 @@ from torchelastic.checkpoint.memory.choice import (
     recovery_plan,
     verification_share,
 )
-from torchelastic.checkpoint.memory.commit import Candidate, Step
+from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
 from torchelastic.checkpoint.memory.inventory import (
@@ -238,7 +238,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def _survey(
         self, base: str | os.PathLike[str] | CheckpointContainerId, call: str
-    ) -> tuple[Container, Roster, Mapping[str, Sequence[Step]]]:
+    ) -> tuple[Container, Roster, Mapping[str, Sequence[StoredStep]]]:
         """Where everybody is, and what there is by names; the first rank of each folder lists it."""
 
         def look() -> list[str]:
@@ -255,15 +255,17 @@ class DefaultCheckpointLoader(CheckpointLoader):
             return [one.told() for one in list_container(container)] if is_first else []
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
-        found = {folder: [Step.heard(told) for told in lists[ranks[0]]] for folder, ranks in roster.sharers.items()}
+        found = {
+            folder: [StoredStep.heard(told) for told in lists[ranks[0]]] for folder, ranks in roster.sharers.items()
+        }
         return container, roster, found
 
     def _verified_plan(
         self,
         container: Container,
-        candidate: Candidate,
+        candidate: CommitHead,
         roster: Roster,
-        listings: Mapping[str, Sequence[Step]],
+        listings: Mapping[str, Sequence[StoredStep]],
         call: str,
     ) -> RecoveryPlan | None:
         here = {folder: objects_in(steps, candidate) for folder, steps in listings.items()}
@@ -282,7 +284,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             return None
         return recovery_plan(candidate, verified, roster, self._replication.copies)
 
-    def _lacks(self, candidate: Candidate, held: Mapping[str, Mapping[str, int]]) -> bool:
+    def _lacks(self, candidate: CommitHead, held: Mapping[str, Mapping[str, int]]) -> bool:
         lacking = missing(candidate, held)
         if lacking and self._replication.rank == 0:
             log.warning(
@@ -353,7 +355,7 @@ def _name_of(base: str | os.PathLike[str] | CheckpointContainerId) -> str:
     return os.fspath(base).rstrip("/").rpartition("/")[2]
 
 
-def _is_there(container: Container, candidate: Candidate) -> bool:
+def _is_there(container: Container, candidate: CommitHead) -> bool:
     """Whether a checkpoint is still this one: it was not replaced by a newer one meanwhile."""
     try:
         return container.read_candidate(candidate.step).save_id == candidate.save_id

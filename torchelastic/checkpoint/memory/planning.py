@@ -25,7 +25,7 @@ from torchelastic.checkpoint.memory.staging import StagedItems
 
 
 @dataclass(eq=False)
-class Save:
+class PlannedSave:
     """One save, on one rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Save:
         return f"{self.base.name}/{self.id.name}"
 
 
-def with_note(save: Save, plan: SavePlan, slots: Slots, rank: int, host: str) -> SavePlan:
+def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: str) -> SavePlan:
     """The plan of one rank with a `Note` of what that knows.
 
     Args:
@@ -82,7 +82,7 @@ def with_note(save: Save, plan: SavePlan, slots: Slots, rank: int, host: str) ->
     return replace(plan, items=items, storage_data=note)
 
 
-def with_tickets(save: Save, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], str]:
+def with_tickets(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], str]:
     """The plans of all ranks with a `Ticket` in each; and the name of the save.
 
     Raises:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.local.image import tensors_of
+from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import Commit, commit_from
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName
-from torchelastic.checkpoint.replication.slot_shelf import sealed_bytes
+from torchelastic.checkpoint.shards.image import tensors_of
+from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.tree import unflatten
 
 #: A commit holds metadata and small extra files; nobody may fill this host's memory with one.
@@ -33,41 +35,33 @@ class ReceivedObjects:
         self._names = names
         self._lock = threading.Lock()
         self._commits: dict[str, mmap.mmap] = {}
+        self._fetch = ""
 
     # --- coming in ----------------------------------------------------------------------------------------------------
 
-    def destination(self, object_id: str, size_bytes: int) -> memoryview | None:
-        """See `ReplicaShelf`. Raises: ValueError if it is no object of a container that is known here."""
-        try:
-            return self.take_room(object_id, size_bytes)
-        except CheckpointError:
-            return None
+    def fetching(self) -> ReceivedObjects:
+        """The same for one object that this process has asked for; others may push it, or fetch it too, meanwhile.
 
-    def take_room(self, object_id: str, size_bytes: int, fetch: str = "") -> memoryview:
-        """As `destination`; raises CheckpointError if there is no room, which says why.
-
-        Args:
-            object_id: the object.
-            size_bytes: its size.
-            fetch: tells transfers of the same object into this process apart; empty for what is pushed.
+        A commit that comes so does not count as settled: whoever fetches it knows when it does.
         """
+        shelf = copy.copy(self)
+        shelf._fetch = f"{secrets.token_hex(4)}:"
+        return shelf
+
+    def destination(self, object_id: str, size_bytes: int) -> memoryview:
+        """See `ReplicaShelf`. Raises: ValueError if it is no object of a container that is known here."""
         name, container = self._place(object_id)
         if name.file == COMMIT_FILE:
             with self._lock:
-                memory = self._commits[fetch + object_id] = _room_for_commit(object_id, size_bytes)
+                memory = self._commits[self._fetch + object_id] = _room_for_commit(object_id, size_bytes)
             return memoryview(memory)
         slots = container.received
         if not slots.is_warm(size_bytes):
             container.tidy()  # who saves does this too, but in another process it cannot free the slots of this one
-        return slots.take(fetch + object_id, size_bytes)
+        return slots.take(self._fetch + object_id, size_bytes)
 
-    def received(self, object_id: str, digest: str, fetch: str = "") -> None:
+    def received(self, object_id: str, digest: str) -> None:
         """See `ReplicaShelf`; a commit is checked and completes its step, a shard gets its name.
-
-        Args:
-            object_id: the object.
-            digest: its `digest_of`.
-            fetch: as given to `take_room`. A commit that was fetched is not settled: whoever fetched it knows when.
 
         Raises:
             CorruptCheckpointError: what was received is no commit, or no whole shard.
@@ -76,27 +70,22 @@ class ReceivedObjects:
         name, container = self._place(object_id)
         if name.file == COMMIT_FILE:
             with self._lock:
-                memory = self._commits.pop(fetch + object_id)
+                memory = self._commits.pop(self._fetch + object_id)
             commit = _commit_in(memory, name)
-            container.write_commit(commit, is_settled=not fetch)
-            if not fetch:
+            container.write_commit(commit, is_settled=not self._fetch)
+            if not self._fetch:
                 container.tidy()
             return
-        slots, path = container.received, container.folder_of(name.step) / name.file
-        try:
-            slots.publish(fetch + object_id, path, _shard_of(name).rank, digest)
-        except BaseException:
-            slots.abandon(fetch + object_id)
-            raise
+        container.received.publish(self._fetch + object_id, container.folder_of(name.step) / name.file, digest)
 
-    def abandon(self, object_id: str, fetch: str = "") -> None:
+    def abandon(self, object_id: str) -> None:
         """See `ReplicaShelf`."""
         name, container = self._place(object_id)
         if name.file == COMMIT_FILE:
             with self._lock:
-                self._commits.pop(fetch + object_id, None)
+                self._commits.pop(self._fetch + object_id, None)
         else:
-            container.received.abandon(fetch + object_id)
+            container.received.abandon(self._fetch + object_id)
 
     # --- going out ----------------------------------------------------------------------------------------------------
 
@@ -108,8 +97,8 @@ class ReceivedObjects:
             return None
         if name.file == COMMIT_FILE:
             path = container.commit_path(name.step)
-            return None if path is None else sealed_bytes(path, 0)
-        return sealed_bytes(container.folder_of(name.step) / name.file, _shard_of(name).rank)
+            return None if path is None else sealed_bytes(path)
+        return sealed_bytes(container.folder_of(name.step) / name.file)
 
     def digest(self, object_id: str) -> str | None:
         """See `ReplicaShelf`; None for a commit, which is taken again so that it counts as settled."""
@@ -119,7 +108,7 @@ class ReceivedObjects:
             return None
         if name.file == COMMIT_FILE:
             return None
-        return container.received.digest(container.folder_of(name.step) / name.file)
+        return container.received.digest_at(container.folder_of(name.step) / name.file)
 
     def ids(self) -> list[str]:
         """See `ReplicaShelf`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
@@ -17,6 +17,7 @@ from torchelastic.checkpoint.memory.choice import Fetch
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.received import ReceivedObjects, verify_received
+from torchelastic.checkpoint.replication.client import pull_into
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.writing import HIDDEN
@@ -81,22 +82,11 @@ class Retrieval:
                 left.pop(0)
 
     def _receive_once(self, object_id: str, holders: Sequence[int]) -> None:
-        fetch = f"{secrets.token_hex(4)}:"
-        views: list[memoryview] = []
-
-        def destination(size_bytes: int) -> memoryview:
-            views.append(self._shelf.take_room(object_id, size_bytes, fetch))
-            return views[-1]
-
-        try:
-            incoming = self._replication.fetch(object_id, holders, destination)
-            incoming.release()
+        def check(view: memoryview) -> None:
             if not object_id.endswith(f"/{COMMIT_FILE}"):
-                verify_received(views[-1], object_id)
-        except BaseException:
-            self._shelf.abandon(object_id, fetch)
-            raise
-        self._shelf.received(object_id, incoming.digest, fetch)
+                verify_received(view, object_id)
+
+        pull_into(self._shelf.fetching(), object_id, partial(self._replication.fetch, object_id, holders), check)
 
 
 @contextmanager

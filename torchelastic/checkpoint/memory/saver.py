@@ -24,7 +24,7 @@ from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
 from torchelastic.checkpoint.memory.names import ShardName, generation_of
 from torchelastic.checkpoint.memory.objects import Homes
-from torchelastic.checkpoint.memory.planning import Save, with_note, with_tickets
+from torchelastic.checkpoint.memory.planning import PlannedSave, with_note, with_tickets
 from torchelastic.checkpoint.memory.plans import (
     NotSaved,
     NotSavedError,
@@ -38,7 +38,7 @@ from torchelastic.checkpoint.memory.staged_state import (
     not_staged,
     staged_in,
 )
-from torchelastic.checkpoint.memory.staging import StagedItems, Target, push_shard, stage_items, why_not
+from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, push_shard, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
     def _prepare(self) -> None:
         self.skipped = SkippedSaves()
         self._current = threading.local()
-        self._saves: dict[str, Save] = {}
+        self._saves: dict[str, PlannedSave] = {}
         self._homes = Homes(self._manager)
 
     def configure(self, *, threads: int | None = None, allow_pickles: bool | None = None) -> None:
@@ -120,9 +120,9 @@ class DefaultCheckpointSaver(CheckpointSaver):
     # --- one save -----------------------------------------------------------------------------------------------------
 
     @property
-    def save(self) -> Save:
+    def save(self) -> PlannedSave:
         """The save of this thread. Raises: ValueError if none was begun."""
-        save: Save | None = getattr(self._current, "save", None)
+        save: PlannedSave | None = getattr(self._current, "save", None)
         if save is None:
             raise ValueError("no save was begun on this thread: give dcp.save a checkpoint_id")
         return save
@@ -130,7 +130,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
     def initialize_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
         """Begins a save on this thread; see `CheckpointSaver`."""
         base, step = parts_of(checkpoint_id)
-        self._current.save = Save(CheckpointContainerId(checkpoint_id), step, base)
+        self._current.save = PlannedSave(CheckpointContainerId(checkpoint_id), step, base)
 
     def describe(self) -> str:
         """The save of this thread, for people."""
@@ -202,7 +202,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
         self._remember(save_id, save)
         return plans
 
-    def _remember(self, save_id: str, save: Save) -> None:
+    def _remember(self, save_id: str, save: PlannedSave) -> None:
         self._saves[save_id] = save
         while len(self._saves) > _REMEMBERED:
             self._saves.pop(next(iter(self._saves)))
@@ -232,7 +232,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
             raise NotSavedError(ticket.skipped)
         slots = self._homes.at(save.base)
         name = ShardName(ticket.rank, ticket.world_size, ticket.save_id)
-        target = Target(slots.container.root, save.step, name)
+        target = ShardTarget(slots.container.root, save.step, name)
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         if any(tensor.is_meta for _, tensor in resolved.tensors):
             raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", ticket.rank))
@@ -352,7 +352,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
 
     # --- who and where ------------------------------------------------------------------------------------------------
 
-    def _save_of(self, results: Iterable[Iterable[WriteResult]]) -> Save:
+    def _save_of(self, results: Iterable[Iterable[WriteResult]]) -> PlannedSave:
         """The save that these results are of: the one on this thread, if they do not say."""
         items = (one.storage_data for each in results for one in each)
         stored = next((item for item in items if isinstance(item, StoredItem)), None)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Held:
+class HeldSlot:
     """A slot that was taken for a save.
 
     Attributes:
@@ -84,7 +84,7 @@ class Slots:
         self.generation = -1
         self.items = CachedLayout()
         self.copies = CachedLayout()
-        self._over: deque[Held] = deque()
+        self._over: deque[HeldSlot] = deque()
         self.finishing = threading.Lock()
         self._lock = threading.Lock()
 
@@ -98,7 +98,7 @@ class Slots:
             self.generation = max(self.generation, newest) + 1
             return self.generation
 
-    def take(self, header: Header, owner: Any) -> Held:
+    def take(self, header: Header, owner: Any) -> HeldSlot:
         """A slot for tensors of this layout; a warm one where there is one.
 
         Args:
@@ -114,7 +114,7 @@ class Slots:
         if not self.container.pool.is_warm(header):
             self._require_room(header)
         try:
-            held = Held(self.container, self.container.take(header))
+            held = HeldSlot(self.container, self.container.take(header))
         except CheckpointError as error:
             because = f"there is no room for a slot of {capacity_for(header)} bytes: {error}"
             raise NotSavedError(NotSaved("tmpfs", because)) from error
@@ -122,7 +122,7 @@ class Slots:
             self.hold(held, owner)
         return held
 
-    def hold(self, held: Held, owner: Any) -> None:
+    def hold(self, held: HeldSlot, owner: Any) -> None:
         """Names the owner of a slot."""
         weakref.finalize(owner, self._over.append, held).atexit = False
 
@@ -144,7 +144,7 @@ class Slots:
             except CheckpointError as error:
                 log.warning("a slot of %s cannot be used again: %s", self.container.root, error)
 
-    def _reclaim(self, held: Held) -> None:
+    def _reclaim(self, held: HeldSlot) -> None:
         if held.published is None or not held.container.has_committed(held.published):
             held.give_back()
 

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.memory.plans import NotSaved
-from torchelastic.checkpoint.memory.slots import Held, mapped
+from torchelastic.checkpoint.memory.slots import HeldSlot, mapped
 from torchelastic.checkpoint.shards.cuda import copy_beside
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.stage import Stage, tensor_at
@@ -166,7 +166,7 @@ def _map(skeleton: Any, leaf: _Leaf, spread: Callable[[_Spread], Any]) -> Any:
 
 
 @dataclass(eq=False)
-class Copied:
+class CopiedState:
     """Where a copy of a state lies.
 
     Attributes:
@@ -175,7 +175,7 @@ class Copied:
         is_consumed: whether it was published, so that it is nobody's copy any more.
     """
 
-    held: Held
+    held: HeldSlot
     stage: Stage
     is_consumed: bool = False
 
@@ -198,7 +198,7 @@ class StagedState(dict[str, Any]):
         skeleton: see `TakenApart`.
     """
 
-    def __init__(self, skeleton: Any, copied: Copied | None, content: dict[str, Any]) -> None:
+    def __init__(self, skeleton: Any, copied: CopiedState | None, content: dict[str, Any]) -> None:
         super().__init__(content)
         self.skeleton, self.copied = skeleton, copied
         if copied is not None:
@@ -212,7 +212,7 @@ class StagedState(dict[str, Any]):
         return _elsewhere, (stage.slot.path, stage.data_offset, stage.header.entries, self.skeleton)
 
 
-def staged_in(held: Held, taken: TakenApart) -> StagedState:
+def staged_in(held: HeldSlot, taken: TakenApart) -> StagedState:
     """Copies a state into a slot; when this returns, the state may change.
 
     Args:
@@ -227,7 +227,7 @@ def staged_in(held: Held, taken: TakenApart) -> StagedState:
         raise ValueError("the slot was given back already")
     copy_into(stage, taken.sources)
     content = fill(taken.skeleton, lambda at: stage.places[at.index] if isinstance(at, _At) else at.tensor())
-    return StagedState(taken.skeleton, Copied(held, stage), content)
+    return StagedState(taken.skeleton, CopiedState(held, stage), content)
 
 
 def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:
@@ -264,7 +264,7 @@ def tensors_only(stage: Stage) -> Stage:
     return replace(stage, header=replace(stage.header, entries=stage.header.entries[:-1]), places=stage.places[:-1])
 
 
-def find_copy(tensors: Sequence[torch.Tensor]) -> Copied | None:
+def find_copy(tensors: Sequence[torch.Tensor]) -> CopiedState | None:
     """The copy of a state in which the first of these tensors lies, in this process."""
     address = next((tensor.data_ptr() for tensor in tensors if tensor.numel() and not tensor.is_cuda), None)
     if address is None:
@@ -281,10 +281,10 @@ def copied_bytes() -> int:
 
 
 _lock = threading.Lock()
-_copies: weakref.WeakSet[Copied] = weakref.WeakSet()
+_copies: weakref.WeakSet[CopiedState] = weakref.WeakSet()
 
 
-def _remember(copied: Copied) -> None:
+def _remember(copied: CopiedState) -> None:
     with _lock:
         _copies.add(copied)
 

@@ -13,18 +13,18 @@ import xxhash
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.local.image import read_header
 from torchelastic.checkpoint.memory.commit import StoredItem
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
 from torchelastic.checkpoint.memory.names import ObjectName, ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
-from torchelastic.checkpoint.memory.slots import Held, Slots, mapped
-from torchelastic.checkpoint.memory.staged_state import Copied, copy_into, find_copy, tensors_only
+from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
+from torchelastic.checkpoint.memory.staged_state import CopiedState, copy_into, find_copy, tensors_only
 from torchelastic.checkpoint.replication.errors import ReplicationError
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksums_in
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
+from torchelastic.checkpoint.shards.image import read_header
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage, seal
 
@@ -35,7 +35,7 @@ _REASONS = {errno.ENOSPC: "tmpfs", errno.EDQUOT: "tmpfs", errno.ENOMEM: "ram"}
 
 
 @dataclass(frozen=True)
-class Target:
+class ShardTarget:
     """Where a shard goes.
 
     Attributes:
@@ -80,7 +80,7 @@ class StagedItems:
     """
 
     results: list[WriteResult]
-    target: Target
+    target: ShardTarget
     path: Path | None
     data_offset: int
     header: Header
@@ -88,7 +88,7 @@ class StagedItems:
     disk: Disk
     threads: int = DEFAULT_THREADS
     replication: ReplicationManager | None = None
-    held: Held | None = field(default=None, repr=False)
+    held: HeldSlot | None = field(default=None, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class _Placed:
         checksums: of the entries, if they are known.
     """
 
-    held: Held
+    held: HeldSlot
     header: Header
     names: Sequence[str]
     checksums: Sequence[str] | None = None
@@ -176,7 +176,7 @@ class _Placed:
 
 def stage_items(
     resolved: Resolved,
-    target: Target,
+    target: ShardTarget,
     slots: Slots,
     *,
     owner: Any,
@@ -229,7 +229,7 @@ def stage_items(
 
 
 def _in_slot(
-    resolved: Resolved, target: Target, slots: Slots, owner: Any, threads: int, *, with_checksums: bool
+    resolved: Resolved, target: ShardTarget, slots: Slots, owner: Any, threads: int, *, with_checksums: bool
 ) -> _Placed:
     """Copies all items; arguments and errors as `stage_items`."""
     layout = slots.items.of_items(resolved)
@@ -253,7 +253,7 @@ def _in_slot(
     return _Placed(held, header, resolved.names, known)
 
 
-def _in_copy(resolved: Resolved, copied: Copied, target: Target, slots: Slots) -> _Placed | None:
+def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots: Slots) -> _Placed | None:
     """The copy of a state itself, if the plan writes exactly what is in it, and it lies where it can become a shard."""
     slots.copies.needed(resolved.pickled_bytes)
     stage = copied.stage

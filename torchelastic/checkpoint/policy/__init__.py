@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.policy.costs import Bound, SaveCosts, TierCost
+    from torchelastic.checkpoint.policy.costs import SaveCosts
     from torchelastic.checkpoint.policy.failures import FailurePrior, FailureRate
     from torchelastic.checkpoint.policy.formulas import (
         daly_period_s,
@@ -22,20 +22,17 @@ if TYPE_CHECKING:
         KeepDecision,
         KeepEvery,
         KeepEverySeconds,
-        KeepIfAll,
-        KeepIfAny,
         KeepLast,
         KeepPolicy,
         KeptCheckpoint,
         prunable,
     )
-    from torchelastic.checkpoint.policy.saving import SaveDecision, SaveIfAll, SaveIfAny, SaveMoment, SavePolicy
+    from torchelastic.checkpoint.policy.saving import SaveDecision, SaveMoment, SavePolicy
     from torchelastic.checkpoint.policy.schedules import AtSteps, EverySeconds, EverySteps, Never, OnSignal
     from torchelastic.checkpoint.policy.young_daly import YoungDaly
 
 __all__ = [
     "AtSteps",
-    "Bound",
     "EverySeconds",
     "EverySteps",
     "FailurePrior",
@@ -45,8 +42,6 @@ __all__ = [
     "KeepDecision",
     "KeepEvery",
     "KeepEverySeconds",
-    "KeepIfAll",
-    "KeepIfAny",
     "KeepLast",
     "KeepPolicy",
     "KeptCheckpoint",
@@ -54,11 +49,8 @@ __all__ = [
     "OnSignal",
     "SaveCosts",
     "SaveDecision",
-    "SaveIfAll",
-    "SaveIfAny",
     "SaveMoment",
     "SavePolicy",
-    "TierCost",
     "YoungDaly",
     "daly_period_s",
     "exact_cost",
@@ -66,7 +58,7 @@ __all__ = [
 ]
 
 _NAMES_OF_HOME = {
-    "costs": ("Bound", "SaveCosts", "TierCost"),
+    "costs": ("SaveCosts",),
     "failures": ("FailurePrior", "FailureRate"),
     "formulas": (
         "daly_period_s",
@@ -78,14 +70,12 @@ _NAMES_OF_HOME = {
         "KeepDecision",
         "KeepEvery",
         "KeepEverySeconds",
-        "KeepIfAll",
-        "KeepIfAny",
         "KeepLast",
         "KeepPolicy",
         "KeptCheckpoint",
         "prunable",
     ),
-    "saving": ("SaveDecision", "SaveIfAll", "SaveIfAny", "SaveMoment", "SavePolicy"),
+    "saving": ("SaveDecision", "SaveMoment", "SavePolicy"),
     "schedules": ("AtSteps", "EverySeconds", "EverySteps", "Never", "OnSignal"),
     "young_daly": ("YoungDaly",),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.replication.client import ReplicaClient, Sent, pull_from_any
+    from torchelastic.checkpoint.replication.client import ReplicaClient, pull_from_any
     from torchelastic.checkpoint.replication.errors import (
         AuthenticationError,
         CorruptReplicaError,
@@ -30,11 +30,9 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.manager import ReplicationManager
     from torchelastic.checkpoint.replication.placement import (
         PairwiseReplicationStrategy,
-        missing_copies,
         parse_group_sequence,
         partners,
     )
-    from torchelastic.checkpoint.replication.receive import IncomingObject, digest_of
     from torchelastic.checkpoint.replication.server import ReplicaServer
     from torchelastic.checkpoint.replication.shelf import MemoryShelf, ReplicaShelf
     from torchelastic.checkpoint.replication.strategies import (
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
 #: The module of each name; to add one, name it here and above.
 _NAMES_OF_HOME = {
-    "client": ("ReplicaClient", "Sent", "pull_from_any"),
+    "client": ("ReplicaClient", "pull_from_any"),
     "errors": (
         "AuthenticationError",
         "CorruptReplicaError",
@@ -64,9 +62,8 @@ _NAMES_OF_HOME = {
     ),
     "exchange": ("ExchangePlan", "ExchangePlanEntry", "retrieve_plan"),
     "group_wrapper": ("GroupWrapper",),
-    "receive": ("IncomingObject", "digest_of"),
     "manager": ("ReplicationManager",),
-    "placement": ("PairwiseReplicationStrategy", "missing_copies", "parse_group_sequence", "partners"),
+    "placement": ("PairwiseReplicationStrategy", "parse_group_sequence", "partners"),
     "server": ("ReplicaServer",),
     "shelf": ("MemoryShelf", "ReplicaShelf"),
     "strategies": (
@@ -87,7 +84,6 @@ __all__ = [
     "ExchangePlan",
     "ExchangePlanEntry",
     "GroupWrapper",
-    "IncomingObject",
     "LazyCliqueReplicationStrategy",
     "LazyReplicationStrategyBuilder",
     "MemoryShelf",
@@ -106,10 +102,7 @@ __all__ = [
     "ReplicationManager",
     "ReplicationRetryConfig",
     "ReplicationStrategy",
-    "Sent",
     "TransferError",
-    "digest_of",
-    "missing_copies",
     "parse_group_sequence",
     "partners",
     "pull_from_any",

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.errors import (
     CorruptReplicaError,
     DamagedFrameError,
@@ -23,8 +22,8 @@ from torchelastic.checkpoint.replication.errors import (
 )
 from torchelastic.checkpoint.replication.protocol import (
     CHUNK_BYTES,
-    Connection,
     Message,
+    ReplicaConnection,
     check_limits,
     greet_server,
     number_in,
@@ -205,7 +204,7 @@ class ReplicaClient:
         )
 
     @contextmanager
-    def _connected(self) -> Iterator[Connection]:
+    def _connected(self) -> Iterator[ReplicaConnection]:
         try:
             connected = socket.create_connection(self.address, self._timeout_s)
         except TimeoutError as error:
@@ -215,7 +214,7 @@ class ReplicaClient:
             ) from error
         except OSError as error:
             raise PeerLostError(f"{self.peer} cannot be reached: {error.strerror or error}") from error
-        connection = Connection(connected, self.peer, self._timeout_s)
+        connection = ReplicaConnection(connected, self.peer, self._timeout_s)
         try:
             greet_server(connection, self._token)
             yield connection
@@ -248,30 +247,30 @@ def pull_from_any(clients: Sequence[ReplicaClient], object_id: str, destination:
 
 
 def pull_into(
-    shelf: ReplicaShelf, object_id: str, client: ReplicaClient, check: Callable[[memoryview], None] | None = None
+    shelf: ReplicaShelf,
+    object_id: str,
+    pull: Callable[[Destination], IncomingObject],
+    check: Callable[[memoryview], None] | None = None,
 ) -> None:
     """Fetches an object onto a shelf of this process, on which it is seen when all of it is good.
 
     Args:
         shelf: where it goes.
         object_id: its name.
-        client: who has it.
+        pull: fetches it from who has it: `ReplicaClient.pull`, for example.
         check: raises CheckpointError if this is not what was wanted.
 
     Raises:
-        CheckpointError: there is no room for it, or what `check`, the shelf and `ReplicaClient.pull` raise.
+        CheckpointError: there is no room for it, or what `check`, the shelf and `pull` raise.
     """
     views: list[memoryview] = []
 
     def destination(size_bytes: int) -> memoryview:
-        buffer = shelf.destination(object_id, size_bytes)
-        if buffer is None:
-            raise CheckpointError(f"there is no room for the {size_bytes} bytes of {object_id}")
-        views.append(memoryview(buffer))
+        views.append(memoryview(shelf.destination(object_id, size_bytes)))
         return views[-1]
 
     try:
-        incoming = client.pull(object_id, destination)
+        incoming = pull(destination)
         incoming.release()
         if check is not None:
             check(views[-1])

@@ -1,11 +1,11 @@
-"""A process group through which states travel as whole shards, in a few large messages. Nothing is pickled."""
+"""A process group among whose ranks states travel as whole shards, over the sockets of replicas. Nothing is pickled."""
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +15,13 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from torchelastic.checkpoint.local.encoding import decode, encode
-from torchelastic.checkpoint.local.image import image_of, tensors_of
 from torchelastic.checkpoint.replication.exchange import ExchangePlan, Identifier
+from torchelastic.checkpoint.replication.shelf import MemoryShelf
+from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig, meet
+from torchelastic.checkpoint.shards.image import image_of, tensors_of
 from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.group.rank_group import RankGroup
 
-#: How much travels in one message, so that little is staged on a GPU.
-BUCKET_BYTES = 64 * 2**20
 DEFAULT_TIMEOUT_S = 600.0
 
 Id = TypeVar("Id", bound=Identifier)
@@ -30,13 +31,13 @@ Self = TypeVar("Self", bound="GroupWrapper")
 class GroupWrapper:
     """Ranks that exchange states; members and meanings are NVRx's, as far as they are of use.
 
-    All methods that communicate are collectives of the group (or of the two ranks that they name), in the same order on
-    all of its ranks. Give either a group or ranks.
+    All methods that communicate are collectives of the group, in the same order on all of its ranks. If one rank fails,
+    they raise on all of them; a rank that does not come is named by an `OutOfStepError`. Give either a group or ranks.
 
     Args:
         group: an existing group.
         ranks: global ranks, for which a gloo group is made when it is first needed, by these ranks alone.
-        timeout_s: for the group that is made.
+        timeout_s: for how long a rank is waited for.
     """
 
     def __init__(
@@ -81,22 +82,6 @@ class GroupWrapper:
         return self._group
 
     @property
-    def backend(self) -> str:
-        """The name of its backend."""
-        return str(dist.get_backend(self.group))
-
-    @property
-    def supported_devices(self) -> set[str]:
-        """The kinds of devices whose tensors it can send."""
-        pairs = dist.get_backend_config(self.group).split(",")
-        return {pair.partition(":")[0] for pair in pairs}
-
-    def get_device(self) -> torch.device:
-        """Where tensors must be to travel: the CPU if that will do, else this process's accelerator."""
-        kinds = self.supported_devices
-        return torch.device("cpu" if "cpu" in kinds else sorted(kinds)[0])
-
-    @property
     def ranks(self) -> list[int]:
         """Its global ranks, in the order of the group."""
         return list(self._ranks)
@@ -126,18 +111,9 @@ class GroupWrapper:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Fills a contiguous tensor on all ranks with that of one, as bytes, so of any dtype; in buckets.
-
-        Args:
-            tensor: of the same size on all ranks, on the CPU.
-            src: the global rank that has the content.
-        """
-        self._in_buckets(tensor, partial(dist.broadcast, src=src, group=self.group))
-
     def all_gather_object(self, my_object: Any) -> list[Any]:
         """What every rank has to say, by group rank. JSON must be able to hold it: nothing is pickled."""
-        return [_as_object(data) for data in self._all_gather(_as_tensor(my_object))]
+        return self._members.all_gather("GroupWrapper.all_gather_object()", my_object)
 
     def all_gather_batch(
         self, my_tensors: Sequence[torch.Tensor], target_device: str | torch.device | None = None
@@ -164,27 +140,14 @@ class GroupWrapper:
 
         Raises:
             TypeError: the state has no `to_tree`.
-            CorruptCheckpointError: something was damaged on its way.
+            CheckpointError: another rank failed; names it.
         """
-        images = self._all_gather(_packed(state, name))
-        received = [_unpacked(image, rank, target_device) for rank, image in zip(self._ranks, images, strict=True)]
+        own = cache(partial(_packed, state, name))
+        ways = [(sender, receiver) for sender in self._ranks for receiver in self._ranks if sender != receiver]
+        moved = self._moved("GroupWrapper.all_gather_states()", ways, lambda _: own())
+        images = {ways[number][0]: image for number, image in moved.items()} | {self.my_global_rank: own()}
+        received = [_unpacked(images[rank], rank, target_device) for rank in self._ranks]
         return [state for state, _ in received], [name for _, name in received]
-
-    def send_object(self, my_object: Any, dst: int) -> None:
-        """Sends what JSON can hold to another global rank, which calls `recv_object`."""
-        self._send(_as_tensor(my_object), dst)
-
-    def recv_object(self, src: int) -> Any:
-        """Receives what another global rank sends with `send_object`."""
-        return _as_object(self._receive(src))
-
-    def send_state_dict(self, state: TensorAwareStateDict, dst: int, name: Any = None) -> None:
-        """Sends a state, which stays as it is, to another global rank, which calls `recv_state_dict`."""
-        self._send(_packed(state, name), dst)
-
-    def recv_state_dict(self, src: int, target_device: str | torch.device = "cpu") -> tuple[TensorAwareStateDict, Any]:
-        """Receives a state and its name; its tensors go to `target_device`."""
-        return _unpacked(self._receive(src), src, target_device)
 
     def execute_plan(
         self,
@@ -203,60 +166,62 @@ class GroupWrapper:
             What this rank wanted; its own are the objects in `my_data`.
 
         Raises:
-            CheckpointError: the plan needs something from this rank that `my_data` lacks; nothing was sent.
+            CheckpointError: the plan needs something from a rank that its `my_data` lacks.
         """
-        missing = sorted(id_ for id_ in plan.required_ids(self.my_global_rank) if id_ not in my_data)
-        if missing:
-            raise CheckpointError(f"rank {self.my_global_rank} is to give {missing}, and my_data lacks them")
-        received: dict[Id, TensorAwareStateDict] = {}
-        for entry in plan.entries:
-            if entry.receiver == self.my_global_rank == entry.sender:
-                received[entry.id_] = my_data[entry.id_]
-            elif entry.sender == self.my_global_rank:
-                self.send_state_dict(my_data[entry.id_], entry.receiver)
+        entries = plan.entries
+
+        def pack(number: int) -> torch.Tensor:
+            return _packed(my_data[entries[number].id_], None)
+
+        def check() -> None:
+            missing = sorted(id_ for id_ in plan.required_ids(self.my_global_rank) if id_ not in my_data)
+            if missing:
+                raise CheckpointError(f"rank {self.my_global_rank} is to give {missing}, and my_data lacks them")
+
+        call = "GroupWrapper.execute_plan()"
+        self._members.run_on_all(f"{call}, checking", check)
+        moved = self._moved(call, [(entry.sender, entry.receiver) for entry in entries], pack)
+        received = {}
+        for number, entry in enumerate(entries):
+            if number in moved:
+                received[entry.id_], _ = _unpacked(moved[number], entry.sender, target_device)
             elif entry.receiver == self.my_global_rank:
-                received[entry.id_], _ = self.recv_state_dict(entry.sender, target_device)
+                received[entry.id_] = my_data[entry.id_]
         return received
 
-    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes of every rank, by group rank."""
-        gathered = []
-        for rank in self._ranks:
-            size = torch.tensor([own.numel()])
-            self.broadcast(size, rank)
-            gathered.append(own if rank == self.my_global_rank else torch.empty(int(size), dtype=torch.uint8))
-            self.broadcast(gathered[-1], rank)
-        return gathered
+    @cached_property
+    def _members(self) -> RankGroup:
+        return RankGroup(self.group, self._timeout_s)
 
-    def _send(self, data: torch.Tensor, dst: int) -> None:
-        send = partial(dist.send, dst=dst, group=self.group)
-        self._in_buckets(torch.tensor([data.numel()]), send)
-        self._in_buckets(data, send)
+    def _moved(
+        self, call: str, ways: Sequence[tuple[int, int]], pack: Callable[[int], torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Sends images of states from ranks to ranks, over connections that are made for this. Collective.
 
-    def _receive(self, src: int) -> torch.Tensor:
-        receive = partial(dist.recv, src=src, group=self.group)
-        size = torch.zeros(1, dtype=torch.int64)
-        self._in_buckets(size, receive)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._in_buckets(data, receive)
-        return data
+        Args:
+            call: for errors.
+            ways: who sends and who receives each; the same on all ranks. What a rank has for itself stays where it is.
+            pack: makes the image of one of them, given its number; called on another thread.
 
-    def _in_buckets(self, tensor: torch.Tensor, transfer: Callable[[torch.Tensor], object]) -> None:
-        data = tensor.reshape(-1).view(torch.uint8)
-        for begin in range(0, data.numel(), BUCKET_BYTES):
-            piece = data[begin : begin + BUCKET_BYTES]
-            staged = piece.to(self.get_device())
-            transfer(staged)
-            if staged is not piece:
-                piece.copy_(staged)
+        Returns:
+            What this rank received, by number.
+        """
+        shelf = MemoryShelf(sys.maxsize)
+        topology, server, _ = meet(self._members, call, lambda: shelf, ReplicationRetryConfig())
 
+        def send() -> None:
+            for number, (sender, receiver) in enumerate(ways):
+                if sender == self.my_global_rank != receiver:
+                    client, content = topology.client(self.get_group_rank(receiver)), pack(number)
+                    client.push(str(number), memoryview(content.numpy()), token_round=0)  # type: ignore[arg-type]
 
-def _as_tensor(my_object: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(my_object).encode() + b"\n"), dtype=torch.uint8)
-
-
-def _as_object(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
+        try:
+            self._members.run_on_all(f"{call}, sending", send, is_long=True)
+        finally:
+            if server is not None:
+                server.close()
+        views = {int(object_id): shelf.source(object_id) for object_id in shelf.ids()}
+        return {number: torch.frombuffer(view, dtype=torch.uint8) for number, view in views.items() if view is not None}
 
 
 def _packed(state: TensorAwareStateDict, name: Any) -> torch.Tensor:

@@ -349,7 +349,8 @@ class ReplicationManager:
         """Whether it could be fetched; why not is logged."""
         objects = self._require_objects()
         try:
-            pull_into(objects.shelf, str(objects.names_of(wanted)), client)
+            object_id = str(objects.names_of(wanted))
+            pull_into(objects.shelf, object_id, partial(client.pull, object_id))
         except CheckpointError as error:
             log.warning("could not retrieve %s from %s: %s", wanted, client.peer, error)
             return False

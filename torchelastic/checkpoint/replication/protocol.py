@@ -152,7 +152,7 @@ def error_message(error: ReplicationError) -> Message:
     return {"error": kind, "message": str(error)[:2000]}
 
 
-class Connection:
+class ReplicaConnection:
     """One end of a TCP connection; not for several threads at once, `cut` excepted.
 
     Args:
@@ -366,7 +366,7 @@ def proof_of(token: bytes, role: str, server_nonce: str, client_nonce: str) -> s
     return hmac.new(token, "\n".join((PROTOCOL, role, server_nonce, client_nonce)).encode(), hashlib.sha256).hexdigest()
 
 
-def greet_client(connection: Connection, token: bytes) -> None:
+def greet_client(connection: ReplicaConnection, token: bytes) -> None:
     """The server's part.
 
     Raises:
@@ -386,7 +386,7 @@ def greet_client(connection: Connection, token: bytes) -> None:
     connection.send({"proof": proof_of(token, "server", server_nonce, client_nonce)})
 
 
-def greet_server(connection: Connection, token: bytes) -> None:
+def greet_server(connection: ReplicaConnection, token: bytes) -> None:
     """The client's part.
 
     Raises:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import xxhash
 
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.errors import (
     CorruptReplicaError,
     DamagedFrameError,
@@ -252,10 +253,11 @@ class Reception:
             buffer = self._shelf.destination(object_id, size_bytes)
         except ValueError as error:
             raise ReplicaRefusedError(str(error)) from error
-        if buffer is None:
-            raise ReplicaBusyError(f"there is no room for {object_id} ({size_bytes} bytes) now; try again later")
-        given = buffer
-        incoming = IncomingObject(object_id, lambda _: given)
+        except ReplicationError:
+            raise
+        except CheckpointError as error:
+            raise ReplicaBusyError(str(error)) from error
+        incoming = IncomingObject(object_id, lambda _: buffer)
         try:
             incoming.announce(size_bytes, digest)
         except ReplicationError:

@@ -21,8 +21,8 @@ from torchelastic.checkpoint.replication.errors import (
 from torchelastic.checkpoint.replication.protocol import (
     CHUNK_BYTES,
     MOST_MESSAGE_BYTES,
-    Connection,
     Message,
+    ReplicaConnection,
     check_limits,
     error_message,
     greet_client,
@@ -90,7 +90,7 @@ class ReplicaServer:
         self._complaints = _Complaints(clock)
         self._outgoing = threading.BoundedSemaphore(max_transfers)
         self._lock = threading.Lock()  # guards `_serving`
-        self._serving: dict[Connection, threading.Thread] = {}
+        self._serving: dict[ReplicaConnection, threading.Thread] = {}
         self._is_closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
@@ -162,7 +162,7 @@ class ReplicaServer:
                 accepted.close()
                 return
             try:
-                connection = Connection(accepted, peer, min(_GREETING_S, self._timeout_s))
+                connection = ReplicaConnection(accepted, peer, min(_GREETING_S, self._timeout_s))
                 thread = threading.Thread(target=self._serve, args=(connection,), name=f"replica-{peer}", daemon=True)
                 thread.start()  # it needs the lock to end, so it is entered below before
                 self._serving[connection] = thread
@@ -170,7 +170,7 @@ class ReplicaServer:
                 self._complaints.say(logging.WARNING, "could not serve %s: %s", peer, error)
                 accepted.close()
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: ReplicaConnection) -> None:
         try:
             if self._is_member(connection):
                 connection.limit_to(self._timeout_s)
@@ -184,7 +184,7 @@ class ReplicaServer:
                 del self._serving[connection]
             connection.close()
 
-    def _is_member(self, connection: Connection) -> bool:
+    def _is_member(self, connection: ReplicaConnection) -> bool:
         """Greet whoever has connected; False: a stranger, or somebody who is gone."""
         try:
             greet_client(connection, self._token)
@@ -194,7 +194,7 @@ class ReplicaServer:
             return False
         return True
 
-    def _answer(self, connection: Connection) -> None:
+    def _answer(self, connection: ReplicaConnection) -> None:
         operations = {"push": self._receive_push, "pull": self._give, "list": self._list}
         try:
             request = connection.receive()
@@ -216,7 +216,7 @@ class ReplicaServer:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _receive_push(self, connection: Connection, request: Message) -> None:
+    def _receive_push(self, connection: ReplicaConnection, request: Message) -> None:
         object_id, round_number = _id_in(request), number_in(request, "round")
         size_bytes, digest = number_in(request, "size"), text_in(request, "digest")
         incoming = self._reception.begin(object_id, size_bytes, digest, round_number)
@@ -232,7 +232,7 @@ class ReplicaServer:
         self._reception.complete(incoming, round_number)
         connection.send({"received": size_bytes})
 
-    def _give(self, connection: Connection, request: Message) -> None:
+    def _give(self, connection: ReplicaConnection, request: Message) -> None:
         object_id = _id_in(request)
         if not self._outgoing.acquire(blocking=False):
             raise ReplicaBusyError("as many objects are being fetched from here as may be; try again later")
@@ -248,7 +248,7 @@ class ReplicaServer:
         finally:
             self._outgoing.release()
 
-    def _list(self, connection: Connection, request: Message) -> None:
+    def _list(self, connection: ReplicaConnection, request: Message) -> None:
         after = text_in(request, "after")
         with self._reception.lock:
             ids = sorted(object_id for object_id in self._shelf.ids() if object_id > after)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from torchelastic.checkpoint.errors import CheckpointError
+
 
 class ReplicaShelf(Protocol):
     """Receives, keeps and gives away whole objects, each under an id.
@@ -14,16 +16,15 @@ class ReplicaShelf(Protocol):
     these methods raise is logged, and the peer is told that the object is refused.
     """
 
-    def destination(self, object_id: str, size_bytes: int, /) -> memoryview | bytearray | None:
+    def destination(self, object_id: str, size_bytes: int, /) -> memoryview | bytearray:
         """Where an object is to be received: a writable contiguous buffer of `size_bytes` bytes (a warm slot, best).
 
         It belongs to the server until `received` or `abandon` is called with the same id. What lies there under this id
         already must stay readable until then, or be gone.
 
-        Returns:
-            The buffer, or None if there is no room now: the sender is told "busy" and tries again.
-
         Raises:
+            CheckpointError: there is no room now; the sender is told that it is busy, and tries again.
+            ReplicationError: what the sender is to be told instead, such as `ReplicaRefusedError`.
             ValueError: this object is not wanted at all; the sender is told why.
         """
 
@@ -67,14 +68,14 @@ class MemoryShelf:
         self._objects: dict[str, tuple[bytearray, str]] = {}
         self._incoming: dict[str, bytearray] = {}
 
-    def destination(self, object_id: str, size_bytes: int) -> bytearray | None:
-        """See `ReplicaShelf`; None if the object does not fit beside the others."""
+    def destination(self, object_id: str, size_bytes: int) -> bytearray:
+        """See `ReplicaShelf`; there is no room now if the object does not fit beside the others."""
         if size_bytes > self._capacity_bytes:
             raise ValueError(f"{object_id} has {size_bytes} bytes, and this shelf holds {self._capacity_bytes} in all")
         with self._lock:
             used = sum(len(content) for content, _ in self._objects.values()) + sum(map(len, self._incoming.values()))
             if used + size_bytes > self._capacity_bytes:
-                return None
+                raise CheckpointError(f"there is no room for {object_id} ({size_bytes} bytes) now; try again later")
             self._incoming[object_id] = bytearray(size_bytes)
             return self._incoming[object_id]
 

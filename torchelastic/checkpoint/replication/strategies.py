@@ -1,4 +1,4 @@
-"""Which ranks keep copies of each other's states, and the copying itself, through collectives.
+"""Which ranks keep copies of each other's states, and the copying itself.
 
 `LocalCheckpointManager` only asks a strategy who belongs to a clique, and moves the bytes itself, over sockets and in
 the background. `replicate` and `retrieve_execute` are for who does that by hand, on the thread that trains.
@@ -142,7 +142,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: CkptID
     ) -> tuple[list[TensorAwareStateDict], list[CkptID]]:
-        """See `ReplicationStrategy`; a few large broadcasts, each state once per clique."""
+        """See `ReplicationStrategy`; each state goes to each other member of the clique."""
         states, names = self.local_group.all_gather_states(local_ckpt, id_, self.target_device)
         return states, [CkptID(*name) for name in names]
 

@@ -13,34 +13,20 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated
-    from torchelastic.checkpoint.shards.disk import Disk
-    from torchelastic.checkpoint.shards.header import Entry, Header
-    from torchelastic.checkpoint.shards.loading import read_into, read_tensors, read_tree
-    from torchelastic.checkpoint.shards.pool import SlotPool
+    from torchelastic.checkpoint.shards.loading import read_into, read_tree
     from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
-    from torchelastic.checkpoint.shards.recurring import RecurringLayout
-    from torchelastic.checkpoint.shards.slot import Slot
-    from torchelastic.checkpoint.shards.stage import Stage
     from torchelastic.checkpoint.shards.tensors import ShardOf
     from torchelastic.checkpoint.shards.tree import flatten, unflatten
     from torchelastic.checkpoint.shards.writing import save_tree
 
 __all__ = [
     "Box",
-    "Disk",
-    "Entry",
     "Extent",
-    "Header",
-    "RecurringLayout",
     "ShardOf",
     "ShardReader",
-    "Slot",
-    "SlotPool",
-    "Stage",
     "flatten",
     "load_tree",
     "read_into",
-    "read_tensors",
     "read_tree",
     "save_tree",
     "split_replicated",
@@ -49,20 +35,12 @@ __all__ = [
 
 _MODULE_OF_NAME = {
     "Box": "boxes",
-    "Disk": "disk",
-    "Entry": "header",
     "Extent": "boxes",
-    "Header": "header",
-    "RecurringLayout": "recurring",
     "ShardOf": "tensors",
     "ShardReader": "reading",
-    "Slot": "slot",
-    "SlotPool": "pool",
-    "Stage": "stage",
     "flatten": "tree",
     "load_tree": "reading",
     "read_into": "loading",
-    "read_tensors": "loading",
     "read_tree": "loading",
     "save_tree": "writing",
     "split_replicated": "boxes",

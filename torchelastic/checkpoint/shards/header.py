@@ -108,6 +108,20 @@ class Preamble:
     data_offset_bytes: int
     data_bytes: int
 
+    def shard_bytes(self, stored_bytes: int) -> int:
+        """How long the shard is.
+
+        Args:
+            stored_bytes: how much there is of it, or of the slot that it lies in.
+
+        Raises:
+            CorruptCheckpointError: that is not all of it.
+        """
+        end = self.data_offset_bytes + self.data_bytes
+        if stored_bytes < end:
+            raise CorruptCheckpointError(f"it has {stored_bytes} bytes of {end}: it was cut")
+        return end
+
 
 def lay_out(flat: Flat, meta: Mapping[str, Any]) -> Header:
     """Gives each tensor its place; the checksums are still to come."""

@@ -82,9 +82,7 @@ class ShardReader:
         if not stat.S_ISREG(status.st_mode):
             raise CorruptCheckpointError("it is not a file")
         preamble = decode_preamble(os.pread(self._descriptor, PREAMBLE_BYTES, 0))
-        end = preamble.data_offset_bytes + preamble.data_bytes
-        if status.st_size < end:
-            raise CorruptCheckpointError(f"it has {status.st_size} bytes of {end}: it was cut")
+        end = preamble.shard_bytes(status.st_size)
         encoded = bytearray(min(preamble.header_bytes, status.st_size))
         self._read_into([memoryview(encoded)], PREAMBLE_BYTES)
         return decode_header(bytes(encoded), preamble), preamble.data_offset_bytes, end

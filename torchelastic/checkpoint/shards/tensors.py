@@ -106,7 +106,7 @@ class ShardOf:
         return Box(tuple(self.offsets), tuple(self.tensor.shape))
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One plain tensor of a leaf; `role` says which."""
 
     role: str
@@ -128,7 +128,7 @@ class Leaf(NamedTuple):
 
     identity: object
     recipe: dict[str, Any]
-    parts: Sequence[Part]
+    parts: Sequence[TensorPart]
 
 
 LEAF_TYPES = (torch.Tensor, ShardOf)
@@ -145,7 +145,7 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
         tensor = _with_data(value.tensor, name)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise TypeError(f"the part {name!r} is not a plain tensor: only those can be saved in parts")
-        part = Part("data", name, tensor, tuple(value.shape), value.box, is_shard=True)
+        part = TensorPart("data", name, tensor, tuple(value.shape), value.box, is_shard=True)
         return _shard(part, value.tensor)
     if isinstance(value, DTensor):
         return _encode_dtensor(value, name)
@@ -154,10 +154,12 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
     if tensor.layout is torch.strided and not tensor.is_quantized:
         shape = tuple(tensor.shape)
         recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device, **_autograd_of(value)}
-        return Leaf(_identity(tensor, value, name), recipe, (Part("data", name, tensor, shape, Box.whole(shape)),))
+        return Leaf(
+            _identity(tensor, value, name), recipe, (TensorPart("data", name, tensor, shape, Box.whole(shape)),)
+        )
     recipe, parts = _quantized(tensor, name) if tensor.is_quantized else _sparse(tensor, name)
     named = [
-        Part(role, name if role == "data" else f"{name}~{role}", part, tuple(part.shape), Box.whole(part.shape))
+        TensorPart(role, name if role == "data" else f"{name}~{role}", part, tuple(part.shape), Box.whole(part.shape))
         for role, part in parts.items()
     ]
     return Leaf(("object", id(value)), {**recipe, "device": device}, named)
@@ -195,7 +197,7 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
     )
 
 
-def _shard(part: Part, value: torch.Tensor) -> Leaf:
+def _shard(part: TensorPart, value: torch.Tensor) -> Leaf:
     identity = ("shard", part.shape, part.box, _identity(part.tensor, value, part.name))
     return Leaf(identity, {"kind": "shard", "device": str(part.tensor.device)}, (part,))
 
@@ -209,7 +211,7 @@ def _encode_dtensor(value: DTensor, name: str) -> Leaf:
     is_shard = any(placement.is_shard() for placement in value.placements)
     if not box.numel:
         box = Box((0,) * len(shape), tuple(local.shape))  # torch places what is empty behind the end
-    return _shard(Part("data", name, local, shape, box, is_shard), value)
+    return _shard(TensorPart("data", name, local, shape, box, is_shard), value)
 
 
 def _with_data(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -22,45 +22,26 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.checkpoint.store.disk import DiskTier
     from torchelastic.checkpoint.store.durable import DurableTier
-    from torchelastic.checkpoint.store.inventory import CheckpointInfo
     from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest, ShardRecord
     from torchelastic.checkpoint.store.memory import MemoryTier
-    from torchelastic.checkpoint.store.pruning import abandon, prune, remove_checkpoint, remove_left_overs
-    from torchelastic.checkpoint.store.reading import OpenCheckpoint, list_checkpoints, open_checkpoint, read_manifest
+    from torchelastic.checkpoint.store.reading import list_checkpoints, open_checkpoint
     from torchelastic.checkpoint.store.save_id import SaveId
-    from torchelastic.checkpoint.store.selection import Candidate, Inventory, Read, candidates
-    from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry, agree_epoch
-    from torchelastic.checkpoint.store.writing import begin, commit, write_shard
+    from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry
 
 __all__ = [
     "MANIFEST_NAME",
-    "Candidate",
-    "CheckpointInfo",
     "DiskTier",
     "DurableTier",
-    "Inventory",
     "Manifest",
     "MemoryTier",
-    "OpenCheckpoint",
-    "Read",
     "SaveId",
     "SealedShard",
     "ShardRecord",
     "Tier",
     "TierContext",
     "TierEntry",
-    "abandon",
-    "agree_epoch",
-    "begin",
-    "candidates",
-    "commit",
     "list_checkpoints",
     "open_checkpoint",
-    "prune",
-    "read_manifest",
-    "remove_checkpoint",
-    "remove_left_overs",
-    "write_shard",
 ]
 
 _NAMES_OF_HOME = {
@@ -68,13 +49,9 @@ _NAMES_OF_HOME = {
     "durable": ("DurableTier",),
     "manifest": ("MANIFEST_NAME", "Manifest", "ShardRecord"),
     "memory": ("MemoryTier",),
-    "pruning": ("abandon", "prune", "remove_checkpoint", "remove_left_overs"),
-    "inventory": ("CheckpointInfo",),
-    "reading": ("OpenCheckpoint", "list_checkpoints", "open_checkpoint", "read_manifest"),
+    "reading": ("list_checkpoints", "open_checkpoint"),
     "save_id": ("SaveId",),
-    "selection": ("Candidate", "Inventory", "Read", "candidates"),
-    "tier": ("SealedShard", "Tier", "TierContext", "TierEntry", "agree_epoch"),
-    "writing": ("begin", "commit", "write_shard"),
+    "tier": ("SealedShard", "Tier", "TierContext", "TierEntry"),
 }
 _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
 

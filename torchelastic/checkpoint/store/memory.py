@@ -81,12 +81,8 @@ class MemoryTier(FolderTier):
             CheckpointError: there is no room for it.
         """
         shard_id = str(ShardId(name, rank, world_size))
-        target = self.shelf.take_room(shard_id, data.nbytes)
-        try:
-            target[:] = data
-            self.shelf.received(shard_id, None)
-        finally:
-            self.shelf.abandon(shard_id)
+        self.shelf.destination(shard_id, data.nbytes)[:] = data
+        self.shelf.received(shard_id, None)
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:
         return super()._may_remove(name, rank, path) or path in self._ours or self.shelf.holds(path)

@@ -84,10 +84,7 @@ def record_in(path: Path, rank: int) -> ShardRecord:
 
 def _described(preamble_bytes: bytes, stored_bytes: int, rank: int, file: str) -> ShardRecord:
     preamble = decode_preamble(preamble_bytes)
-    size_bytes = preamble.data_offset_bytes + preamble.data_bytes
-    if stored_bytes < size_bytes:
-        raise CorruptCheckpointError(f"the shard of rank {rank} has {stored_bytes} bytes of {size_bytes}: it was cut")
-    return ShardRecord(rank, file, size_bytes, preamble.header_digest.hex())
+    return ShardRecord(rank, file, preamble.shard_bytes(stored_bytes), preamble.header_digest.hex())
 
 
 def open_checkpoint(folder: str | os.PathLike[str], ranks: Collection[int] | None = None) -> OpenCheckpoint:

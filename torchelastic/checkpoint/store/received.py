@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.slot_shelf import SlotShelf, sealed_bytes
 from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.shards.slot_shelf import SlotShelf, sealed_bytes
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, parse_shard_file_name, shard_file_name
 
 
-class ReceivedShards:
+class ReceivedShards(SlotShelf):
     """A `ReplicaShelf` on a folder of checkpoints in memory; may be used by several threads.
 
     The id of an object is the text of its `ShardId`; an object is the whole shard.
@@ -21,45 +20,25 @@ class ReceivedShards:
     """
 
     def __init__(self, root: Path, disk: Disk) -> None:
+        super().__init__(root, disk)
         self._root = root
-        self._slots = SlotShelf(root, disk)
 
-    def destination(self, object_id: str, size_bytes: int) -> memoryview | None:
-        """Where a shard is to be received; None if there is no room. Raises: ValueError if the id is no shard's."""
-        try:
-            return self.take_room(object_id, size_bytes)
-        except CheckpointError:
-            return None
-
-    def take_room(self, object_id: str, size_bytes: int) -> memoryview:
-        """As `destination`; raises CheckpointError if there is no room, which says why."""
+    def destination(self, object_id: str, size_bytes: int) -> memoryview:
+        """See `ReplicaShelf`."""
         ShardId.parse(object_id)
-        return self._slots.take(object_id, size_bytes)
+        return self.take(object_id, size_bytes)
 
     def received(self, object_id: str, digest: str | None) -> None:
-        """The shard is complete: gives it its name. What has that name already stays, being the same shard.
-
-        Args:
-            object_id: as given to `destination`.
-            digest: what `digest` is to return; None if the sender gave none.
-
-        Raises:
-            CorruptCheckpointError: what was received is no whole shard.
-            CheckpointError: it cannot be published.
-        """
-        self._slots.publish(object_id, self._path_of(object_id), ShardId.parse(object_id).rank, digest)
-
-    def abandon(self, object_id: str) -> None:
-        """The shard will not be completed."""
-        self._slots.abandon(object_id)
+        """See `ReplicaShelf`, and `SlotShelf.publish`."""
+        self.publish(object_id, self._path_of(object_id), digest)
 
     def source(self, object_id: str) -> memoryview | None:
         """The bytes of a shard that is here, whoever put it; None if it is not."""
-        return sealed_bytes(self._path_of(object_id), ShardId.parse(object_id).rank)
+        return sealed_bytes(self._path_of(object_id))
 
     def digest(self, object_id: str) -> str | None:
         """What was given to `received`; None if the shard is not here, or is this host's own."""
-        return self._slots.digest(self._path_of(object_id))
+        return self.digest_at(self._path_of(object_id))
 
     def ids(self) -> list[str]:
         """All shards that are here, whoever put them."""
@@ -69,18 +48,6 @@ class ReceivedShards:
             if name is not None and parsed is not None:
                 found.append(str(ShardId(name, *parsed)))
         return sorted(found)
-
-    def retire(self, path: Path) -> bool:
-        """Removes a shard if it was received here, and keeps its slot for the next; false if it is not ours."""
-        return self._slots.retire(path)
-
-    def holds(self, path: Path) -> bool:
-        """Whether this is a shard that was received here."""
-        return self._slots.holds(path)
-
-    def close(self) -> None:
-        """Gives all memory back; published files stay, hidden ones go."""
-        self._slots.close()
 
     def _path_of(self, object_id: str) -> Path:
         shard = ShardId.parse(object_id)

@@ -12,14 +12,12 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState
     from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
-    from torchelastic.group.notes import Mailbox
     from torchelastic.group.peers import Alone, Peers
 
 __all__ = [
     "Alone",
     "ElasticCheckpointManager",
     "ElasticState",
-    "Mailbox",
     "Peers",
     "TieredCheckpointManager",
 ]
@@ -28,7 +26,6 @@ _HOME_OF_NAME = {
     "Alone": "torchelastic.group.peers",
     "ElasticCheckpointManager": "api",
     "ElasticState": "api",
-    "Mailbox": "torchelastic.group.notes",
     "Peers": "torchelastic.group.peers",
     "TieredCheckpointManager": "manager",
 }

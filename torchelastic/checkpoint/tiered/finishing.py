@@ -26,7 +26,7 @@ OnFailure = Callable[[str, Exception], None]
 
 
 @dataclass
-class Save:
+class TieredSave:
     """One save of this rank, between the copy and its end.
 
     Attributes:
@@ -82,7 +82,7 @@ class Finisher:
         self._monotonic = monotonic
         self._replicas = replicas
 
-    def run(self, save: Save) -> None:
+    def run(self, save: TieredSave) -> None:
         """Publish a save in the tiers that take part, each by the agreement of all ranks."""
         try:
             shard = self._seal(save)
@@ -99,7 +99,7 @@ class Finisher:
                 save.pool.give_back(save.stage)
             self._say_done(save)
 
-    def _say_done(self, save: Save) -> None:
+    def _say_done(self, save: TieredSave) -> None:
         try:
             save.agreement.done(save.name)
         except OutOfStepError as error:
@@ -112,14 +112,14 @@ class Finisher:
         for tier in self._tiers:
             agreement.stored(name, tier, None, why_not)
 
-    def _seal(self, save: Save) -> SealedShard:
+    def _seal(self, save: TieredSave) -> SealedShard:
         header = save.header.with_checksums(save.stage.checksums())
         save.stage = save.pool.seal(save.stage, header)
         context = save.agreement.context
         data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
         return SealedShard(save.name, context.rank, context.world_size, data, save.stage)
 
-    def _publish(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+    def _publish(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         """One tier. A failure is that of this tier: the others go on."""
         try:
             self._put_and_commit(save, tier, shard)
@@ -138,7 +138,7 @@ class Finisher:
         except Exception as error:  # noqa: BLE001 - what is saved is saved
             self._on_failure(f"removing old checkpoints in the {tier.name} tier", error)
 
-    def _put_and_commit(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+    def _put_and_commit(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
         save.abandoned.append(tier)
         self._put(save, tier, shard)
@@ -161,7 +161,7 @@ class Finisher:
         save.abandoned.remove(tier)
         agreement.publish(name, tier.name, manifest)
 
-    def _put(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+    def _put(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name
         try:
             record = tier.put(shard)
@@ -179,7 +179,7 @@ class Finisher:
             save.is_stage_published = path is not None and path.parent != save.pool.folder
         agreement.stored(name, tier.name, record)
 
-    def _replicate(self, save: Save, tier: Tier, shard: SealedShard) -> None:
+    def _replicate(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         """Before this rank says that it has stored its shard: what is committed has its replicas."""
         if self._replicas is None or tier is not self._replicas.tier:
             return
@@ -188,7 +188,7 @@ class Finisher:
         except Exception as error:  # noqa: BLE001 - a replica is one copy more
             self._on_failure(f"the replicas of {save.name}", error)
 
-    def _abandon(self, save: Save, tier: Tier) -> None:
+    def _abandon(self, save: TieredSave, tier: Tier) -> None:
         try:
             tier.abandon(save.name)
         except Exception as error:  # noqa: BLE001 - only left-overs, which the next group removes

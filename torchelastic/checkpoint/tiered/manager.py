@@ -22,7 +22,7 @@ from torchelastic.checkpoint.store.tier import Tier, TierContext, agree_epoch
 from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
-from torchelastic.checkpoint.tiered.finishing import Finisher, Save
+from torchelastic.checkpoint.tiered.finishing import Finisher, TieredSave
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.checkpoint.tiered.restoring import Restoring
 from torchelastic.checkpoint.tiered.share import Sharing
@@ -31,7 +31,7 @@ from torchelastic.checkpoint.tiered.streams import (
     TREE,
     NewCheckpoint,
     StoredCheckpoint,
-    Streams,
+    StreamsState,
     load_restored,
     stored_here,
     streams_of,
@@ -218,7 +218,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             raise
         stall_s = self._monotonic() - began_s
         publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
-        save = Save(name, header, stage, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {})
+        save = TieredSave(name, header, stage, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {})
         self._background.submit(lambda: self._finish(save), holds_slot=True)
 
     def _agreement_with(self, peers: Peers) -> SaveAgreement:
@@ -278,7 +278,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
 
     # --- in the background --------------------------------------------------------------------------------------------
 
-    def _finish(self, save: Save) -> None:
+    def _finish(self, save: TieredSave) -> None:
         self._finisher.run(save)
         if self._warm is None and not self._background.is_full:
             try:
@@ -360,7 +360,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         newest = next(iter(stored_here(self.tiers)), None)
         step = 0 if newest is None else newest.sequence_id + 1
         failed_before = len(self.failures)
-        self.save_step(Streams(streams), step, self._peers or Alone())
+        self.save_step(StreamsState(streams), step, self._peers or Alone())
         if not self._background.wait(self._patience_s) or len(self.failures) > failed_before:
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
         assert self._agreement is not None

@@ -63,7 +63,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FailedRead:
     """A read that has failed.
 
     Attributes:
@@ -77,7 +77,7 @@ class Fault:
     why: str
 
     @classmethod
-    def from_plain(cls, plain: Sequence[Any]) -> Fault:
+    def from_plain(cls, plain: Sequence[Any]) -> FailedRead:
         """Out of what another rank has sent."""
         shard_rank, reader, tier, is_damage, why = plain
         return cls(Read(int(shard_rank), int(reader), str(tier)), bool(is_damage), str(why))
@@ -188,7 +188,7 @@ class Restoring:
 
     def _restore(self, candidate: Candidate) -> Restored | None:
         """Try all copies of its shards; None if it is damaged for good."""
-        faults: list[Fault] = []
+        faults: list[FailedRead] = []
         while True:
             reads = reads_without(candidate, {fault.read for fault in faults})
             if reads is None:
@@ -207,7 +207,7 @@ class Restoring:
                 log.warning("%s: %s", candidate.name, fault.why)
             faults += new_faults
 
-    def _give_up(self, candidate: Candidate, faults: Sequence[Fault]) -> None:
+    def _give_up(self, candidate: Candidate, faults: Sequence[FailedRead]) -> None:
         why = "; ".join(fault.why for fault in faults)
         if not all(fault.is_damage for fault in faults):
             raise CheckpointError(f"the checkpoint {candidate.name} cannot be read: {why}")
@@ -215,7 +215,7 @@ class Restoring:
 
     def _open(
         self, candidate: Candidate, reads: Sequence[Read], stack: ExitStack
-    ) -> tuple[dict[Read, ShardReader], list[Fault]]:
+    ) -> tuple[dict[Read, ShardReader], list[FailedRead]]:
         opened: dict[Read, ShardReader] = {}
         faults = []
         for read in reads:
@@ -224,9 +224,9 @@ class Restoring:
             try:
                 opened[read] = stack.enter_context(self._tiers[read.tier].open(candidate.name, read.shard_rank))
             except CheckpointError as error:
-                faults.append(Fault(read, isinstance(error, CorruptCheckpointError), str(error)))
+                faults.append(FailedRead(read, isinstance(error, CorruptCheckpointError), str(error)))
         self._peers.barrier()  # a download may take its time
-        return opened, [Fault.from_plain(each) for told in self._peers.all_gather(_plain(faults)) for each in told]
+        return opened, [FailedRead.from_plain(each) for told in self._peers.all_gather(_plain(faults)) for each in told]
 
     def _bring(self, reads: Sequence[Read], opened: dict[Read, ShardReader], stack: ExitStack) -> list[ShardReader]:
         """All shards on rank 0, in the order of the reads; on the others nothing."""
@@ -256,7 +256,7 @@ class Restoring:
 
     def _read(
         self, candidate: Candidate, reads: Sequence[Read], shards: Sequence[ShardReader]
-    ) -> tuple[Restored | None, list[Fault]]:
+    ) -> tuple[Restored | None, list[FailedRead]]:
         kind, tree, faults, why = None, None, [], ""
         if self._peers.rank == 0:
             try:
@@ -272,12 +272,12 @@ class Restoring:
         if why:
             raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {why}")
         if told:
-            return None, [Fault.from_plain(each) for each in told]
+            return None, [FailedRead.from_plain(each) for each in told]
         return Restored(candidate.name, tuple(sorted({read.tier for read in reads})), kind, tree), []
 
     def _read_parts(
         self, candidate: Candidate, reads: Sequence[Read], opened: dict[Read, ShardReader]
-    ) -> tuple[Restored | None, list[Fault]]:
+    ) -> tuple[Restored | None, list[FailedRead]]:
         kind, tree, faults, why, parts = None, None, [], "", []
         for read, shard in opened.items():
             try:
@@ -286,7 +286,7 @@ class Restoring:
                     kind = str(shard.header.meta.get("kind", ""))
                     tree = _tree_around(shard.header.structure, parts[-1], allow_pickles=self._allow_pickles)
             except CorruptCheckpointError as error:
-                faults.append(Fault(read, True, f"shard {read.shard_rank} in the {read.tier} tier: {error}"))
+                faults.append(FailedRead(read, True, f"shard {read.shard_rank} in the {read.tier} tier: {error}"))
             except CheckpointError as error:
                 why = str(error)
         self._peers.barrier()
@@ -294,7 +294,7 @@ class Restoring:
         reasons = [text for _, text, _ in told if text]
         if reasons:
             raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {'; '.join(reasons)}")
-        all_faults = [Fault.from_plain(each) for plain, *_ in told for each in plain]
+        all_faults = [FailedRead.from_plain(each) for plain, *_ in told for each in plain]
         if all_faults:
             return None, all_faults
         tiers = tuple(sorted({read.tier for read in reads}))
@@ -314,7 +314,7 @@ def _tree_around(structure: Any, parts: StoredParts, *, allow_pickles: bool) -> 
     return unflatten(structure, tensors, allow_pickles=allow_pickles, in_place=tensors)
 
 
-def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Fault]:
+def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[FailedRead]:
     """Which of the shards it is; for the rare case that one is."""
     faults = []
     for read, shard in zip(reads, shards, strict=True):
@@ -322,11 +322,13 @@ def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Fault
             shard.verify()
         except CorruptCheckpointError as error:
             faults.append(
-                Fault(read, True, f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}")
+                FailedRead(
+                    read, True, f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}"
+                )
             )
     return faults
 
 
-def _plain(faults: Sequence[Fault]) -> list[list[Any]]:
-    """What JSON can hold; `Fault.from_plain` is the inverse, one by one."""
+def _plain(faults: Sequence[FailedRead]) -> list[list[Any]]:
+    """What JSON can hold; `FailedRead.from_plain` is the inverse, one by one."""
     return [[*astuple(fault.read), fault.is_damage, fault.why] for fault in faults]

@@ -18,7 +18,7 @@ Replicated = Callable[[Sequence[str]], Collection[str]]
 
 
 @dataclass(frozen=True)
-class Share:
+class TreeShare:
     """What one rank writes of one state.
 
     Attributes:
@@ -87,7 +87,7 @@ class Sharing:
         self._picks: list[_Pick] = []
         self._entries: tuple[Entry, ...] = ()
 
-    def take(self, tree: Any, replicated: Replicated, rank: int, world_size: int) -> Share:
+    def take(self, tree: Any, replicated: Replicated, rank: int, world_size: int) -> TreeShare:
         """The share of now; copies nothing.
 
         Raises:
@@ -98,10 +98,10 @@ class Sharing:
             if recalled is not None:
                 structure, tensors = recalled
                 sources = [_part(tensors[pick.place], pick.part) for pick in self._picks]
-                return Share(structure if rank == 0 else None, self._entries, sources)
+                return TreeShare(structure if rank == 0 else None, self._entries, sources)
         return self._take_anew(tree, replicated, rank, world_size)
 
-    def _take_anew(self, tree: Any, replicated: Replicated, rank: int, world_size: int) -> Share:
+    def _take_anew(self, tree: Any, replicated: Replicated, rank: int, world_size: int) -> TreeShare:
         flat = flatten(tree, allow_pickles=self._allow_pickles)
         parts = parts_of_rank(flat, replicated, rank, world_size)
         places = {named.name: number for number, named in enumerate(flat.tensors)}
@@ -109,7 +109,7 @@ class Sharing:
         self._entries = place(parts)
         self._group = (rank, world_size)
         self._outline = outline_of(flat)
-        return Share(flat.structure if rank == 0 else None, self._entries, [part.tensor for part in parts])
+        return TreeShare(flat.structure if rank == 0 else None, self._entries, [part.tensor for part in parts])
 
 
 def _slices(part: NamedTensor, whole: NamedTensor) -> tuple[slice, ...] | None:

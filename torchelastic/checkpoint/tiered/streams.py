@@ -21,7 +21,7 @@ from torchelastic.group.peers import Alone
 TREE, STREAMS = "tree", "streams"
 
 
-class Streams:
+class StreamsState:
     """Finished streams, for `save_step`: a state that has no tree."""
 
     loads_parts = False
@@ -53,7 +53,7 @@ class Streams:
 
 def streams_of(state: ElasticState, rank: int) -> Mapping[str, bytes]:
     """What a state without a tree has to save: rank 0 writes it, the other ranks nothing."""
-    if isinstance(state, Streams):
+    if isinstance(state, StreamsState):
         return state.streams
     if rank != 0:
         return {}

@@ -18,7 +18,7 @@ from torchelastic.checkpoint.training_state.shard import placeholders, read_own,
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFolders:
     """What lies in a folder.
 
     Attributes:
@@ -60,7 +60,7 @@ def own_rank_of(rank: int, saved_world_size: int) -> int:
     return rank % saved_world_size
 
 
-def find(path: Path) -> Found:
+def find(path: Path) -> FoundFolders:
     """Looks for checkpoints: in a folder of them, or the one that the folder is.
 
     Raises:
@@ -68,11 +68,11 @@ def find(path: Path) -> Found:
         CheckpointError: the folder cannot be read.
     """
     if (path / MANIFEST_NAME).exists():
-        return Found([str(path)], {}, [])
+        return FoundFolders([str(path)], {}, [])
     require_own_folder(path, Kind.TRAINING_STATE)
     infos = list_checkpoints(path, kind=Kind.TRAINING_STATE)
     unfinished = sorted(staged.folder_name for name in names_in(path) if (staged := SaveId.find_staged(name)))
-    return Found(
+    return FoundFolders(
         [str(info.folder) for info in infos if info.damage is None],
         {str(info.folder): info.damage for info in infos if info.damage is not None},
         unfinished,

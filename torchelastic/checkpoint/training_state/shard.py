@@ -24,7 +24,7 @@ _REPLICATED = ("model/parameters/", "optimizers/")
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """A shard that is to be written: its header without checksums, and the tensors to copy, in the entries' order."""
 
     header: Header
@@ -44,7 +44,7 @@ class ShardMaker:
 
     def lay_out(
         self, shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, world_size: int, *, is_replicated: bool
-    ) -> Layout:
+    ) -> StateLayout:
         """The shard of now; copies nothing.
 
         Args:
@@ -71,7 +71,7 @@ class ShardMaker:
         devices = {named.name: named.tensor.device.type for named in flat.tensors if named.tensor.device.type != "cpu"}
         meta = {"kind": KIND, "version": VERSION, "rank": rank, "own": flat.structure, "devices": devices}
         header = Header(share.structure, (*share.entries, *own_entries), meta)
-        return Layout(header, [*share.sources, *(named.tensor for named in flat.tensors)])
+        return StateLayout(header, [*share.sources, *(named.tensor for named in flat.tensors)])
 
 
 def require_kind(shard: ShardReader) -> None:

@@ -26,8 +26,8 @@ from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
 from torchelastic.checkpoint.training_state.reading import Loaded, find, read
-from torchelastic.checkpoint.training_state.shard import Layout, ShardMaker
-from torchelastic.checkpoint.training_state.writing import Save, Writer, record_as_plain
+from torchelastic.checkpoint.training_state.shard import ShardMaker, StateLayout
+from torchelastic.checkpoint.training_state.writing import StateSave, Writer, record_as_plain
 from torchelastic.group.rank_group import RankGroup, begun
 
 if TYPE_CHECKING:
@@ -243,17 +243,17 @@ class BCPState:
             self._running = None
         return self._failure
 
-    def _begin(self, call: str, path: Path, before: BaseException | None) -> Save:
+    def _begin(self, call: str, path: Path, before: BaseException | None) -> StateSave:
         """Copies what this rank saves; all ranks agree on the name. Nothing is kept if one of them fails."""
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        copied: list[Save] = []
+        copied: list[StateSave] = []
 
         def prepare() -> list[Any]:
             layout = self._layout(rank, world_size)
             epoch = self._claimed(path) if rank == 0 else 0
             stage = self._pool.take(layout.header)
             name = SaveId(0, 0, 0, 0)  # not known yet
-            copied.append(Save(path, name, self._run_id or "", rank, world_size, layout.header, stage))
+            copied.append(StateSave(path, name, self._run_id or "", rank, world_size, layout.header, stage))
             stage.copy(layout.sources)
             is_checked = world_size > 1 and not self._objects.is_sharded and not self._objects.is_kept_equal
             return [epoch, self._generation, self._objects.digest() if is_checked else ""]
@@ -279,7 +279,7 @@ class BCPState:
         save.name = SaveId(int(answers[0][0]), 0, self._generation, self._generation)
         return save
 
-    def _layout(self, rank: int, world_size: int) -> Layout:
+    def _layout(self, rank: int, world_size: int) -> StateLayout:
         own: dict[str, Any] = {"random": random_numbers.capture(), "extra": self._extra()}
         tree = self._objects.tree()
         if world_size > 1 and self._objects.has_own_buffers:
@@ -299,7 +299,7 @@ class BCPState:
         fence.check(epoch, 0)
         return epoch
 
-    def _finish_on_all(self, call: str, save: Save, fence: Fence | None) -> None:
+    def _finish_on_all(self, call: str, save: StateSave, fence: Fence | None) -> None:
         records = self._ranks.run_on_all(f"{call}, writing", lambda: record_as_plain(self._writer.write(save)))
 
         def publish() -> None:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchelastic.checkpoint import store
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy
@@ -20,8 +19,10 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.pruning import abandon, prune, remove_left_overs
 from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, shard_file_name
+from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 
 
 @dataclass
-class Save:
+class StateSave:
     """One rank's part of one save.
 
     Attributes:
@@ -75,38 +76,38 @@ class Writer:
         self._pool, self._disk, self._keep, self._timeout_s = pool, disk, keep, timeout_s
         self._clock, self._sleep = clock, sleep
 
-    def begin(self, save: Save) -> None:
+    def begin(self, save: StateSave) -> None:
         """Makes the hidden folder; no rank writes before all have done it. Raises: CheckpointError."""
-        store.begin(save.root, save.name, self._disk)
+        begin(save.root, save.name, self._disk)
 
-    def write(self, save: Save) -> ShardRecord:
+    def write(self, save: StateSave) -> ShardRecord:
         """Writes this rank's shard, onto the disk. Raises: CheckpointError."""
         # no threads of an executor: there are none any more while the interpreter ends
         header = save.header.with_checksums(save.stage.checksums(threads=1))
         save.stage = self._pool.seal(save.stage, header)
         data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
         folder = save.root / save.name.staging_name  # not made here: if it is gone, the save was given up
-        return store.write_shard(folder, save.rank, save.world_size, data, self._disk)
+        return write_shard(folder, save.rank, save.world_size, data, self._disk)
 
-    def publish(self, save: Save, records: list[ShardRecord], fence: Fence) -> None:
+    def publish(self, save: StateSave, records: list[ShardRecord], fence: Fence) -> None:
         """On rank 0, when all have written: one rename, then what is not kept goes. Raises: CheckpointError."""
         manifest = Manifest(save.name, save.run_id, save.world_size, tuple(records), saved_s=time.time())
-        store.commit(save.root, manifest, fence=fence, disk=self._disk)
+        commit(save.root, manifest, fence=fence, disk=self._disk)
         try:
-            store.prune(save.root, self._keep, self._disk, kind=Kind.TRAINING_STATE)
+            prune(save.root, self._keep, self._disk, kind=Kind.TRAINING_STATE)
             # of saves of this job that were given up, too
-            store.remove_left_overs(save.root, (*save.name.token, save.name.generation), self._disk)
+            remove_left_overs(save.root, (*save.name.token, save.name.generation), self._disk)
         except CheckpointError as error:  # what is saved is saved
             log.warning("%s is saved, and what is old could not be removed: %s", save.name, error)
 
-    def abandon(self, save: Save) -> None:
+    def abandon(self, save: StateSave) -> None:
         """Removes what was written; whoever waits for it sees that. Raises nothing."""
         try:
-            store.abandon(save.root, save.name, self._disk)
+            abandon(save.root, save.name, self._disk)
         except CheckpointError:
             pass  # only left-overs, which the next job removes; the first error is the one to see
 
-    def finish(self, save: Save, fence: Fence | None) -> None:
+    def finish(self, save: StateSave, fence: Fence | None) -> None:
         """In the background: all of it; `fence` on rank 0 only. Raises: CheckpointError, and nothing is left."""
         try:
             record = self.write(save)
@@ -121,7 +122,7 @@ class Writer:
             self.abandon(save)
             raise
 
-    def _other(self, save: Save, rank: int) -> ShardRecord:
+    def _other(self, save: StateSave, rank: int) -> ShardRecord:
         """The shard of another rank, as soon as it is there."""
         folder, file = save.root / save.name.staging_name, shard_file_name(rank, save.world_size)
         until_s, pause_s = self._clock() + self._timeout_s, _FIRST_LOOK_S

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchelastic.checkpoint.command.errors import CommandError, underlying
+from torchelastic.checkpoint.command.errors import CheckpointCommandError, underlying
 from torchelastic.checkpoint.command.structures import from_json, leaf_paths, places_of, to_json
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.tree import unflatten
@@ -44,7 +44,7 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
         CorruptCheckpointError: it lacks what it says it has.
     """
     if not allow_pickles:
-        raise CommandError(
+        raise CheckpointCommandError(
             f"{path} is a folder of torch.distributed.checkpoint, and its {METADATA_FILE} is a pickle, which can run "
             "any code when torch reads it: use --allow-pickles if you trust whoever wrote it"
         )
@@ -63,22 +63,22 @@ def read_through(reader: StorageReader, path: Path) -> Any:
         cause = _cause(error)
         if not isinstance(cause, Exception) or isinstance(cause, CheckpointError):
             raise cause from None  # Ctrl-C, or explained already
-        raise CommandError(f"torch.distributed.checkpoint cannot read {path}: {cause!r}") from error
+        raise CheckpointCommandError(f"torch.distributed.checkpoint cannot read {path}: {cause!r}") from error
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, EOFError, RuntimeError) as error:
-        raise CommandError(f"torch.distributed.checkpoint cannot read {path}: {error!r}") from error
+        raise CheckpointCommandError(f"torch.distributed.checkpoint cannot read {path}: {error!r}") from error
     return _exact(path, tree, tree.pop(STRUCTURE_KEY)) if STRUCTURE_KEY in tree else tree
 
 
 def check(tree: Any, structure: Any) -> None:
     """Raises CommandError if DCP cannot hold a state."""
     if not isinstance(tree, dict):
-        raise CommandError(
+        raise CheckpointCommandError(
             f"the state is a {type(tree).__name__}, and torch.distributed.checkpoint stores dicts only: use --to torch "
             "or --to shard"
         )
     found = [place for place, _ in places_of(structure, _NOT_STRIDED)]
     if found:
-        raise CommandError(
+        raise CheckpointCommandError(
             f"torch.distributed.checkpoint does not store sparse and quantised tensors ({', '.join(found[:3])}): use "
             "--to torch or --to shard"
         )
@@ -103,7 +103,7 @@ def write(path: Path, tree: dict[str, Any], structure: Any) -> None:
         if not isinstance(cause, Exception):
             raise cause from None  # Ctrl-C
         why = " (it joins nested keys with dots)" if isinstance(cause, ValueError) else ""
-        raise CommandError(
+        raise CheckpointCommandError(
             f"torch.distributed.checkpoint cannot store this state: {cause}{why}; use --to torch or --to shard"
         ) from error
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.command.errors import CommandError
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.structures import from_json, leaf_paths, to_json
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.tensors import dtype_name
@@ -54,7 +54,9 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
         text, found = _read_file(file)
         twice = tensors.keys() & found.keys()
         if twice:
-            raise CommandError(f"{file} has {min(twice)!r}, and so has another file of {path}: convert one file")
+            raise CheckpointCommandError(
+                f"{file} has {min(twice)!r}, and so has another file of {path}: convert one file"
+            )
         tensors |= found
         structure = text.get(STRUCTURE_KEY, structure)
     return tensors if structure is None else _exact(path, structure, tensors, allow_pickles)
@@ -68,7 +70,7 @@ def check(flat: Flat) -> None:
         by_dtype.setdefault(named.tensor.dtype, named.name)
     lacking = [f"{dtype_name(dtype)} ({name!r})" for dtype, name in by_dtype.items() if not _takes(save, dtype)]
     if lacking:
-        raise CommandError(
+        raise CheckpointCommandError(
             f"safetensors has no dtype for {', '.join(lacking)}: use --to torch, --to dcp or --to shard, or convert "
             "these tensors to another dtype first"
         )
@@ -176,7 +178,7 @@ def _library() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise CommandError(
+        raise CheckpointCommandError(
             "safetensors is not installed: python -m pip install safetensors (or torchelastic[convert])"
         ) from error
     return safetensors.torch

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.checkpoint.command.errors import CommandError, underlying
+from torchelastic.checkpoint.command.errors import CheckpointCommandError, underlying
 from torchelastic.checkpoint.command.structures import places_of
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.verification import damage_of_torch_file
@@ -51,12 +51,12 @@ def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> 
     try:
         return torch.load(path, map_location="cpu", weights_only=not allow_pickles, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        raise CommandError(
+        raise CheckpointCommandError(
             f"{path} holds objects that run code when they are read ({_first_line(error)}): use --allow-pickles if you "
             "trust whoever wrote it"
         ) from error
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, EOFError) as error:
-        raise CommandError(f"torch cannot read {path}: {_first_line(error)}") from error
+        raise CheckpointCommandError(f"torch cannot read {path}: {_first_line(error)}") from error
 
 
 def check(structure: Any, *, allow_pickles: bool) -> None:
@@ -65,7 +65,7 @@ def check(structure: Any, *, allow_pickles: bool) -> None:
         return
     refused = [f"{place!r} is {_REFUSED[kind]}" for place, kind in places_of(structure, _REFUSED)]
     if refused:
-        raise CommandError(
+        raise CheckpointCommandError(
             f"torch.load(weights_only=True) could not read this state back: {shortlist(refused)}; use "
             "--to shard, or --allow-pickles to write a file that needs weights_only=False"
         )

@@ -9,9 +9,11 @@ import threading
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards import Box, Disk, Entry, Header, SlotPool, Stage
-from torchelastic.checkpoint.shards.disk import lock_file
-from torchelastic.checkpoint.store.reading import record_of
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.disk import Disk, lock_file
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Entry, Header, decode_preamble
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.stage import Stage
 
 
 class SlotShelf:
@@ -52,30 +54,32 @@ class SlotShelf:
         with self._lock:
             return {key: stage.slot.view()[:size_bytes] for key, (stage, size_bytes) in self._incoming.items()}
 
-    def publish(self, key: str, path: Path, rank: int, digest: str | None) -> None:
-        """Gives what was received its name. What has that name already stays, being the same shard.
+    def publish(self, key: str, path: Path, digest: str | None) -> None:
+        """Gives what was received its name, or abandons it. What has that name already stays, being the same shard.
 
         Args:
             key: as given to `take`.
             path: of the shard from now on.
-            rank: whose shard it is; for errors.
-            digest: what `digest` is to return; None if the sender gave none.
+            digest: what `digest_at` is to return; None if the sender gave none.
 
         Raises:
             CorruptCheckpointError: what was received is no whole shard.
             CheckpointError: it cannot be published.
         """
         with self._lock:
-            stage, size_bytes = self._incoming[key]
-            if record_of(stage.slot.view()[:size_bytes], rank, path.name).size_bytes != size_bytes:
-                raise CorruptCheckpointError(f"what was received as {path.name} has {size_bytes} bytes, and should not")
-            if path.exists():
+            stage, size_bytes = self._incoming.pop(key)
+            try:
+                if _shard_bytes(stage.slot.view()[:size_bytes]) != size_bytes:
+                    raise CorruptCheckpointError(f"what was received as {path.name} is longer than its shard")
+                if not path.exists():
+                    self._disk.make_folder(path.parent)
+                    self._pool.publish(stage, path)
+                    self._published[path] = digest
+                    return
+            except BaseException:
                 self._pool.give_back(stage)
-            else:
-                self._disk.make_folder(path.parent)
-                self._pool.publish(stage, path)
-                self._published[path] = digest
-            del self._incoming[key]
+                raise
+            self._pool.give_back(stage)
 
     def abandon(self, key: str) -> None:
         """What is on its way under this key, if anything, will not be completed."""
@@ -84,7 +88,7 @@ class SlotShelf:
         if stage is not None:
             self._pool.give_back(stage)
 
-    def digest(self, path: Path) -> str | None:
+    def digest_at(self, path: Path) -> str | None:
         """What was given to `publish`; None if the shard is not here, or was not received."""
         with self._lock:
             return self._published.get(path) if path.exists() else None
@@ -122,14 +126,15 @@ def _row_of(size_bytes: int) -> Header:
     return Header(None, (Entry("shard", "uint8", (size_bytes,), Box.whole((size_bytes,)), 0, size_bytes),))
 
 
-def sealed_bytes(path: Path, rank: int) -> memoryview | None:
+def _shard_bytes(view: memoryview) -> int:
+    """How long the shard is that begins there. Raises: CorruptCheckpointError if it is none, or not all of one."""
+    return decode_preamble(bytes(view[:PREAMBLE_BYTES])).shard_bytes(view.nbytes)
+
+
+def sealed_bytes(path: Path) -> memoryview | None:
     """The bytes of a published shard, without what its slot has behind them; None if there is none, or not all of it.
 
     As long as the view lives the file stays locked (the map keeps the open file), so nobody writes into its slot.
-
-    Args:
-        path: of the shard.
-        rank: whose it is.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -138,7 +143,7 @@ def sealed_bytes(path: Path, rank: int) -> memoryview | None:
     try:
         lock_file(descriptor, fcntl.LOCK_SH)
         view = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
-        return view[: record_of(view, rank, path.name).size_bytes]
+        return view[: _shard_bytes(view)]
     except (OSError, ValueError):  # being removed or written, damaged, or empty
         return None
     finally:

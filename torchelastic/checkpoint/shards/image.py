@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards import Header, Slot, Stage
 from torchelastic.checkpoint.shards.batches import checksums_in
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_header, decode_preamble
-from torchelastic.checkpoint.shards.stage import capacity_for, tensor_at
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Header, decode_header, decode_preamble
+from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.checkpoint.shards.stage import Stage, capacity_for, tensor_at
 
 
 def image_of(header: Header, sources: list[torch.Tensor]) -> torch.Tensor:
@@ -31,9 +31,7 @@ def read_header(memory: memoryview, name: str) -> tuple[Header, int]:
     """
     try:
         preamble = decode_preamble(bytes(memory[:PREAMBLE_BYTES]))
-        end = preamble.data_offset_bytes + preamble.data_bytes
-        if memory.nbytes < end:
-            raise CorruptCheckpointError(f"it has {memory.nbytes} bytes of {end}: it was cut")
+        preamble.shard_bytes(memory.nbytes)
         encoded = bytes(memory[PREAMBLE_BYTES : PREAMBLE_BYTES + preamble.header_bytes])
         return decode_header(encoded, preamble), preamble.data_offset_bytes
     except CorruptCheckpointError as error:
