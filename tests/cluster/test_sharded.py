@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -142,7 +141,7 @@ def test_a_rank_that_dies_while_parts_move(jobs: list[ShardedJob], tmp_path: Pat
 
 @pytest.mark.long
 def test_two_at_once_with_two_copies(jobs: list[ShardedJob], tmp_path: Path) -> None:
-    faults = [Fault("kill", "forward", rank=rank, step=7) for rank in (1, 2)]
+    faults = [Fault("kill", "drawn", rank=rank, step=7) for rank in (1, 2)]
     job = start(jobs, tmp_path, *faults, replicas=2, every=3, wait_for_newcomer_at=[12], full_world=4)
     job.run(4)
     job.check()
@@ -171,23 +170,32 @@ def test_a_step_that_fails_without_a_loss_loses_nothing(jobs: list[ShardedJob], 
 
 
 @pytest.mark.long
-def test_a_joining_and_a_drained_worker_cost_no_step(jobs: list[ShardedJob], tmp_path: Path) -> None:
-    job = start(jobs, tmp_path, gates=[5], wait_for_newcomer_at=[10], epochs=EPOCHS)
+def test_a_drained_worker_costs_no_step(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    job = start(jobs, tmp_path, gates=[5])
     job.start("--standalone", "--min-workers=1", nproc=3)
     job.wait_for("held", 3, step=5)
-    (victim,) = job.of("started", worker=1)
-    os.kill(int(victim["pid"]), signal.SIGTERM)
+    job.kill_worker(1, signal.SIGTERM)
     job.open_gate(5)
     assert job.wait(240) == [0], job.output()[-6000:]
     job.check()
     assert job.lost_steps() == 0
-    assert [world for _, world in sorted(job.rounds().items())][:2] == [3, 2]
+    assert [world for _, world in sorted(job.rounds().items())] == [3, 2]
+
+
+@pytest.mark.long
+def test_a_worker_that_joins_costs_no_step(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    """One of three ends before the first step: the others begin, and it comes back."""
+    job = start(jobs, tmp_path, Fault("exit", "sync", worker=2, step=0), wait_for_newcomer_at=[6])
+    job.run()
+    job.check()
+    assert job.lost_steps() == 0
+    assert [world for _, world in sorted(job.rounds().items())] == [2, 3]
 
 
 @pytest.mark.long
 def test_where_every_copy_is_lost_too_a_checkpoint_is_loaded(jobs: list[ShardedJob], tmp_path: Path) -> None:
     """With one copy, a rank and its partner at once: each of the others reads a share of the checkpoint."""
-    faults = [Fault("kill", "forward", rank=rank, step=9) for rank in (1, 3)]
+    faults = [Fault("kill", "drawn", rank=rank, step=9) for rank in (1, 3)]
     job = start(jobs, tmp_path / "run", *faults, checkpoint_dir=tmp_path / "saved", checkpoint_every=4)
     job.run(4)
     job.check()
@@ -198,7 +206,7 @@ def test_where_every_copy_is_lost_too_a_checkpoint_is_loaded(jobs: list[ShardedJ
 
 @pytest.mark.long
 def test_without_a_checkpoint_the_error_names_what_is_missing(jobs: list[ShardedJob], tmp_path: Path) -> None:
-    faults = [Fault("kill", "forward", rank=rank, step=9) for rank in (1, 3)]
+    faults = [Fault("kill", "drawn", rank=rank, step=9) for rank in (1, 3)]
     job = start(jobs, tmp_path, *faults)
     job.start("--standalone", "--min-workers=1", "--max-restarts=0", nproc=4)
     assert job.wait(240) != [0]
@@ -217,3 +225,18 @@ def test_another_run_goes_on_from_the_checkpoint_with_other_workers(jobs: list[S
     loaded = second.of("loaded", step=8)
     assert len(loaded) == 2
     assert max(event["bytes"] for event in loaded) < 0.7 * sum(event["bytes"] for event in loaded)
+
+
+HYBRID = {"hybrid": 2, "replicas": 0, "full_world": 4}
+
+
+@pytest.mark.parametrize("phase", [
+    "optimizer", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("drawn", "forward", "backward", "tail"))
+])  # fmt: skip
+def test_with_replicas_in_the_mesh_a_loss_costs_no_step(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
+    """Two by two: the two that are whole together go on, the third waits, and all four are there again."""
+    job = start(jobs, tmp_path, Fault("kill", phase, rank=1, step=6), wait_for_newcomer_at=[12], **HYBRID)
+    job.run(4, "--multiple-of=2")
+    job.check()
+    assert [world for _, world in sorted(job.rounds().items())] == [4, 2, 4]
+    assert job.lost_steps() == 0

@@ -51,6 +51,19 @@ def test_whole_hosts_come_first_and_then_the_order(members: str, size: int, mult
 
 
 @pytest.mark.parametrize(
+    ("members", "last", "size", "expected"),
+    [
+        ("a0 a2 a3", "a0 a1 a2 a3", 2, "a2 a3"),  # a0 and a2 would hold the same half of a sharded model
+        ("a0 a2 b0 b1 b2", "a0 a1 a2 b0 b1 b2", 4, "a2 b0 b1 b2"),  # neighbours of two hosts
+        ("a0 a3", "a0 a1 a2 a3", 2, "a0 a3"),
+        ("a0 a2 a3 a4", "a0 a1 a2 a3", 4, "a0 a2 a3 a4"),
+    ],
+)
+def test_neighbours_of_the_last_roster_stay_together(members: str, last: str, size: int, expected: str) -> None:
+    assert names(choose(there(members), size, 2, last.split())) == expected
+
+
+@pytest.mark.parametrize(
     ("members", "fresh", "size", "multiple_of", "expected"),
     [
         ("a0 b0 b1", "b0 b1", 2, 2, "a0 b0"),  # nobody of the whole host has anything

@@ -12,6 +12,7 @@ from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.sharded.commit_rule import Choice, Nothing, choose, next_version, whole_in_copies
 from torchelastic.sharded.copies import too_little_memory
 from torchelastic.sharded.regions import (
+    STORED,
     Holding,
     Layout,
     Offer,
@@ -130,6 +131,16 @@ def test_a_state_without_its_companions_is_passed_over() -> None:
     choice = choose([bare], {"w"})
     assert isinstance(choice, Choice)
     assert choice.version == BEFORE
+
+
+@pytest.mark.parametrize(("stored_step", "is_taken"), [(4, False), (400, True)])
+def test_a_checkpoint_counts_by_its_step(stored_step: int, is_taken: bool) -> None:
+    """A worker that has waited as a spare holds a whole copy of long ago."""
+    stored = Version(STORED, stored_step, 0)
+    spare = offer(Phase.UNTOUCHED, Holding(BEFORE, 0, is_copy=True), Holding(stored, 0), layouts=[layout(0, ROWS)])
+    choice = choose([spare], {"w"})
+    assert isinstance(choice, Choice)
+    assert choice.version == (stored if is_taken else BEFORE)
 
 
 def test_what_goes_with_the_parts_comes_from_a_rank_that_has_committed_the_step() -> None:

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 from torchelastic.rendezvous.records import Member
 
 
-def choose(members: Sequence[Member], size: int, multiple_of: int) -> list[Member]:
+def choose(members: Sequence[Member], size: int, multiple_of: int, last: Sequence[str] = ()) -> list[Member]:
     """Put a roster of a given size together.
 
     The rules; an earlier one outweighs those that follow:
 
     * One member with the best state of all is in. Where the other rules would leave all of those out, one is the first
       choice, with those of its host that make it whole.
+    * `multiple_of` neighbours of the last roster of whom none is lost stay together, as one: where a model is sharded,
+      they hold all of it, and others of the same host may hold the same part twice.
     * Whole ones first: `multiple_of` members of one host count as one, and are taken or left together, before members
       of hosts that have fewer than that left over. So of two hosts of two workers, at a multiple of two, the one stays
       that has lost none, and the other one's survivor waits, though it may be older.
@@ -26,6 +28,7 @@ def choose(members: Sequence[Member], size: int, multiple_of: int) -> list[Membe
         members: from the first choice to the last: survivors by rank, and then newcomers by arrival.
         size: of the roster, a multiple of `multiple_of`: at least 1, at most as many as there are members.
         multiple_of: see above.
+        last: the last roster, by rank.
 
     Returns:
         So many of the members, in their order.
@@ -33,24 +36,39 @@ def choose(members: Sequence[Member], size: int, multiple_of: int) -> list[Membe
     if len(members) == size:
         return list(members)
     best = max(member.worth for member in members)
-    places = _places(members, size, multiple_of, range(len(members)))
+    blocks = _blocks(members, multiple_of, last)
+    places = _places(members, size, multiple_of, range(len(members)), blocks)
     if all(members[place].worth != best for place in places):
         of_host = Counter(member.host for member in members)
         sources = (place for place, member in enumerate(members) if member.worth == best)
         source = min(sources, key=lambda place: (of_host[members[place].host] < multiple_of, place))
         others = (place for place in range(len(members)) if place != source)
-        places = _places(members, size, multiple_of, (source, *others), source)
+        places = _places(members, size, multiple_of, (source, *others), blocks, source)
     return [members[place] for place in sorted(places)]
 
 
+def _blocks(members: Sequence[Member], multiple_of: int, last: Sequence[str]) -> list[list[int]]:
+    """Places of neighbours of the last roster who are all there."""
+    place_of = {member.member_id: place for place, member in enumerate(members)}
+    blocks = (last[start : start + multiple_of] for start in range(0, len(last) - multiple_of + 1, multiple_of))
+    return [[place_of[name] for name in block] for block in blocks if all(name in place_of for name in block)]
+
+
 def _places(
-    members: Sequence[Member], size: int, multiple_of: int, order: Iterable[int], source: int | None = None
+    members: Sequence[Member],
+    size: int,
+    multiple_of: int,
+    order: Iterable[int],
+    blocks: Sequence[list[int]],
+    source: int | None = None,
 ) -> list[int]:
     """Places in `members` by the other rules; those of the part with the source in it in any case."""
+    in_blocks = {place for block in blocks for place in block}
     by_host: dict[str, list[int]] = {}
     for place in order:
-        by_host.setdefault(members[place].host, []).append(place)
-    parts = [
+        if place not in in_blocks:
+            by_host.setdefault(members[place].host, []).append(place)
+    parts = [*map(sorted, blocks)] + [
         places[start : start + multiple_of]
         for places in by_host.values()
         for start in range(0, len(places), multiple_of)

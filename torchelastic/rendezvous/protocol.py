@@ -207,7 +207,7 @@ def _form(view: View, now_s: float) -> tuple[Action, ...]:
     if not view.settings.usable(len(staying) + len(newcomers)):
         return _evict(view, unready)
     members = _with_the_last_source(view, staying, newcomers) + newcomers
-    chosen = choose(members, view.settings.usable(len(members)), view.settings.multiple_of)
+    chosen = choose(members, view.settings.usable(len(members)), view.settings.multiple_of, view.round.roster)
     return (_next_round(view, chosen, unready),)
 
 

@@ -27,6 +27,9 @@ that some rank is DONE: they then let their optimizers step before anything is s
    k - 1 if the copy of k was still being sent. Steps c + 1 .. k are repeated, with their samples.
 4. No copy is whole either: the latest checkpoint; without one the run ends with an error that names what is missing.
 
+A checkpoint is read only where the rendezvous knows of nobody with progress, or of one that has waited as a spare while
+others trained. So what was read counts by its step: the spare's copies may be whole, and of long ago.
+
 Some ranks may already have committed k + 1 and begun the next step while others have not: they are UNTOUCHED at k + 1,
 which is the same state as DONE at k + 1, and the claim holds for them too.
 
@@ -40,7 +43,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.shards.boxes import Box
-from torchelastic.sharded.regions import Offer, Phase, Version, missing_parts
+from torchelastic.sharded.regions import STORED, Offer, Phase, Version, missing_parts
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,11 @@ def choose(offers: Sequence[Offer], wanted: Collection[str]) -> Choice | Nothing
         The choice, the same on every rank.
     """
     newest: Nothing | None = None
+    first: Choice | None = None
     for version in sorted(set(_versions(offers)), reverse=True):
+        is_stored = version.generation == STORED
+        if first is not None and not (is_stored and version.step > first.version.step):
+            continue
         completing = _completing(offers, version)
         holds = tuple(
             tuple(
@@ -95,12 +102,11 @@ def choose(offers: Sequence[Offer], wanted: Collection[str]) -> Choice | Nothing
             for rank, offer in enumerate(offers)
         )
         missing = missing_parts(wanted, offers, holds)
-        if not missing:
-            source = _source(offers, holds, completing)
-            if source is not None:
-                return Choice(version, holds, completing, source)
+        source = None if missing else _source(offers, holds, completing)
+        if source is not None:
+            first = Choice(version, holds, completing, source)
         newest = newest or Nothing(version, missing)
-    return newest or Nothing(None, {})
+    return first or newest or Nothing(None, {})
 
 
 def _source(offers: Sequence[Offer], holds: Sequence[Sequence[int]], completing: Collection[int]) -> int | None:

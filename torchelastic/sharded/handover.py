@@ -14,7 +14,18 @@ from torchelastic.coordinator import NonRetryableException
 from torchelastic.sharded.built import PARAMETERS, Built, plain
 from torchelastic.sharded.commit_rule import Choice
 from torchelastic.sharded.companions import from_bytes, to_bytes
-from torchelastic.sharded.regions import Holding, Layout, Offer, Part, Phase, Piece, Version, layout_at, pieces_for
+from torchelastic.sharded.regions import (
+    STORED,
+    Holding,
+    Layout,
+    Offer,
+    Part,
+    Phase,
+    Piece,
+    Version,
+    layout_at,
+    pieces_for,
+)
 from torchelastic.sharded.transfers import broadcast_bytes, move
 
 
@@ -121,7 +132,7 @@ def held_of_checkpoint(
                 is_shard = built.is_split(name, entry.shape)
                 layout[name] = Part(entry.dtype, entry.shape, entry.box, is_shard)
                 tensors[name] = each.tensors[stored]
-        held.append(Held(Version(0, step, 0), layout, tensors, companions, is_own=False))
+        held.append(Held(Version(STORED, step, 0), layout, tensors, companions, is_own=False))
     return held
 
 

@@ -18,13 +18,17 @@ from typing import Any
 from torchelastic.checkpoint.shards.boxes import Box, uncovered
 from torchelastic.text import shortlist
 
+#: The generation of a state that was read from a checkpoint: before that of every group.
+STORED = 0
+
 
 @dataclass(frozen=True, order=True)
 class Version:
     """One state of the run; the later one compares as the larger.
 
     Attributes:
-        generation: of the group in which the last step was computed; grows from group to group.
+        generation: of the group in which the last step was computed; grows from group to group, from 1 up. STORED where
+            it was read, or is that of the very beginning.
         step: committed steps.
         token: of that group, drawn at random: tells groups apart that could not know of each other.
     """

@@ -43,6 +43,7 @@ from torchelastic.sharded.initial import Initialize, initialize_model
 from torchelastic.sharded.live import Live
 from torchelastic.sharded.mesh import FullShard, MeshRule, data_place, forget_earlier_meshes
 from torchelastic.sharded.regions import (
+    STORED,
     Layout,
     Offer,
     Phase,
@@ -307,7 +308,7 @@ class ShardedState(State):
         if built.was_on_meta:
             with random_state.seeded(self._seed):
                 initialize_model(built.model, self._initialize)
-        return Version(0, 0, 0)
+        return Version(STORED, 0, 0)
 
     def _take_over(
         self, built: Built, held: Sequence[Held], offers: Sequence[Offer], choice: Choice, rank: int

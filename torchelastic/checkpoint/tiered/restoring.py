@@ -164,6 +164,10 @@ class Restoring:
             {name: [TierEntry.from_plain(plain) for plain in plains] for name, plains in inventory.items()}
             for inventory, _ in said
         ]
+        if self._as_parts:  # rank 0 has only looked for all: each reads its share
+            for name in (name for name, tier in self._tiers.items() if tier.is_shared):
+                for inventory in inventories:
+                    inventory[name] = inventories[0].get(name, [])
         return inventories, [text for _, texts in said for text in texts]
 
     def _note_incomplete(self, inventories: Sequence[dict[str, list[TierEntry]]], found: Sequence[Candidate]) -> None:
