@@ -47,6 +47,15 @@ class State(ABC):
     def commit(self) -> None:  # noqa: B027 - a hook, most states need none
         """Called when a step has succeeded on this rank and will not be undone; for counters, cursors and the like."""
 
+    def hand_over(self, leaving: bool) -> None:  # noqa: B027 - as above
+        """Called on every rank, inside the group, when all are about to leave it after a committed step.
+
+        For states of which each rank holds a part: what a rank holds that does not come back has to stay.
+
+        Args:
+            leaving: whether a rank is known here to leave the run; another one may know it earlier.
+        """
+
     def capture_snapshot(self) -> Any:
         """0.1's name of `snapshot`."""
         return None

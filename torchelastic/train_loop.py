@@ -283,7 +283,9 @@ class TrainLoop:
                 self._checkpoints.after_step(self.state, on_trial=self._lifetime.wants_trial())
                 self._lifetime.resumes()
             leave = self.coordinator.should_rendezvous(self.state)
-            if not leave:
+            if leave:
+                self.state.hand_over(self.coordinator.somebody_leaves())
+            else:
                 self.coordinator.report_progress(self.state)
         except StopIteration:
             self.coordinator.signal_training_done()

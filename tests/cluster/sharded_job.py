@@ -54,11 +54,10 @@ class Counted(torch.nn.Module):
         return hidden
 
 
-def plain_model(width: int) -> torch.nn.Sequential:
-    return torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, width), torch.nn.Tanh(), torch.nn.LayerNorm(width), Counted(),
-        torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 1),
-    ).double()  # fmt: skip
+def plain_model(width: int, layers: int = 1) -> torch.nn.Sequential:
+    hidden = [layer for _ in range(layers) for layer in (torch.nn.Linear(width, width), torch.nn.Tanh())]
+    first = torch.nn.Linear(FEATURES, width), torch.nn.Tanh(), torch.nn.LayerNorm(width), Counted()
+    return torch.nn.Sequential(*first, *hidden, torch.nn.Linear(width, 1)).double()
 
 
 class RecordedShards(ShardedState):
@@ -103,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-ms", type=float, default=30.0)
     parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--hybrid", type=int, default=0, help="ranks that hold one copy of the state together")
@@ -124,7 +124,7 @@ def build(options: argparse.Namespace, plan: FaultPlan, mesh: DeviceMesh) -> tup
     plan.reach("build-again" if builds else "build")
     builds.append(1)
     with torch.device("meta"):
-        model = plain_model(options.width)
+        model = plain_model(options.width, options.layers)
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -174,6 +174,7 @@ def main() -> None:
     torch.set_num_threads(1)
     log, plan = EventLog(options.out), FaultPlan(options.out)
     dataset = make_dataset(options.samples)
+    before_bytes = peak_bytes()
     sampler = ElasticBatchSampler(dataset, options.batch, epochs=options.epochs, seed=3)
     state = RecordedShards(
         lambda mesh: build(options, plan, mesh),
@@ -198,7 +199,7 @@ def main() -> None:
         if step in options.wait_for_newcomer_at and coordinator.world_size < options.full_world:
             hold_until(lambda: coordinator.rendezvous.num_nodes_waiting() > 0, "a newcomer")
         if step in options.gates:
-            log("held", step=step, round=state.round_number)
+            log("held", step=step, round=state.round_number, rank=rank)
             hold_until((options.out / f"gate-{step}").exists, f"gate {step}")
         try:
             inputs, targets = next(loader)
@@ -228,8 +229,12 @@ def main() -> None:
         return SimpleWorkerStats(1.0)
 
     torchelastic.train(coordinator, train_step, state, checkpoint=manager)
-    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    log("finished", step=state.step, seen=state.extra["seen"], rank=coordinator.rank, peak_bytes=peak_bytes)
+    grown_bytes = peak_bytes() - before_bytes
+    log("finished", step=state.step, seen=state.extra["seen"], rank=coordinator.rank, grown_bytes=grown_bytes)
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def write_result(out: Path, state: ShardedState) -> None:

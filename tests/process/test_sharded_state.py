@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 import torchelastic
 from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
-from torchelastic.checkpoint import FileSystemCheckpointManager
+from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, TieredCheckpointManager
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.coordinator import NonRetryableException
+from torchelastic.group.peers import Alone
 from torchelastic.rendezvous.records import Standing
 from torchelastic.sharded import FullShard, HybridShard
 from torchelastic.sharded.mesh import data_place
@@ -306,3 +308,73 @@ def test_a_manager_that_saves_what_one_rank_holds_is_refused_before_training(tmp
             CoordinatorP2P(), lambda state: None, ShardedState(build()),
             checkpoint=FileSystemCheckpointManager(str(tmp_path)),
         )  # fmt: skip
+
+
+def saved(state: Any, folder: Path) -> TieredCheckpointManager:
+    manager = TieredCheckpointManager([DiskTier(folder)], run_id="run")
+    manager.save_step(state, state.step, Alone())
+    assert manager.wait(30)
+    assert not manager.failures
+    return manager
+
+
+def test_a_run_that_began_unsharded_goes_on_sharded(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = model_of()
+    plain = ModelState(model, torch.optim.AdamW(model.parameters(), lr=0.1), extra={"seen": 0})
+    plain.sync()
+    for _ in range(3):
+        plain.snapshot()
+        plain.model(torch.ones(4, 3)).sum().backward()
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+        plain.extra["seen"] += 4
+        plain.commit()
+    manager = saved(plain, tmp_path)
+    state = ShardedState(build(), extra={"seen": 0})
+    assert manager.restore(state, Alone()) == 3
+    state.sync()
+    assert (state.step, state.extra) == (3, {"seen": 12})
+    for name, value in plain.module.state_dict().items():
+        assert torch.equal(whole(state)[name], value), name
+    theirs, ours = plain.optimizer.state_dict(), state.optimizer.state_dict()
+    for place, kept in theirs["state"].items():
+        assert torch.equal(ours["state"][place]["exp_avg_sq"].full_tensor(), kept["exp_avg_sq"])
+        assert ours["state"][place]["step"] == kept["step"]
+    manager.close()
+
+
+def test_a_sharded_run_goes_on_unsharded(tmp_path: Path) -> None:
+    state = ShardedState(build(), extra={"seen": 5})
+    state.sync()
+    train(state, 2)
+    manager = saved(state, tmp_path)
+    model = model_of()
+    plain = ModelState(model, torch.optim.AdamW(model.parameters(), lr=0.1), extra={"seen": 0})
+    assert manager.restore(plain, Alone()) == 2
+    plain.sync()
+    assert (plain.step, plain.extra) == (2, {"seen": 5})
+    assert all(torch.equal(value, whole(state)[name]) for name, value in plain.module.state_dict().items())
+    manager.close()
+
+
+def test_what_one_rank_saved_as_a_stream_is_refused(tmp_path: Path) -> None:
+    manager = TieredCheckpointManager([DiskTier(tmp_path)], run_id="run")
+    checkpoint = manager.create_checkpoint()
+    checkpoint.open_output_stream("default").write(b"bytes")
+    checkpoint.commit()
+    with pytest.raises(CheckpointError, match="holds one stream of bytes, which one rank has saved"):
+        manager.restore(ShardedState(build()), Alone())
+    manager.close()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    state = ShardedState(build())
+    state.sync()
+    train(state)
+    manager = saved(state, tmp_path)
+    other = ShardedState(build(lambda: torch.nn.Linear(5, 5)))
+    manager.restore(other, Alone())
+    with pytest.raises(NonRetryableException, match="a model with other parameters than before"):
+        other.sync()
+    manager.close()

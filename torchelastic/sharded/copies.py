@@ -152,7 +152,7 @@ class Copies:
     _partners: Partners | None = None
     _exchange: _Exchange | None = None
     _started: int = 0
-    _started_at: int = 0
+    _newest: Version | None = None
     _whole: int = 0
     _free: list[Slot] = field(default_factory=list)
     _copied: torch.cuda.Event | None = None
@@ -166,7 +166,7 @@ class Copies:
             # its thread ends with the group that was given up; the memory that it receives into is not used again
             self.held.append(self._exchange.own)
             self._exchange = None
-        self._partners = None
+        self._partners = self._newest = None
         self._started = self._whole = 0
 
     def enter_group(self, partners: Partners | None, keep: Version | None) -> None:
@@ -186,6 +186,11 @@ class Copies:
     def is_on(self) -> bool:
         """Whether there is anybody to give copies to."""
         return self._partners is not None
+
+    @property
+    def newest(self) -> Version | None:
+        """Of which state the copy is that was begun last in this group."""
+        return self._newest
 
     @property
     def started(self) -> int:
@@ -208,7 +213,7 @@ class Copies:
         slot = self._slot_for(layout, is_pinned=is_cuda)
         self._fill(slot, tensors, is_cuda=is_cuda)
         own, partners, event = Copy(version, slot, companions), self._partners, self._copied
-        self._started, self._started_at = self._started + 1, version.step
+        self._started, self._newest = self._started + 1, version
         # memory for what arrives, in the thread
         spare = [slot for slot in self._free if slot is not own.slot]
         self._free = []
@@ -226,11 +231,16 @@ class Copies:
             self._copied.synchronize()
             self._copied = None
 
+    def wait_until_received(self) -> None:
+        """Return when the copy under way is whole here. Raises RuntimeError if a peer is lost."""
+        if self._exchange is not None:
+            self._exchange.received.result()
+
     def is_due(self, version: Version, every: int) -> bool:
         """Whether to copy this state: `every` steps after the last copy, if that is whole; the same on all ranks."""
         if self._partners is None or self._whole < self._started:
             return False
-        return self._started == 0 or version.step >= self._started_at + every
+        return self._newest is None or version.step >= self._newest.step + every
 
     def all_have_finished(self, count: int) -> None:
         """Every rank has said that so many copies are whole at it: older ones are given up."""

@@ -21,7 +21,7 @@ from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.tiered.restoring import StoredParts
 from torchelastic.coordinator import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
-from torchelastic.model import random_state
+from torchelastic.model import random_state, wrapping
 from torchelastic.model.several import refuse_stateless
 from torchelastic.model.snapshot import Snapshot
 from torchelastic.model.transfer import message_device
@@ -128,7 +128,9 @@ class ShardedState(State):
         self._unconfirmed: Held | None = None  # from a sync of which it is not known whether all have ended it
         self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint
         self._lost_step = -1
+        self._domains: list[str] = []  # of the ranks of the present group
         self._has_looked_at_memory = False
+        wrapping.warm_up()  # fully_shard imports it too, and the others would wait for this worker
 
     # --- what the step uses ---------------------------------------------------------------------------------------
 
@@ -210,6 +212,38 @@ class ShardedState(State):
         """Undo the step that began with this snapshot, as far as this rank can alone; `sync` does the rest."""
         self._live.undo(snapshot)
 
+    def hand_over(self, leaving: bool) -> None:
+        """Where a rank leaves for good: have a copy of the state of now, so that its parts stay."""
+        if self._control is None or not self._live.is_in_sync or dist.get_world_size() == 1:
+            return
+        try:
+            somebody = torch.tensor([int(leaving)])
+            dist.all_reduce(somebody, op=dist.ReduceOp.MAX, group=self._control)
+            if int(somebody):
+                self._copy_all()
+        except RuntimeError as error:
+            log.info("the group is no more, and what each worker holds has to be enough: %s", error)
+
+    def _copy_all(self) -> None:
+        """Copies of the state of now that are whole on every rank."""
+        if not self._copies.is_on:
+            self._copies.enter_group(copy_partners(self._domains, 1), None)
+        self._end_copy()
+        if self._copies.newest != self._live.version:
+            self._begin_copy()
+            self._end_copy()
+
+    def _end_copy(self) -> None:
+        self._copies.wait_until_received()
+        self._agree_on_copies()
+
+    def _agree_on_copies(self) -> None:
+        """Tell all ranks how far the copies are here; returns on none before every rank has called it."""
+        assert self._control is not None
+        finished = torch.tensor([self._copies.finished])
+        dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self._control)
+        self._copies.all_have_finished(int(finished))
+
     def _vote(self) -> None:
         """Before the first optimizer of a step begins: see `commit_rule`. Says how far the copies are, too."""
         if self._live.phase is not Phase.UNTOUCHED:
@@ -218,16 +252,19 @@ class ShardedState(State):
         self._copies.wait_until_copied()
         self._live.phase = Phase.READY
         if self._control is not None:
-            finished = torch.tensor([self._copies.finished])
-            dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self._control)
-            self._copies.all_have_finished(int(finished))
+            self._agree_on_copies()
 
     def _copy_if_due(self) -> None:
-        version, built = self._live.version, self._live.present
+        version = self._live.version
         if version is not None and self._copies.is_due(version, self._every):
-            began_s = time.perf_counter()
-            self._copies.begin(version, built.layout(), built.tensors(), self._own.to_bytes(built))
-            publish_metric("torchelastic", "sharded.copy.duration.ms", 1000 * (time.perf_counter() - began_s))
+            self._begin_copy()
+
+    def _begin_copy(self) -> None:
+        began_s = time.perf_counter()
+        version, built = self._live.version, self._live.present
+        assert version is not None
+        self._copies.begin(version, built.layout(), built.tensors(), self._own.to_bytes(built))
+        publish_metric("torchelastic", "sharded.copy.duration.ms", 1000 * (time.perf_counter() - began_s))
 
     # --- a new group ----------------------------------------------------------------------------------------------
 
@@ -331,7 +368,7 @@ class ShardedState(State):
         self._live.enter_group(built, version, max(offer.generation for offer in offers) + 1, offers[0].token)
         self._unconfirmed = self._loaded = None
         self._lost_step = -1
-        domains = [offer.domain for offer in offers]
+        self._domains = domains = [offer.domain for offer in offers]
         self._say_if_memory_is_short(built, domains)
         self._copies.enter_group(copy_partners(domains, self._replicas), whole_in_copies(offers, needed))
         place = data_place(built.mesh, self._data_dims)
