@@ -11,8 +11,9 @@ one does that waits for an accelerator.
   `beyond_one_step_ms` is that less one undisturbed step of the survivors, `beyond_one_step_and_transfer_ms` (target:
   1000) less the transfer of the parts that moved, too. The floor is measured in the steps after it, in the same
   processes: the same bytes between the same ranks as plain messages of gloo, into warm memory and into fresh memory,
-  while no copy is being sent. `transfer_over_floor` has the target 1.5. Phases and stacks are as in
-  `benchmarks.recovery`.
+  while no copy is being sent. `transfer_over_floor` has the target 1.5; it has no value for a kill after which nothing
+  had to move between processes. `local_bytes` were copied in the survivors' own memory in that time. Phases and
+  stacks are as in `benchmarks.recovery`.
 * copies: in each round the same processes train `--steps` steps without copies, with one every 20, every 5 and every
   step; the first round is not counted. `relative_to_none` is steps per second beside those without in the same round.
   `stopped_ms` is how long a copy has stopped the training thread (the metric `sharded.copy.duration.ms`, of all ranks),

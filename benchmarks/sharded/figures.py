@@ -18,6 +18,7 @@ class Move:
     Attributes:
         ms: from when the last of them began to move parts until the last one had its own.
         received_bytes: by all of them, from others.
+        local_bytes: that each of them had itself and copied, in all; of these the floor knows nothing.
         repeated_steps: committed ones that were computed again.
         floor_ms: the same bytes between the same ranks as plain messages, into warm memory; one of each measurement.
         fresh_floor_ms: the same into fresh memory, as parts move.
@@ -25,6 +26,7 @@ class Move:
 
     ms: float
     received_bytes: int
+    local_bytes: int
     repeated_steps: int
     floor_ms: list[float]
     fresh_floor_ms: list[float]
@@ -41,6 +43,7 @@ class Move:
         return cls(
             span_ms(events["moved"]),
             int(sum(received)),
+            sum(event["local"] for event in events["moved"]),
             int(max(lost, default=0)),
             _floors_ms(events["floor"], "warm"),
             _floors_ms(events["floor"], "fresh"),
@@ -96,6 +99,7 @@ def moves_document(moves: Sequence[Move], beyond_one_step_ms: Sequence[float]) -
         "floor_ms": _summary([ms for move in moves for ms in move.floor_ms]),
         "floor_in_fresh_memory_ms": _summary([ms for move in moves for ms in move.fresh_floor_ms]),
         "received_bytes": [move.received_bytes for move in moves],
+        "local_bytes": [move.local_bytes for move in moves],
         "repeated_steps": [move.repeated_steps for move in moves],
     }
 

@@ -96,12 +96,12 @@ def _note_moves(coordinator: NotedCoordinator, note: EventLog) -> Counter[int]:
     def move(pieces: Any, *, target: Any, **where: Any) -> int:
         moved.clear()
         for piece in pieces:
-            if piece.source != coordinator.rank:
-                moved[piece.source] += target(piece).nbytes
+            moved[piece.source] += target(piece).nbytes
+        local_bytes = moved.pop(coordinator.rank, 0)
         began_s = time.monotonic()
         received_bytes: int = original(pieces, target=target, **where)
         number = coordinator.rendezvous.joined.number
-        note("moved", round=number, began=began_s, ended=time.monotonic(), bytes=received_bytes)
+        note("moved", round=number, began=began_s, ended=time.monotonic(), bytes=received_bytes, local=local_bytes)
         return received_bytes
 
     vars(handover)["move"] = move

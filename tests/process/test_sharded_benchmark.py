@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    done = run("--kills=1", "--rounds=1", "--steps=3", "--peers=torchrun", "--peer-runs=1")
+    done = run("--kills=2", "--rounds=1", "--steps=3", "--peers=torchrun", "--peer-runs=1")
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     return document
@@ -31,14 +31,16 @@ def figures() -> dict[str, Any]:
 
 def test_a_killed_worker_is_survived_and_the_transfer_has_its_floor(figures: dict[str, Any]) -> None:
     kills = figures["kills"]
-    assert kills["kill_to_committed_ms"]["runs"] == 1, kills
+    assert kills["kill_to_committed_ms"]["runs"] == 2, kills
     assert kills["kill_to_committed_ms"]["max"] > kills["beyond_one_step_ms"]["max"]
     assert kills["beyond_one_step_ms"]["max"] > kills["beyond_one_step_and_transfer_ms"]["max"]
     assert kills["transfer_over_floor"]["min"] > 0
-    # of three shards one is lost, and the borders of the others move; each parameter has two moments
-    parameters_bytes = 1_059_200 * 3 * 4
-    assert parameters_bytes / 3 * 0.2 < kills["received_bytes"][0] < parameters_bytes
-    assert 0 <= kills["repeated_steps"][0] <= 2, "with a copy after each step"
+    # rank 0's neighbour may have all that it needs in its own memory: its own shard, and the copy of the lost one
+    assert 0 < kills["received_bytes"][1] < 1_059_200 * 3 * 4
+    # each parameter has two moments; both survivors get all of it together, and the counters of AdamW twice
+    for received, local in zip(kills["received_bytes"], kills["local_bytes"], strict=True):
+        assert 1_059_200 * 3 * 4 <= received + local <= 1_059_200 * 3 * 4 + 2 * 64 * 4
+    assert all(0 <= steps <= 2 for steps in kills["repeated_steps"]), "with a copy after each step"
 
 
 def test_the_copies_of_each_way_are_counted_and_compared(figures: dict[str, Any]) -> None:
@@ -55,7 +57,8 @@ def test_the_copies_of_each_way_are_counted_and_compared(figures: dict[str, Any]
 def test_memory_is_told_in_multiples_of_the_shard(figures: dict[str, Any]) -> None:
     memory = figures["memory"]
     assert memory["shard_bytes"] >= 1_059_200 * 3 * 4 / 3
-    assert 1 <= memory["own_x"] < memory["all_x"]
+    # two of its own and two of its partner, whose shard may be larger by one row in 42
+    assert 1 <= memory["own_x"] < memory["all_x"] <= 4.1
 
 
 def test_the_peer_goes_on_from_its_checkpoint(figures: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from benchmarks.sharded.figures import Move, blocks_of, copies_document, memory_
 
 
 def part(pid: int, began: float, ended: float, kind: str = "") -> Event:
-    return {"pid": pid, "began": began, "ended": ended, "kind": kind}
+    return {"pid": pid, "began": began, "ended": ended, "kind": kind, "local": 7}
 
 
 def metric(name: str, value: float) -> Event:
@@ -34,7 +34,7 @@ EVENTS = {
 
 def test_a_move_lasts_from_the_last_beginning_to_the_last_end_and_is_compared_with_complete_floors() -> None:
     move = Move.of(EVENTS)
-    assert (move.ms, move.received_bytes, move.repeated_steps) == (500.0, 42, 2)
+    assert (move.ms, move.received_bytes, move.local_bytes, move.repeated_steps) == (500.0, 42, 14, 2)
     assert move.floor_ms == [250.0, 250.0], "the third was not measured by all"
     assert (move.ratio, move.fresh_ratio) == (2.0, 1.0)
 
