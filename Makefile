@@ -81,6 +81,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.stream
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.recovery --model 25M
+	$(BIN)/python -m benchmarks.sharded --peers torchrun
 	$(BIN)/python -m benchmarks.death
 	$(BIN)/python -m benchmarks.join
 	$(BIN)/python -m benchmarks.checkpoint

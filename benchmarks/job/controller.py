@@ -73,10 +73,20 @@ class Job:
         workers: of a full group.
         spares: further processes, which have imported everything and wait for a ticket to join.
         alone: have one worker do the work of all.
-        **options: of `benchmarks.job`, in Python's spelling.
+        module: the program of the workers.
+        **options: of that program, in Python's spelling.
     """
 
-    def __init__(self, folder: Path, *, workers: int = 4, spares: int = 0, alone: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        workers: int = 4,
+        spares: int = 0,
+        alone: bool = False,
+        module: str = "benchmarks.job",
+        **options: Any,
+    ) -> None:
         self.folder, self.workers, self.spares = folder, 1 if alone else workers, spares
         self.read = EventReader(folder)
         self._issued = {"import": 0, "join": 0}
@@ -84,7 +94,7 @@ class Job:
         command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", "--standalone", "--max-restarts", "100000"]
         command += ["--log-repeats"]  # the stacks of several ranks have lines in common
         command += ["--nproc-per-node", str(self.workers + spares), "--max-workers", str(self.workers)]
-        command += ["-m", "benchmarks.job", "--folder", str(folder), "--workers", str(workers)]
+        command += ["-m", module, "--folder", str(folder), "--workers", str(workers)]
         for name, value in options.items():
             if value is True:
                 command.append(f"--{name.replace('_', '-')}")

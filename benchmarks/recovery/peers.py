@@ -39,13 +39,13 @@ def measure_peers(options: argparse.Namespace, ours_ms: float) -> dict[str, Any]
     results: dict[str, Any] = {}
     for name in options.peers.split(","):
         for way, measure in WAYS[name].items():
-            if not _has(python, name):
+            if not has_module(python, name):
                 results[way] = {
                     "not_measured": f"{python} has no {name}: python -m venv FOLDER && FOLDER/bin/pip install "
                     "torch==2.13.0 torchft (a CPU build of torch), then --peers-python FOLDER/bin/python"
                 }
                 continue
-            times_ms, why = _times_ms(measure, python, options)
+            times_ms, why = measured_ms(measure, python, options)
             results[way] = {"kill_to_committed_ms": summary(times_ms)} if times_ms else {}
             if times_ms:
                 results[way]["times_ours"] = round(summary(times_ms)["median"] / ours_ms, 1)
@@ -54,18 +54,25 @@ def measure_peers(options: argparse.Namespace, ours_ms: float) -> dict[str, Any]
     return results
 
 
-def _has(python: Path, name: str) -> bool:
+def has_module(python: Path, name: str) -> bool:
     module = {"torchrun": "torch.distributed.run"}.get(name, name)
     return subprocess.run([str(python), "-c", f"import {module}"], capture_output=True).returncode == 0
 
 
-def _times_ms(
-    measure: Callable[[_Peer], Iterator[float]], python: Path, options: argparse.Namespace
+def measured_ms(
+    measure: Callable[[Peer], Iterator[float]], python: Path, options: argparse.Namespace
 ) -> tuple[list[float], str]:
+    """From kill to committed, `options.peer_runs` times, and why there are fewer (empty: there are not).
+
+    Args:
+        measure: yields one time after the other; it is begun again, with a new peer, where it has no more.
+        python: the interpreter of the peer's processes.
+        options: model, step_ms, workers and peer_runs.
+    """
     times_ms: list[float] = []
     while len(times_ms) < options.peer_runs:
         before = len(times_ms)
-        with tempfile.TemporaryDirectory() as folder, _Peer(Path(folder), python, options) as peer:
+        with tempfile.TemporaryDirectory() as folder, Peer(Path(folder), python, options) as peer:
             try:
                 for time_ms in measure(peer):
                     times_ms.append(time_ms)
@@ -77,7 +84,7 @@ def _times_ms(
     return times_ms, ""
 
 
-class _Peer:
+class Peer:
     """Processes of one job of a peer, and what its workers wrote down."""
 
     def __init__(self, folder: Path, python: Path, options: argparse.Namespace) -> None:
@@ -86,7 +93,7 @@ class _Peer:
         self.read = EventReader(folder)
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> _Peer:
+    def __enter__(self) -> Peer:
         return self
 
     def __exit__(
@@ -135,8 +142,13 @@ class _Peer:
         return {event["pid"] for event in self.read.of("committed")}
 
 
-def _restart(peer: _Peer) -> Iterator[float]:
-    """torchrun, one agent: kills rank 0, 1, .. in turn."""
+def restart(peer: Peer, module: str = "benchmarks.recovery.peer_torchrun") -> Iterator[float]:
+    """torchrun, one agent: kills rank 0, 1, .. in turn.
+
+    Args:
+        peer: whose arguments the workers get.
+        module: the program of the workers.
+    """
     torchrun: list[str | Path] = [
         peer.python,
         "-m",
@@ -145,7 +157,7 @@ def _restart(peer: _Peer) -> Iterator[float]:
         "--nproc-per-node",
         str(peer.workers),
     ]
-    torchrun += ["--max-restarts", "1000", "-m", "benchmarks.recovery.peer_torchrun", *peer.arguments]
+    torchrun += ["--max-restarts", "1000", "-m", module, *peer.arguments]
     peer.start(*torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     killed_s, before, number = 0.0, set[int](), 0
     while True:
@@ -158,7 +170,7 @@ def _restart(peer: _Peer) -> Iterator[float]:
         yield 1000 * (peer.wait_for_steps(peer.workers, 1, killed_s, peer.workers, before) - killed_s)
 
 
-def _shrink(peer: _Peer) -> Iterator[float]:
+def _shrink(peer: Peer) -> Iterator[float]:
     """torchrun, one agent for each worker: the last one is lost with its worker."""
     with _free_port() as port:
         pass
@@ -181,7 +193,7 @@ def _shrink(peer: _Peer) -> Iterator[float]:
     yield 1000 * (peer.wait_for_steps(peer.workers - 1, 1, killed_s, peer.workers - 1, before) - killed_s)
 
 
-def _torchft(peer: _Peer) -> Iterator[float]:
+def _torchft(peer: Peer) -> Iterator[float]:
     """A replica is killed; then another one comes, and is killed next."""
     with _free_port() as port:
         pass
@@ -219,7 +231,7 @@ def _free_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-WAYS: dict[str, dict[str, Callable[[_Peer], Iterator[float]]]] = {
-    "torchrun": {"torchrun_restart": _restart, "torchrun_shrink": _shrink},
+WAYS: dict[str, dict[str, Callable[[Peer], Iterator[float]]]] = {
+    "torchrun": {"torchrun_restart": restart, "torchrun_shrink": _shrink},
     "torchft": {"torchft": _torchft},
 }

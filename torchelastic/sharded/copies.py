@@ -42,7 +42,7 @@ class Slot:
     """
 
     def __init__(self, layout: Layout, *, is_pinned: bool) -> None:
-        self.layout = layout
+        self.layout, self.is_pinned = layout, is_pinned
         offsets, end = [], 0
         for part in layout.values():
             offsets.append(end)
@@ -267,7 +267,7 @@ class Copies:
 
     def _slot_for(self, layout: Layout, *, is_pinned: bool) -> Slot:
         for slot in self._free:
-            if slot.layout is layout:
+            if slot.layout == layout and slot.is_pinned == is_pinned:
                 self._free.remove(slot)
                 return slot
         return Slot(layout, is_pinned=is_pinned)
