@@ -122,6 +122,7 @@ class ShardedState(State):
         # of attempts that have failed
         self._live_companions: bytes | None = None
         self._random_when_failed: random_state.RandomState | None = None
+        self._settings_when_ready: tuple[tuple[dict[str, Any], ...], ...] = ()
         self._unconfirmed: Held | None = None
         self._lost_step = -1
         # from a checkpoint
@@ -232,7 +233,9 @@ class ShardedState(State):
             self._phase = Phase.DONE
             self._live_companions = self._own.to_bytes(built)
         can_complete = self._phase is Phase.READY and built.optimizers.steps_once
-        if not can_complete:
+        if can_complete:
+            self._settings_when_ready = built.optimizers.hyperparameters()  # of this step, such as its learning rate
+        else:
             built.optimizers.zero_grad()
             self._phase = Phase.UNTOUCHED if self._phase is Phase.READY else self._phase
         if self._phase is not Phase.DONE:
@@ -358,6 +361,7 @@ class ShardedState(State):
     def _complete_step(self, version: Version) -> None:
         """Others have computed this step: so does this rank, which has all gradients of it."""
         assert self._built is not None
+        self._built.optimizers.restore_hyperparameters(self._settings_when_ready)
         for optimizer in self._built.optimizers.objects:
             optimizer.step()
         self._phase, self._version = Phase.DONE, version
