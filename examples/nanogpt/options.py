@@ -230,4 +230,6 @@ def _check_sharded(options: Options) -> None:
             "sharded does not go together with float16, whose gradients need scaling: give --dtype=bfloat16"
         )
     if options.compile:
-        raise OptionError("sharded does not go together with compile here: give --compile=False")
+        raise OptionError(
+            "sharded does not go together with compile, since each new group would compile anew: give --compile=False"
+        )

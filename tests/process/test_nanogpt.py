@@ -227,6 +227,7 @@ def test_a_sharded_run_that_loses_a_worker_has_the_losses_of_one_process(
         output = launcher.communicate(timeout=200)[0]
     assert launcher.returncode == 0, output[-4000:]
     assert "SIGKILL" in output, "no worker was killed while it trained"
+    assert "Full backward hook" not in output, "nobody who trains on tokens is to be warned of them"
     require_close("killed", "whole")
     assert iterations(read_losses(here / "killed")) == list(range(60))
     capsys.readouterr()

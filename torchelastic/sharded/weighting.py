@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Weighting:
         """Take a model for a new group, of so many ranks with different samples."""
         self._size = size
         if size > 1 and hasattr(self._sampler, "weight"):
+            # said where inputs have no gradients, such as tokens: the hook gets those of the outputs, as it should
+            warnings.filterwarnings("ignore", "Full backward hook is firing when gradients", UserWarning)
             model.register_full_backward_pre_hook(self._hook)
 
     def begin_step(self) -> None:
