@@ -203,7 +203,8 @@ class ElasticTraining:
         if isinstance(state.sampler, ElasticStream):
             batch: Tensor = next(state.sampler)
             (share,) = state.sampler.pending
-            return batch, share.local_samples > 0, share.global_samples
+            has_any = share.local_samples > 0
+            return batch if has_any else batch[:1], has_any, share.global_samples
         rank, world_size = state.sampler.rank, state.sampler.world_size
         own = self.workshop.rows(state.step, rank, world_size)
         # a worker beyond the number of sequences takes part with some that do not count
