@@ -60,7 +60,7 @@ class CopySchedule:
     @torch.no_grad()
     def _copy_plainly(self, round_number: int) -> None:
         """The floor: the same bytes into warm memory, at the same time on all ranks."""
-        tensors = self._state._present.tensors()
+        tensors = self._state._live.present.tensors()
         payload = Payload(tensors, sum(tensor.nbytes for tensor in tensors.values()))
         memcpy = Memcpy(payload)
         memcpy.once_ms()  # its memory is fresh

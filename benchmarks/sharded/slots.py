@@ -42,7 +42,7 @@ class SlotWatch:
             own[id(kept._exchange.own.slot)] = kept._exchange.own.slot.memory.nbytes
         self._all_bytes = max(self._all_bytes, all_bytes)
         self._own_bytes = max(self._own_bytes, sum(own.values()))
-        self._shard_bytes = sum(tensor.nbytes for tensor in self._state._present.tensors().values())
+        self._shard_bytes = sum(tensor.nbytes for tensor in self._state._live.present.tensors().values())
 
     def tell(self) -> None:
         """Write down the largest that was seen."""

@@ -5,20 +5,24 @@ The data of an iteration is the same for any number of workers; dropout is drawn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import torchelastic
 from examples.nanogpt.losses import LossFile
+from examples.nanogpt.model import initialise
 from examples.nanogpt.options import Options
 from examples.nanogpt.stream import text_stream
 from examples.nanogpt.training import (
     ELASTIC_FOLDER,
+    Rows,
     Workshop,
     claim_folder,
     local_rank,
@@ -31,13 +35,14 @@ from torchelastic.data.order import mixed_seed
 from torchelastic.data.shares import share_bounds
 from torchelastic.lifetime import Lifetime
 from torchelastic.p2p import CoordinatorP2P
+from torchelastic.sharded import FullShard
 
 KEPT_CHECKPOINTS = 2
 PROCESS_GROUP_TIMEOUT_MS = 60_000
 RUN_ID = "nanogpt"
 
 
-class Rows:
+class Shares:
     """Tells `ModelState` how much this worker's part of an iteration counts; has no state, since the step has it all.
 
     Args:
@@ -70,8 +75,32 @@ class Rows:
             )
 
 
+def sampler_of(workshop: Workshop) -> Shares | ElasticStream:
+    """What a worker trains in an iteration."""
+    options = workshop.options
+    return text_stream(options, workshop.corpus.vocabulary) if options.stream else Shares(options.sequences)
+
+
+def extra_of(workshop: Workshop) -> dict[str, Any]:
+    """What must survive beside model and optimizer: scaler, best loss, and the losses that are not in the file yet."""
+    extra: dict[str, Any] = {"best_val_loss": float("inf"), "losses": [], "is_better": False}
+    if workshop.scaler.is_enabled():  # one that is off has no state
+        extra["scaler"] = workshop.scaler
+    return extra
+
+
+def is_worth_saving(options: Options, step: int, extra: Mapping[str, Any]) -> bool:
+    """After the last iteration, when the options say so, and when the last evaluation was worth it. Pure."""
+    has_evaluated = step % options.eval_interval == 1
+    return bool(
+        step == options.max_iters
+        or (options.save_interval and step % options.save_interval == 0)
+        or (has_evaluated and step > 1 and (options.always_save_checkpoint or extra["is_better"]))
+    )
+
+
 class GPTState(torchelastic.ModelState):
-    """What must survive: model, optimizer, scaler, the best loss, and the losses that are not in the file yet.
+    """Every worker has the whole model.
 
     Args:
         workshop: of this process.
@@ -79,23 +108,47 @@ class GPTState(torchelastic.ModelState):
 
     def __init__(self, workshop: Workshop) -> None:
         self.options = workshop.options
-        extra: dict[str, Any] = {"best_val_loss": float("inf"), "losses": [], "is_better": False}
-        if workshop.scaler.is_enabled():  # one that is off has no state
-            extra["scaler"] = workshop.scaler
-        sampler: Rows | ElasticStream = Rows(self.options.sequences)
-        if self.options.stream:
-            sampler = text_stream(self.options, workshop.corpus.vocabulary)
-        super().__init__(workshop.model, workshop.optimizer, sampler=sampler, extra=extra)
+        super().__init__(workshop.model, workshop.optimizer, sampler=sampler_of(workshop), extra=extra_of(workshop))
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - all ranks are of one mind
-        """After the last iteration, when the options say so, and when the last evaluation was worth it."""
-        options = self.options
-        has_evaluated = self.step % options.eval_interval == 1
-        return bool(
-            self.step == options.max_iters
-            or (options.save_interval and self.step % options.save_interval == 0)
-            or (has_evaluated and self.step > 1 and (options.always_save_checkpoint or self.extra["is_better"]))
+        """See `is_worth_saving`."""
+        return is_worth_saving(self.options, self.step, self.extra)
+
+
+class ShardedGPTState(torchelastic.ShardedState):
+    """Every worker has a part of the model, and keeps a copy of another's.
+
+    Args:
+        workshop: of this process.
+    """
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.options = workshop.options
+        super().__init__(
+            workshop.build,
+            mesh=FullShard(workshop.device.device.type),
+            initialize=initialise,
+            seed=self.options.seed,
+            sampler=sampler_of(workshop),
+            extra=extra_of(workshop),
         )
+
+    def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - all ranks are of one mind
+        """See `is_worth_saving`."""
+        return is_worth_saving(self.options, self.step, self.extra)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients stay on this rank, whole, until the next backward pass outside of it."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+
+AnyGPTState = GPTState | ShardedGPTState
 
 
 class ElasticTraining:
@@ -117,9 +170,9 @@ class ElasticTraining:
         if options.compile:
             self.workshop.rehearse(self.workshop.model)
         self.losses = LossFile(Path(options.out_dir))
-        self.state = GPTState(self.workshop)
+        self.state = ShardedGPTState(self.workshop) if options.sharded else GPTState(self.workshop)
 
-    def train_step(self, state: GPTState) -> None:
+    def train_step(self, state: AnyGPTState) -> None:
         """One iteration; may fail anywhere and be repeated."""
         options, workshop = self.options, self.workshop
         is_over = state.step >= options.max_iters or options.eval_only
@@ -133,23 +186,31 @@ class ElasticTraining:
         torch.manual_seed(mixed_seed(mixed_seed(options.seed, state.sampler.rank + 1), state.step))
         rate = workshop.learning_rate(state.step)
         rows, do_count, all_rows = self.rows(state)
-        total = workshop.add_gradients(state.model, rows, scale=1 / len(rows), no_sync=state.no_sync)
+        total = workshop.add_gradients(
+            state.model, rows, scale=1 / len(rows), no_sync=state.no_sync, most_rows=self.most_rows(state)
+        )
         mean = sum_over_ranks(total if do_count else torch.zeros_like(total)).item() / all_rows
         workshop.step()
         state.extra["losses"].append({"iteration": state.step, "loss": mean, "learning_rate": rate})
 
-    def rows(self, state: GPTState) -> tuple[Sequence[int] | Tensor, bool, int]:
+    def most_rows(self, state: AnyGPTState) -> int:
+        """How many sequences of an iteration any worker has; all must call a sharded model equally often."""
+        units = self.options.stream_shards if self.options.stream else self.options.sequences
+        return share_bounds(units, 0, state.sampler.world_size)[1] * self.options.sequences // units
+
+    def rows(self, state: AnyGPTState) -> tuple[Rows, bool, int]:
         """What this worker trains in this iteration: the sequences, whether they count, and how many all have."""
         if isinstance(state.sampler, ElasticStream):
             batch: Tensor = next(state.sampler)
             (share,) = state.sampler.pending
-            return batch, share.local_samples > 0, share.global_samples
+            has_any = share.local_samples > 0
+            return batch if has_any else batch[:1], has_any, share.global_samples
         rank, world_size = state.sampler.rank, state.sampler.world_size
         own = self.workshop.rows(state.step, rank, world_size)
         # a worker beyond the number of sequences takes part with some that do not count
         return own or self.workshop.rows(state.step, 0, self.options.sequences), bool(own), self.options.sequences
 
-    def evaluate(self, state: GPTState) -> None:
+    def evaluate(self, state: AnyGPTState) -> None:
         """Measures; noted in the state, so that it is undone if the iteration fails."""
         found = self.workshop.evaluate(state.sampler.rank, state.sampler.world_size)
         state.extra["losses"].append(
@@ -158,7 +219,7 @@ class ElasticTraining:
         state.extra["is_better"] = found["val"] < state.extra["best_val_loss"]
         state.extra["best_val_loss"] = min(state.extra["best_val_loss"], found["val"])
 
-    def flush(self, state: GPTState) -> None:
+    def flush(self, state: AnyGPTState) -> None:
         """On rank 0: the losses of committed iterations go into the file, in the place of what was there of them."""
         records = state.extra["losses"]
         if records and (not dist.is_initialized() or dist.get_rank() == 0):

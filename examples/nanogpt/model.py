@@ -46,6 +46,35 @@ class Shape:
             raise ValueError(f"{self} is no model: sizes start at 1, and n_embd must be a multiple of n_head")
 
 
+class BranchEnd(nn.Linear):
+    """The layer whose result is added to what goes past its branch.
+
+    Args:
+        inputs: features.
+        outputs: features.
+        shape: of the model; says how many branches there are.
+    """
+
+    def __init__(self, inputs: int, outputs: int, shape: Shape) -> None:
+        super().__init__(inputs, outputs, bias=shape.bias)
+        self.branches = 2 * shape.n_layer
+
+
+@torch.no_grad()
+def initialise(module: nn.Module) -> None:
+    """Draw the first values of the parameters that a module of a GPT itself has, as for `Module.apply`.
+
+    By the module alone, so that a model of which no process has the whole gets the same ones.
+    """
+    if isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
+    elif isinstance(module, nn.Linear | nn.Embedding):
+        branches = module.branches if isinstance(module, BranchEnd) else 1
+        nn.init.normal_(module.weight, std=INITIAL_STD / math.sqrt(branches))
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
 class Attention(nn.Module):
     """Each token looks at itself and at those before it.
 
@@ -58,7 +87,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.dropout = shape.n_head, dropout
         self.queries_keys_values = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
-        self.projection = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
+        self.projection = BranchEnd(shape.n_embd, shape.n_embd, shape)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Maps (batch, tokens, width) to the same shape."""
@@ -86,7 +115,7 @@ class Block(nn.Module):
         self.attention = Attention(shape, dropout)
         self.norm_feed_forward = nn.LayerNorm(width, bias=shape.bias)
         self.widen = nn.Linear(width, 4 * width, bias=shape.bias)
-        self.narrow = nn.Linear(4 * width, width, bias=shape.bias)
+        self.narrow = BranchEnd(4 * width, width, shape)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -113,7 +142,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.n_layer))
         self.norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self._initialise()
+        self.apply(initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps (batch, tokens) to logits (batch, tokens, vocabulary).
@@ -152,15 +181,6 @@ class GPT(nn.Module):
             drawn = torch.multinomial(logits.softmax(dim=1), num_samples=1)
             tokens = torch.cat([tokens, drawn], dim=1)
         return tokens
-
-    def _initialise(self) -> None:
-        branches = 2 * self.shape.n_layer
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                is_end_of_branch = name.endswith(("projection.weight", "narrow.weight"))
-                nn.init.normal_(parameter, std=INITIAL_STD / (math.sqrt(branches) if is_end_of_branch else 1.0))
 
 
 def adamw(

@@ -58,6 +58,7 @@ class Options:
         always_save_checkpoint: save after each evaluation, also if the validation loss is no better.
         init_from: "auto" goes on from a checkpoint if there is one, "resume" wants one, "scratch" refuses one.
         mode: "elastic" is for `torchelastic run`, "plain" for torchrun and python; "auto": as the environment says.
+        sharded: each worker holds a part of the model and of the optimizer's state (FSDP2); for `torchelastic run`.
         save_interval: iterations from one save to the next besides; 0: none.
         redundant_time: seconds in reserve before the deadline.
         save_ckpt_time: seconds that a save takes at least; 0: 10 s until one was measured.
@@ -80,6 +81,7 @@ class Options:
     always_save_checkpoint: bool = True
     init_from: str = "auto"
     mode: str = "auto"
+    sharded: bool = False
     save_interval: int = 0
     redundant_time: float = 5.0
     save_ckpt_time: float = 0.0
@@ -216,5 +218,18 @@ def _check(options: Options) -> None:
             f"stream_shards is {options.stream_shards}, and an iteration has {options.sequences} sequences "
             "(gradient_accumulation_steps x batch_size): give a divisor of that"
         )
+    if options.sharded:
+        _check_sharded(options)
     if options.wandb_log:
         raise OptionError("wandb_log is not supported: the losses of all iterations are in out_dir/losses.jsonl")
+
+
+def _check_sharded(options: Options) -> None:
+    if options.dtype == "float16":
+        raise OptionError(
+            "sharded does not go together with float16, whose gradients need scaling: give --dtype=bfloat16"
+        )
+    if options.compile:
+        raise OptionError(
+            "sharded does not go together with compile, since each new group would compile anew: give --compile=False"
+        )

@@ -48,8 +48,9 @@ def main(words: Sequence[str] | None = None) -> int:
             from examples.nanogpt import elastic
 
             return elastic.train(options)
-        if options.stream:
-            raise OptionError("stream is for `torchelastic run`: start train.py with that, or leave out --stream")
+        for name in ("stream", "sharded"):
+            if getattr(options, name):
+                raise OptionError(f"{name} is for `torchelastic run`: start train.py with that, or leave out --{name}")
         from examples.nanogpt import plain
 
         return exit_code_for(plain.train(options, is_distributed="RANK" in os.environ), os.environ)

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that everybody knows it by
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from examples.nanogpt import schedule
 from examples.nanogpt.data import SPLITS, Corpus, Vocabulary
-from examples.nanogpt.model import GPT, Shape, adamw
+from examples.nanogpt.model import GPT, Shape, adamw, initialise
 from examples.nanogpt.options import OptionError, Options
 from torchelastic.checkpoint.store import list_checkpoints
 from torchelastic.data.shares import share_bounds
@@ -29,6 +31,7 @@ PLAIN_FOLDER, ELASTIC_FOLDER = "checkpoint", "elastic"
 _DESCRIPTION = "model.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+Rows = Sequence[int] | Tensor
 NoSync = Callable[[], AbstractContextManager[Any]]
 
 
@@ -74,6 +77,8 @@ class Device:
 class Workshop:
     """Data, model, optimizer and scaler of one process, made alike on every rank.
 
+    With `sharded` there is no model until `build` makes one for a group, and another one for each group after it.
+
     Args:
         options: the command line.
         local_rank: of this process on its host.
@@ -96,8 +101,32 @@ class Workshop:
             options.n_embd,
             options.bias,
         )
-        torch.manual_seed(options.seed)
-        self.module = GPT(self.shape, options.dropout).to(self.device.device)
+        self.scaler = self.device.scaler()
+        self.module: GPT
+        self.optimizer: torch.optim.AdamW
+        if not options.sharded:
+            self.build()
+            self.model: nn.Module = self.module
+            if options.compile:
+                self.model = torch.compile(self.module)  # type: ignore[assignment]  # a module, whatever torch says
+
+    def build(self, mesh: DeviceMesh | None = None) -> tuple[GPT, torch.optim.AdamW]:
+        """Make model and optimizer; from now on the others work with these.
+
+        Args:
+            mesh: over which both are sharded, without values as yet. None: this process has all of them.
+        """
+        options = self.options
+        with torch.device("meta"):
+            self.module = GPT(self.shape, options.dropout)
+        if mesh is None:
+            self.module.to_empty(device=self.device.device)
+            torch.manual_seed(options.seed)
+            self.module.apply(initialise)
+        else:
+            for block in self.module.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.module, mesh=mesh)
         self.optimizer = adamw(
             self.module,
             learning_rate=options.learning_rate,
@@ -105,10 +134,7 @@ class Workshop:
             beta1=options.beta1,
             beta2=options.beta2,
         )
-        self.scaler = self.device.scaler()
-        self.model: nn.Module = self.module
-        if options.compile:
-            self.model = torch.compile(self.module)  # type: ignore[assignment]  # a module, whatever torch says
+        return self.module, self.optimizer
 
     # --- one iteration ------------------------------------------------------------------------------------------------
 
@@ -133,7 +159,9 @@ class Workshop:
         begin = iteration * self.options.sequences
         return range(begin + first, begin + last)
 
-    def add_gradients(self, model: nn.Module, rows: Sequence[int] | Tensor, *, scale: float, no_sync: NoSync) -> Tensor:
+    def add_gradients(
+        self, model: nn.Module, rows: Rows, *, scale: float, no_sync: NoSync, most_rows: int = 0
+    ) -> Tensor:
         """Forward and backward passes over some sequences, one micro batch after the other.
 
         Args:
@@ -141,18 +169,19 @@ class Workshop:
             rows: the numbers of this rank's sequences; or the sequences, of shape (count, block_size + 1).
             scale: the weight of one sequence in what is minimised.
             no_sync: a context in which gradients stay on this rank.
+            most_rows: the most that any rank has, where all must make equally many passes.
 
         Returns:
             The sum of the losses of the sequences, float64.
         """
         size, total = self.options.batch_size, torch.zeros((), dtype=torch.float64, device=self.device.device)
-        for start in range(0, len(rows), size):
-            numbers = rows[start : start + size]
-            is_last = start + size >= len(rows)
+        batches = micro_batches(rows, size, max(len(rows), most_rows))
+        for place, (numbers, counted) in enumerate(batches):
+            is_last = place == len(batches) - 1
             with nullcontext() if is_last else no_sync():
                 loss = self._loss(model, "train", numbers, "train")
-                self.scaler.scale(loss * (len(numbers) * scale)).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach().double() * len(numbers)
+                self.scaler.scale(loss * (counted * scale)).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().double() * counted
         return total
 
     def step(self) -> None:
@@ -182,20 +211,20 @@ class Workshop:
         """
         count = self.options.eval_iters * self.options.batch_size
         own = range(*share_bounds(count, rank, world_size))
+        batches = micro_batches(own, self.options.batch_size, share_bounds(count, 0, world_size)[1])
         was_training = self.module.training
         self.module.eval()
         sums = torch.zeros(len(SPLITS), dtype=torch.float64, device=self.device.device)
         with torch.no_grad():
             for place, split in enumerate(SPLITS):
-                for start in range(0, len(own), self.options.batch_size):
-                    numbers = own[start : start + self.options.batch_size]
+                for numbers, counted in batches:
                     loss = self._loss(self.module, split, numbers, f"evaluation {split}")
-                    sums[place] += loss.double() * len(numbers)
+                    sums[place] += loss.double() * counted
         self.module.train(was_training)
         means = (sum_over_ranks(sums) / count).tolist()
         return dict(zip(SPLITS, means, strict=True))
 
-    def _loss(self, model: nn.Module, split: str, numbers: Sequence[int] | Tensor, stream: str) -> Tensor:
+    def _loss(self, model: nn.Module, split: str, numbers: Rows, stream: str) -> Tensor:
         if isinstance(numbers, Tensor):
             inputs, targets = numbers[:, :-1], numbers[:, 1:]
         else:
@@ -205,6 +234,19 @@ class Workshop:
         with self.device.autocast():
             logits = model(inputs.to(self.device.device))
             return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device.device).flatten())
+
+
+def micro_batches(rows: Rows, size: int, most_rows: int) -> list[tuple[Rows, int]]:
+    """Micro batches of a rank's rows, and how many of each one's rows count. Pure.
+
+    Args:
+        rows: numbers of sequences, or the sequences.
+        size: rows of a micro batch.
+        most_rows: of any rank: there are as many micro batches as for these; those over have a row that does not count.
+    """
+    over = rows[:1] if len(rows) else range(1)
+    parts = [rows[start : start + size] for start in range(0, most_rows, size)]
+    return [(part, len(part)) if len(part) else (over, 0) for part in parts]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -31,6 +31,53 @@ trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=
 print("rank", trainer.global_rank, "of", trainer.world_size, "step", trainer.global_step, flush=True)
 """
 
+#: Goes on from memory; with the word "killed", rank 1 is killed in its first life.
+LIGHTNING_SHARDED = """
+import os, signal, sys, torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torchelastic.adapters.lightning import MemoryCheckpointCallback, wrap_trainer_and_auto_resume
+from torchelastic.data import ElasticBatchSampler, EpochLoader
+
+torch.set_num_threads(1)
+rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+
+    def configure_model(self):
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, _):
+        if "killed" in sys.argv and (rank, life, self.trainer.global_step) == (1, 0, 7):
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("rank", rank, "life", life, "step", self.trainer.global_step, flush=True)
+        return self.net(batch).square().mean()
+
+    def on_train_end(self):
+        weights = torch.cat([parameter.full_tensor().reshape(-1) for parameter in self.parameters()])
+        print("weights", weights.detach().double().abs().sum().item(), flush=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+samples = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(
+    accelerator="cpu", devices=2, max_epochs=1, use_distributed_sampler=False, **quiet,
+    strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    callbacks=[MemoryCheckpointCallback(sys.argv[1], every_n_steps=1)],
+)
+auto_resume = wrap_trainer_and_auto_resume(trainer, sys.argv[1], async_save=False)
+path = auto_resume.ckpt_path()
+loader = EpochLoader(samples, ElasticBatchSampler(samples, global_batch_size=8, epochs=1, seed=1))
+trainer.fit(Model(), loader, ckpt_path=path)
+"""
+
 ACCELERATE = """
 import accelerate, torch
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.framework_scripts import ACCELERATE, DDP, LIGHTNING, TRANSFORMERS
+from tests.cluster.framework_scripts import ACCELERATE, DDP, LIGHTNING, LIGHTNING_SHARDED, TRANSFORMERS
 from tests.cluster.harness import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
@@ -273,3 +273,20 @@ def test_a_trainer_of_a_framework_runs_as_it_is(tmp_path: Path, package: str, te
     done = run(tmp_path, text, arguments=(str(tmp_path / "out"),))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank \d of \d step \d", done.stdout)) == ["rank 0 of 2 step 3", "rank 1 of 2 step 3"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(450)
+def test_a_sharded_model_of_lightning_goes_on_from_memory_in_its_next_life(tmp_path: Path) -> None:
+    """FSDP2: all workers are started again, each with its part, at the step that the killed one was in."""
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("no lightning")
+    weights = []
+    for word in ("undisturbed", "killed"):
+        done = run(tmp_path, LIGHTNING_SHARDED, arguments=(str(tmp_path / word), word))
+        assert done.returncode == 0, done.stdout + done.stderr
+        weights.append(set(re.findall(r"weights ([\d.]+)", done.stdout)))
+    assert len(weights[0]) == 1
+    assert weights[0] == weights[1]
+    steps = [(int(life), int(step)) for life, step in re.findall(r"rank 1 life (\d) step (\d+)", done.stdout)]
+    assert steps == [(0, step) for step in range(7)] + [(1, step) for step in range(7, 12)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -184,6 +186,90 @@ def test_three_ranks_with_uneven_shares_go_on_to_the_same_bits(here: Path) -> No
     assert all(torch.equal(value, weights("whole")[name]) for name, value in weights("parts").items())
 
 
+# --- sharded --------------------------------------------------------------------------------------
+
+
+def require_close(out: str, other: str) -> None:
+    """Each iteration's loss is there once, and two runs agree as far as the order of sums leaves it open."""
+    ours, theirs = read_losses(Path(out)), read_losses(Path(other))
+    assert [record["iteration"] for record in ours] == [record["iteration"] for record in theirs]
+    for record, expected in zip(ours, theirs, strict=True):
+        assert record == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(weights(out), weights(other), rtol=1e-3, atol=1e-4)
+
+
+def kill_one_worker(launcher: subprocess.Popen[str], out: str, after: int) -> None:
+    """SIGKILL for one of the processes that train there, when so many lines of losses are in the file."""
+    file = Path(out) / "losses.jsonl"
+    while not file.exists() or len(file.read_bytes().splitlines()) < after:
+        assert launcher.poll() is None, "the run has ended"
+        time.sleep(0.05)
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(TRAIN) in words and f"--out_dir={out}" in words and "torchelastic.launch" not in words:
+            process.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError("there is no worker")
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_run_that_loses_a_worker_has_the_losses_of_one_process(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data and the first values are the same on any number of workers; dropout is not."""
+    words = ["--max_iters=60", "--log_interval=1", "--dropout=0.0", "--n_layer=2"]
+    assert train_here(*words, "--out_dir=whole") == 0
+    command = [*ELASTIC_RUN, "3", str(TRAIN), *SMALL, *words, "--out_dir=killed", "--sharded=True"]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        kill_one_worker(launcher, "killed", after=8)
+        output = launcher.communicate(timeout=200)[0]
+    assert launcher.returncode == 0, output[-4000:]
+    assert "SIGKILL" in output, "no worker was killed while it trained"
+    assert "Full backward hook" not in output, "nobody who trains on tokens is to be warned of them"
+    require_close("killed", "whole")
+    assert iterations(read_losses(here / "killed")) == list(range(60))
+    capsys.readouterr()
+    assert sample.main(["--out_dir=killed", "--start=the ", "--max_new_tokens=30"]) == 0
+    assert capsys.readouterr().out.startswith("the ")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gradient_accumulation_steps=7", "--batch_size=1", "--eval_iters=1"],  # some have fewer micro batches
+        ["--stream=*.txt", "--stream_shards=3"],
+        ["--dtype=bfloat16"],
+    ],
+    ids=["uneven", "stream", "bfloat16"],
+)
+def test_sharded_or_not_a_run_has_the_same_losses(here: Path, words: list[str]) -> None:
+    write_corpus(here / "data" / "fox", TEXT + "\n", source="a test")
+    for number in range(3):
+        (here / f"{number}.txt").write_text(TEXT.replace("; ", "\n"))
+    for out, sharded in (("whole", "False"), ("parts", "True")):
+        train_by([*ELASTIC_RUN, "3"], "--max_iters=25", f"--out_dir={out}", f"--sharded={sharded}", *words)
+    require_close("parts", "whole")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_sharded_and_back_again(here: Path) -> None:
+    words = ["--dropout=0.0", "--eval_interval=1000"]
+    assert train_here("--max_iters=45", "--out_dir=whole", *words) == 0
+    for max_iters, workers, sharded in ((15, "1", "False"), (30, "3", "True"), (45, "2", "False")):
+        train_by([*ELASTIC_RUN, workers], f"--max_iters={max_iters}", "--out_dir=parts", f"--sharded={sharded}", *words)
+    file = here / "parts" / "losses.jsonl"
+    looks = [line for line in file.read_bytes().splitlines(keepends=True) if b'"loss"' in line or b" 45," in line]
+    file.write_bytes(b"".join(looks))  # without the looks at the end of shorter runs
+    whole = here / "whole" / "losses.jsonl"
+    whole.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[1:]))  # and the one at the beginning
+    require_close("parts", "whole")
+
+
 # --- deadlines ------------------------------------------------------------------------------------
 
 
@@ -266,6 +352,7 @@ def test_two_ranks_lose_no_step_however_often_they_are_stopped(
         (["--mode=elastic"], "holds checkpoints of --mode=plain"),
         (["--dtype=float16"], "needs a GPU"),
         (["--stream=*.txt", "--stream_shards=3"], "stream is for `torchelastic run`"),
+        (["--sharded=True"], "sharded is for `torchelastic run`"),
         (["--block_size=500"], "too few for sequences of block_size=500"),
     ],
 )

@@ -282,6 +282,22 @@ def test_gradients_count_by_the_samples() -> None:
     assert model.weight.grad.tolist() == [[0.5, 0.5]]
 
 
+def test_outputs_of_which_one_was_computed_from_another_are_scaled_once() -> None:
+    class WithLoss(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            hidden = super().forward(inputs)
+            return {"loss": hidden.sum(), "hidden": hidden}
+
+    model = WithLoss(2, 1)
+    weighting = Weighting(Half())
+    weighting.enter_group(model, 2)
+    weighting.begin_step()
+    model(torch.ones(1, 2))["loss"].backward()
+    weighting.check()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[0.5, 0.5]]
+
+
 def test_gradients_that_cannot_be_weighted_are_an_error() -> None:
     weighting = Weighting(Half())
     weighting.enter_group(torch.nn.Linear(2, 1), 2)

@@ -88,6 +88,8 @@ def test_what_would_have_to_be_executed_is_refused(tmp_path: Path, text: str, mo
         (["--init_from=gpt2-xl"], "weights of GPT-2 are not loaded"),
         (["--wandb_log=True"], "losses.jsonl"),
         (["--stream=x", "--stream_shards=7"], "an iteration has 480 sequences"),
+        (["--sharded=True", "--dtype=float16"], "sharded does not go together with float16"),
+        (["--sharded=True", "--compile=True"], "sharded does not go together with compile"),
         (["--stream_shards=0"], "stream_shards is 0: give a number from 1 on"),
     ],
 )

@@ -101,7 +101,7 @@ def copy_partners(domains: Sequence[str], replicas: int) -> Partners | None:
     """Who keeps copies for whom; called on every rank of a new group, which makes a group of its own for them.
 
     Args:
-        domains: the failure domain of each rank. Where there are too few, each rank counts as one.
+        domains: the failure domain of each rank. Where there are too few, copies go to the next ranks.
         replicas: how many copies of each rank's parts there are; 0: none, and nothing is made.
 
     Raises:
@@ -111,8 +111,12 @@ def copy_partners(domains: Sequence[str], replicas: int) -> Partners | None:
     if not replicas or world_size == 1:
         return None
     if len(set(domains)) <= replicas:
-        domains = [f"{rank:08}" for rank in range(world_size)]
-    gives_to = [partners(domains, rank, replicas) for rank in range(world_size)]
+        # the next ones: their new parts are neighbours of the lost ones, so that less has to move than from others
+        gives_to = [
+            [(rank + n + 1) % world_size for n in range(min(replicas, world_size - 1))] for rank in range(world_size)
+        ]
+    else:
+        gives_to = [partners(domains, rank, replicas) for rank in range(world_size)]
     rank = dist.get_rank()
     of = [giver for giver, receivers in enumerate(gives_to) if rank in receivers]
     return Partners(dist.new_group(backend="gloo"), gives_to[rank], of)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchelastic.model import random_state
 from torchelastic.model.optimizers import Progress
 from torchelastic.model.random_state import RandomState
@@ -38,6 +40,7 @@ class Live:
         self.is_in_sync = False
         self.random_when_failed: RandomState | None = None
         self._companions_when_done: bytes | None = None
+        self._settings_when_ready: tuple[tuple[dict[str, Any], ...], ...] = ()
 
     @property
     def present(self) -> Built:
@@ -76,7 +79,9 @@ class Live:
             self.phase = Phase.DONE
             self._companions_when_done = self._own.to_bytes(built)
         can_complete = self.phase is Phase.READY and built.optimizers.steps_once
-        if not can_complete:
+        if can_complete:
+            self._settings_when_ready = built.optimizers.hyperparameters()  # of this step, such as its learning rate
+        else:
             built.optimizers.zero_grad()
             self.phase = Phase.UNTOUCHED if self.phase is Phase.READY else self.phase
         if self.phase is not Phase.DONE:
@@ -84,6 +89,7 @@ class Live:
 
     def complete_step(self, version: Version) -> None:
         """Other ranks have computed this state: so does this one, which has all gradients of the step."""
+        self.present.optimizers.restore_hyperparameters(self._settings_when_ready)
         for optimizer in self.present.optimizers.objects:
             optimizer.step()
         self.phase, self.version = Phase.DONE, version

@@ -28,4 +28,5 @@ def part_of(tensor: torch.Tensor) -> Part:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that this rank holds; shares its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    # not `to_local`, which takes ten times as long, in each copy, for each tensor
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()

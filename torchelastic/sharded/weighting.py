@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchelastic.coordinator import NonRetryableException
 
@@ -34,7 +34,7 @@ class Weighting:
         """Take a model for a new group, of so many ranks with different samples."""
         self._size = size
         if size > 1 and hasattr(self._sampler, "weight"):
-            model.register_forward_hook(self._watch_output)
+            model.register_forward_hook(self._around_output)
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -53,12 +53,33 @@ class Weighting:
                 "every usable world size divides"
             )
 
-    def _watch_output(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._scaled)  # type: ignore[no-untyped-call]  # torch has no types here
+    def _around_output(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+        """The output, whose tensors pass their gradients on scaled."""
+        leaves, structure = tree_flatten(output)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not places:
+            return output
+        # all in one: of two outputs of which one was computed from the other, neither is scaled twice
+        passed = _Scale.apply(self, *(leaves[n] for n in places))  # type: ignore[no-untyped-call]  # torch has no types
+        for place, tensor in zip(places, passed, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, structure)
 
-    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
+    def scaled(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """What flows back into the model of a gradient of its output."""
         self._was_scaled = True
         scale = self.scale
-        return gradient if abs(scale - 1.0) <= 1e-9 else gradient * scale
+        return gradient if gradient is None or abs(scale - 1.0) <= 1e-9 else gradient * scale
+
+
+class _Scale(torch.autograd.Function):
+    """Changes nothing on the way forth, and scales on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, weighting: Weighting, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.weighting = weighting
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *(ctx.weighting.scaled(gradient) for gradient in gradients))
