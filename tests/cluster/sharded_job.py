@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import resource
 import time
 import traceback
 from pathlib import Path
@@ -66,6 +65,7 @@ class RecordedShards(ShardedState):
     log: EventLog
     plan: FaultPlan
     coordinator: RecordedCoordinator
+    before_bytes = 0
 
     def sync(self, world_size: int | None = None, rank: int | None = None) -> None:
         self.plan.reach("sync", self.step, rank)
@@ -74,7 +74,10 @@ class RecordedShards(ShardedState):
         except RuntimeError:
             self.log("sync_failed", why=traceback.format_exc())
             raise
-        self.log("synced", step=self.step, round=self.round_number, rank=rank, world=world_size)
+        grown_bytes = peak_bytes() - self.before_bytes
+        self.log(
+            "synced", step=self.step, round=self.round_number, rank=rank, world=world_size, grown_bytes=grown_bytes
+        )
 
     def apply(self, snapshot: Any) -> None:
         self.log("rolled_back", step=self.step, round=self.round_number)
@@ -174,6 +177,7 @@ def main() -> None:
     torch.set_num_threads(1)
     log, plan = EventLog(options.out), FaultPlan(options.out)
     dataset = make_dataset(options.samples)
+    Path("/proc/self/clear_refs").write_text("5")  # the most memory until now, of imports, is forgotten
     before_bytes = peak_bytes()
     sampler = ElasticBatchSampler(dataset, options.batch, epochs=options.epochs, seed=3)
     state = RecordedShards(
@@ -183,6 +187,7 @@ def main() -> None:
     )  # fmt: skip
     coordinator = RecordedCoordinator(process_group_timeout=20000)
     state.log, state.plan, state.coordinator, coordinator.log, coordinator.plan = log, plan, coordinator, log, plan
+    state.before_bytes = before_bytes
     agreement.interval_steps = lambda *_: 1
     watch(plan, state)
     manager = None
@@ -229,12 +234,13 @@ def main() -> None:
         return SimpleWorkerStats(1.0)
 
     torchelastic.train(coordinator, train_step, state, checkpoint=manager)
-    grown_bytes = peak_bytes() - before_bytes
-    log("finished", step=state.step, seen=state.extra["seen"], rank=coordinator.rank, grown_bytes=grown_bytes)
+    log("finished", step=state.step, seen=state.extra["seen"], rank=coordinator.rank)
 
 
 def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """The most memory that this process has held since it was told to forget it."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
 
 
 def write_result(out: Path, state: ShardedState) -> None:
