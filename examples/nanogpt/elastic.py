@@ -5,15 +5,13 @@ The data of an iteration is the same for any number of workers; dropout is drawn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 import torchelastic
 from examples.nanogpt.losses import LossFile
@@ -136,16 +134,6 @@ class ShardedGPTState(torchelastic.ShardedState):
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 - all ranks are of one mind
         """See `is_worth_saving`."""
         return is_worth_saving(self.options, self.step, self.extra)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients stay on this rank, whole, until the next backward pass outside of it."""
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.model.set_requires_gradient_sync(True)
 
 
 AnyGPTState = GPTState | ShardedGPTState

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchelastic
 from tests.cluster.elastic_job import (
@@ -28,6 +29,7 @@ from torchelastic.checkpoint.tiered import TieredCheckpointManager
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.p2p import agreement
 from torchelastic.sharded import FullShard, HybridShard, ShardedState, copies, handover, transfers
+from torchelastic.sharded.mesh import MeshRule
 from torchelastic.testing.faults import FaultPlan
 from torchelastic.worker_stats import SimpleWorkerStats
 
@@ -109,6 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--hybrid", type=int, default=0, help="ranks that hold one copy of the state together")
+    parser.add_argument("--tensor-parallel", type=int, default=0, help="ranks that compute each layer together")
     parser.add_argument("--optimizer", choices=["adamw", "sgd", "two"], default="adamw")
     parser.add_argument("--checkpoint-dir", type=Path)
     parser.add_argument("--checkpoint-every", type=int, default=4)
@@ -128,10 +131,15 @@ def build(options: argparse.Namespace, plan: FaultPlan, mesh: DeviceMesh) -> tup
     builds.append(1)
     with torch.device("meta"):
         model = plain_model(options.width, options.layers)
+    data_mesh = mesh
+    if options.tensor_parallel:
+        data_mesh = mesh["dp"]
+        last = len(model) - 1
+        parallelize_module(model, mesh["tp"], {str(last - 2): ColwiseParallel(), str(last): RowwiseParallel()})
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=data_mesh)
+    fully_shard(model, mesh=data_mesh)
     return model, *optimizers(options.optimizer, list(model.parameters()))
 
 
@@ -146,6 +154,13 @@ def optimizers(kind: str, parameters: list[torch.nn.Parameter]) -> tuple[Any, An
         made = [torch.optim.AdamW(parameters[:2], lr=0.02), torch.optim.SGD(parameters[2:], lr=0.05)]
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 7, 0.8) for each in made]
     return (made, schedulers) if len(made) > 1 else (made[0], schedulers[0])
+
+
+def mesh_rule(options: argparse.Namespace) -> MeshRule:
+    if options.tensor_parallel:
+        size = options.tensor_parallel
+        return lambda world: init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "tp"))
+    return HybridShard(options.hybrid) if options.hybrid else FullShard()
 
 
 def as_list(value: Any) -> list[Any]:
@@ -182,7 +197,7 @@ def main() -> None:
     sampler = ElasticBatchSampler(dataset, options.batch, epochs=options.epochs, seed=3)
     state = RecordedShards(
         lambda mesh: build(options, plan, mesh),
-        mesh=HybridShard(options.hybrid) if options.hybrid else FullShard(),
+        mesh=mesh_rule(options),
         replicas=options.replicas, every=options.every, seed=SEED, sampler=sampler, extra={"seen": 0},
     )  # fmt: skip
     coordinator = RecordedCoordinator(process_group_timeout=20000)

@@ -51,7 +51,8 @@ class ShardedJob(Job):
         for step, round_number in committed.items():
             shares = drawn[step, round_number]
             assert sorted(shares) == list(range(next(iter(shares.values()))["world"])), f"step {step}: {sorted(shares)}"
-            indices = sorted(index for share in shares.values() for index in share["indices"])
+            same = int(self.job_options.get("tensor_parallel", 1))  # ranks with the same samples
+            indices = sorted(index for rank in sorted(shares)[::same] for index in shares[rank]["indices"])
             epoch, number = divmod(step, sampler.batches_per_epoch)
             assert indices == sorted(batch_indices(sampler, epoch, number)), f"step {step}: samples lost or repeated"
         finals = self.final_weights()
@@ -306,3 +307,14 @@ def test_with_replicas_in_the_mesh_a_loss_costs_no_step(jobs: list[ShardedJob], 
     job.check()
     assert [world for _, world in sorted(job.rounds().items())] == [4, 2, 4]
     assert job.lost_steps() == 0
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_have_the_same_samples_and_their_parts_move_too(
+    jobs: list[ShardedJob], tmp_path: Path
+) -> None:
+    faults = [Fault("kill", "forward", rank=1, step=6)]
+    job = start(jobs, tmp_path, *faults, tensor_parallel=2, full_world=4, wait_for_newcomer_at=[12])
+    job.run(4, "--multiple-of=2")
+    job.check()
+    assert [world for _, world in sorted(job.rounds().items())] == [4, 2, 4]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 #: A tensor of up to so many bytes goes through the pipe. Shared memory, by which torch hands tensors over, costs a
-#: connection and a descriptor for each of them (some 0.4 ms), whatever its size.
+#: connection and a descriptor for each of them, whatever its size.
 BY_VALUE_BYTES = 2**20
 
 

@@ -209,7 +209,8 @@ class CoordinatorP2P(Coordinator):
     def state_changed(self, state: State, *, synced: bool) -> None:
         """Remember what this worker's state is worth, for the choice of the next group's source."""
         if synced:
-            self._committed_steps = max(self._committed_steps, self.rendezvous.joined.step)
+            steps = max(self._committed_steps, self.rendezvous.joined.step)
+            self._committed_steps = getattr(state, "step", steps) if state.loads_parts else steps  # may have gone back
             self._standing = Standing.WHOLE
             self._timer.reached("sync")
             self._watchdog.begin(self.rank, self.world_size, self._committed_steps)

@@ -14,11 +14,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.replication.placement import partners
 from torchelastic.checkpoint.shards.tensors import copyable, dtype_named
 from torchelastic.group.rank_group import begun
@@ -140,6 +142,13 @@ def too_little_memory(part_bytes: int, replicas: int, ranks_here: int, available
         f"{bytes_text(each_bytes)} each), and {bytes_text(available_bytes)} are left: the kernel may end workers. Give "
         "ShardedState fewer replicas, or 0 with HybridShard; or use more hosts"
     )
+
+
+def say_if_memory_is_short(part_bytes: int, replicas: int, ranks_here: int) -> None:
+    """Warn where `too_little_memory` finds a reason to; arguments as there."""
+    problem = too_little_memory(part_bytes, replicas, ranks_here, measure(Path("/")).ram_bytes) if replicas else None
+    if problem is not None:
+        log.warning("%s", problem)
 
 
 @dataclass

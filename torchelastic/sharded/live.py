@@ -93,12 +93,18 @@ class Live:
         for optimizer in self.present.optimizers.objects:
             optimizer.step()
         self.phase, self.version = Phase.DONE, version
+        self._companions_when_done = b""  # those of before the step do not go with it
+
+    def completed(self, companions: bytes) -> None:
+        """What goes with the state that `complete_step` has made, from a rank that has it."""
+        self._companions_when_done = companions
 
     def held(self) -> Held | None:
         """The live parts, for a new group; None: there are none."""
         if self.version is None or self.built is None or self.phase is Phase.NONE:
             return None
-        companions = self._companions_when_done or self._own.to_bytes(self.built)
+        when_done = self._companions_when_done
+        companions = self._own.to_bytes(self.built) if when_done is None else when_done
         is_own = self.phase is not Phase.DONE  # else the rest of the user's step may be missing
         tensors = self.built.tensors()
         return Held(self.version, self.built.layout(), tensors, companions, is_live=True, is_own=is_own)

@@ -9,15 +9,15 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.tiered.restoring import StoredParts
 from torchelastic.coordinator import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
@@ -30,7 +30,7 @@ from torchelastic.rendezvous.records import Standing
 from torchelastic.sharded.built import Build, Built, other_parameters
 from torchelastic.sharded.commit_rule import Choice, Nothing, choose, whole_in_copies
 from torchelastic.sharded.companions import Companions, from_bytes
-from torchelastic.sharded.copies import Copies, copy_partners, too_little_memory
+from torchelastic.sharded.copies import Copies, copy_partners, say_if_memory_is_short
 from torchelastic.sharded.handover import (
     Held,
     check_same_models,
@@ -189,6 +189,18 @@ class ShardedState(State):
         """WHOLE where this rank has parts of a state that may be gone on from."""
         has_parts = self._live.version is not None or bool(self._copies.held)
         return Standing.WHOLE if has_parts and self._lost_step < 0 else Standing.FRESH
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around all backward passes of a step but the last: gradients add up here, whole, and are not reduced yet."""
+        model = self.model
+        if not isinstance(model, FSDPModule):
+            raise ValueError("no_sync is for a model on which fully_shard was called: call it on the whole model too")
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
 
     def on_world_change(self, callback: Callable[[WorldChange], Any]) -> Callable[[WorldChange], Any]:
         """As `ModelState.on_world_change`."""
@@ -357,6 +369,8 @@ class ShardedState(State):
         if repeated > choice.version.step:
             log.warning("parts were lost: back to the copies of step %d, from %d", choice.version.step, repeated)
         taken = take_over(built, held, offers, choice, group=self._control, device=message_device())
+        if rank in choice.completing:
+            self._live.completed(taken.companions)
         self._own.load(from_bytes(taken.companions), built, with_random=taken.with_random)
         if not taken.with_random and self._live.random_when_failed is not None:
             random_state.restore(self._live.random_when_failed)
@@ -369,22 +383,15 @@ class ShardedState(State):
         self._unconfirmed = self._loaded = None
         self._lost_step = -1
         self._domains = domains = [offer.domain for offer in offers]
-        self._say_if_memory_is_short(built, domains)
+        if not self._has_looked_at_memory:
+            self._has_looked_at_memory = True
+            say_if_memory_is_short(built.expected_bytes(), self._replicas, domains.count(self._host))
         self._copies.enter_group(copy_partners(domains, self._replicas), whole_in_copies(offers, needed))
         place = data_place(built.mesh, self._data_dims)
         if hasattr(self.sampler, "set_world"):
             self.sampler.set_world(place.rank, place.size)
         self._weighting.enter_group(built.model, place.size)
         self._own.registered.measure()
-
-    def _say_if_memory_is_short(self, built: Built, domains: Sequence[str]) -> None:
-        if self._has_looked_at_memory or not self._replicas or len(domains) == 1:
-            return
-        self._has_looked_at_memory = True
-        available_bytes = measure(Path("/")).ram_bytes
-        problem = too_little_memory(built.expected_bytes(), self._replicas, domains.count(self._host), available_bytes)
-        if problem is not None:
-            log.warning("%s", problem)
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
