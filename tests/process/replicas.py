@@ -148,7 +148,8 @@ def between_chunks(call: Callable[[], object]) -> Iterator[None]:
 
 PREAMBLE = """
 import sys, time
-from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer, digest_of
+from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.replication.receive import digest_of
 from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, between_chunks, content_of
 """
 

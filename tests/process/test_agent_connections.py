@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -123,29 +122,27 @@ def test_only_its_user_may_open_the_socket(tmp_path: Path) -> None:
 NOBODY_UID = 65534
 
 
+#: Becomes another user, says hello, and prints what came of it.
+AS_NOBODY = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+try:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5.0)
+        connection.connect(sys.argv[1])
+        connection.sendall(b'{"op":"hello","pid":1,"local_rank":0}\\n')
+        print("answered " + connection.recv(1000).decode(), end="")
+except OSError as error:
+    print(type(error).__name__, end="")
+"""
+
+
 def ask_as_nobody(path: Path) -> str:
-    """Connect from a process of another user, say hello; returns what came of it."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY_UID)
-            os.setuid(NOBODY_UID)
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(5.0)
-                connection.connect(str(path))
-                connection.sendall(b'{"op":"hello","pid":1,"local_rank":0}\n')
-                answer = connection.recv(1000)
-            os.write(writing, b"answered " + answer)
-        except OSError as error:
-            os.write(writing, type(error).__name__.encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    os.waitpid(child, 0)
-    with os.fdopen(reading, "rb") as pipe:
-        return pipe.read().decode()
+    """Connect from a process of another user; a new one, for a fork of this one may hang in gRPC, if that is loaded."""
+    command = [sys.executable, "-c", AS_NOBODY, str(path), str(NOBODY_UID)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user: sudo .venv/bin/python -m pytest FILE")
