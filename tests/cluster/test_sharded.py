@@ -142,7 +142,7 @@ def test_a_rank_that_dies_while_parts_move(jobs: list[ShardedJob], tmp_path: Pat
         Fault("kill", phase, rank=1 if phase != "build" else None, step=6),
     ]
     if phase == "build":
-        faults[1] = Fault("kill", "build-again", worker=2)
+        faults[1] = Fault("kill", "build-again")
     job = start(jobs, tmp_path, *faults, replicas=2, wait_for_newcomer_at=[12, 14], full_world=4)
     job.run(4)
     job.check()
@@ -314,7 +314,7 @@ def test_tensor_parallel_ranks_have_the_same_samples_and_their_parts_move_too(
     jobs: list[ShardedJob], tmp_path: Path
 ) -> None:
     faults = [Fault("kill", "forward", rank=1, step=6)]
-    job = start(jobs, tmp_path, *faults, tensor_parallel=2, full_world=4, wait_for_newcomer_at=[12])
+    job = start(jobs, tmp_path, *faults, tensor_parallel=2, width=18, full_world=4, wait_for_newcomer_at=[12])
     job.run(4, "--multiple-of=2")
     job.check()
     assert [world for _, world in sorted(job.rounds().items())] == [4, 2, 4]
