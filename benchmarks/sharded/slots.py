@@ -6,7 +6,9 @@ import weakref
 from typing import Any
 
 from benchmarks.job.events import EventLog
-from torchelastic.sharded import ShardedState, copies
+from torchelastic.checkpoint.shards import pool
+from torchelastic.checkpoint.shards.slot import Slot
+from torchelastic.sharded import ShardedState
 
 
 class SlotWatch:
@@ -22,24 +24,24 @@ class SlotWatch:
     def __init__(self, state: ShardedState, note: EventLog) -> None:
         self._state, self._note = state, note
         self._shard_bytes = self._own_bytes = self._all_bytes = 0
-        living: list[weakref.ref[copies.Slot]] = []
+        living: list[weakref.ref[Slot]] = []
         self._living = living
 
-        class Watched(copies.Slot):
+        class Watched(Slot):
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options)
                 living.append(weakref.ref(self))  # the thread of a copy makes them, too
 
-        vars(copies)["Slot"] = Watched
+        vars(pool)["Slot"] = Watched
 
     def look(self) -> None:
         """Remember how much there is now, if it has never been more."""
         kept = self._state._copies
         slots = [slot for reference in list(self._living) if (slot := reference()) is not None]
         all_bytes = sum(slot.memory.nbytes for slot in slots)
-        own = {id(copy.slot): copy.slot.memory.nbytes for copy in kept.held if copy.owner is None}
+        own = {id(copy.stage): copy.stage.slot.memory.nbytes for copy in kept.held if copy.owner is None}
         if kept._exchange is not None:
-            own[id(kept._exchange.own.slot)] = kept._exchange.own.slot.memory.nbytes
+            own[id(kept._exchange.own.stage)] = kept._exchange.own.stage.slot.memory.nbytes
         self._all_bytes = max(self._all_bytes, all_bytes)
         self._own_bytes = max(self._own_bytes, sum(own.values()))
         self._shard_bytes = sum(tensor.nbytes for tensor in self._state._live.present.tensors().values())

@@ -233,8 +233,8 @@ def test_without_a_checkpoint_the_error_names_what_is_missing(jobs: list[Sharded
     job.start("--standalone", "--min-workers=1", "--max-restarts=0", nproc=4)
     kill_a_rank_and_its_partner(job, 9)
     assert job.wait(240) != [0]
-    assert "no worker that is left has module/" in job.output()
-    assert "more workers were lost at once than there were copies" in job.output()
+    assert "no surviving worker holds module/" in job.output()
+    assert "more workers were lost at once than there were replicas" in job.output()
 
 
 @pytest.mark.long

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.shards.boxes import Box
-from torchelastic.sharded.commit_rule import Choice, Nothing, choose, next_version, whole_in_copies
+from torchelastic.checkpoint.shards.header import Entry
+from torchelastic.sharded.commit_rule import ChosenState, NoWholeState, choose, next_version, whole_in_copies
 from torchelastic.sharded.copies import too_little_memory
 from torchelastic.sharded.regions import (
     STORED,
-    Holding,
     Layout,
     Offer,
-    Part,
+    OfferedState,
     PartsMissingError,
     Phase,
     Version,
@@ -35,10 +35,10 @@ BEFORE, TRAINED = Version(1, 4, 11), Version(2, 5, 22)
 AFTER = next_version(TRAINED, 2, 22)
 
 
-def layout(first: int, last: int, *names: str) -> dict[str, Part]:
+def layout(first: int, last: int, *names: str) -> dict[str, Entry]:
     """Rows `first` to `last` of each tensor."""
     box = Box((first, 0), (last - first, 3)) if last > first else Box((0, 0), (0, 3))
-    return {name: Part("float32", (ROWS, 3), box, True) for name in names or ("w",)}
+    return {name: Entry.of(name, "float32", (ROWS, 3), box, is_shard=True) for name in names or ("w",)}
 
 
 def chunks(number: int) -> list[Layout]:
@@ -47,7 +47,7 @@ def chunks(number: int) -> list[Layout]:
     return [layout(min(rank * size, ROWS), min((rank + 1) * size, ROWS)) for rank in range(number)]
 
 
-def offer(phase: Phase, *holdings: Holding, layouts: Sequence[Layout] = (), generation: int = 2) -> Offer:
+def offer(phase: Phase, *holdings: OfferedState, layouts: Sequence[Layout] = (), generation: int = 2) -> Offer:
     return Offer(phase, holdings, tuple(layouts), generation, 0, {}, "host")
 
 
@@ -74,13 +74,13 @@ def test_the_latest_state_that_is_whole_is_taken(data: st.DataObject) -> None:
         holdings = []
         if phase is not Phase.NONE:
             live = AFTER if phase is Phase.DONE else TRAINED
-            holdings.append(Holding(live, 0, is_live=True))
+            holdings.append(OfferedState(live, 0, is_live=True))
             have[live].add(part)
             if phase is Phase.READY and done:
                 have[AFTER].add(part)
         if version is not None:
             neighbour = (part + 1) % number
-            holdings += [Holding(version, 0, is_copy=True), Holding(version, 1, is_copy=True)]
+            holdings += [OfferedState(version, 0, is_copy=True), OfferedState(version, 1, is_copy=True)]
             have[version] |= {part, neighbour}
         offers.append(offer(phase, *holdings, layouts=[parts[part], parts[(part + 1) % number]]))
     full = {part for part in range(number) if parts[part]["w"].box.numel}
@@ -89,12 +89,12 @@ def test_the_latest_state_that_is_whole_is_taken(data: st.DataObject) -> None:
     choice = choose(offers, {"w"})
 
     if not whole:
-        assert isinstance(choice, Nothing)
+        assert isinstance(choice, NoWholeState)
         held = [version for version in sorted(have, reverse=True) if have[version]]
         assert choice.newest == (held[0] if held else None)
         assert bool(choice.missing) == bool(held)
         return
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, ChosenState)
     assert choice.version == whole[0]
     for rank, numbers in enumerate(choice.holds):
         is_ready = offers[rank].phase is Phase.READY
@@ -110,26 +110,26 @@ def test_states_of_one_step_from_two_groups_are_never_mixed() -> None:
     """A rank that was cut off has trained on in the old group; the others went back and computed the step again."""
     left, right = chunks(2)
     again = Version(3, TRAINED.step, 33)
-    cut_off = offer(Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), layouts=[left])
-    others = offer(Phase.UNTOUCHED, Holding(again, 0, is_live=True), layouts=[right], generation=3)
+    cut_off = offer(Phase.UNTOUCHED, OfferedState(TRAINED, 0, is_live=True), layouts=[left])
+    others = offer(Phase.UNTOUCHED, OfferedState(again, 0, is_live=True), layouts=[right], generation=3)
     nothing = choose([cut_off, others], {"w"})
-    assert isinstance(nothing, Nothing)
+    assert isinstance(nothing, NoWholeState)
     assert nothing.newest == again
     assert describe_missing(nothing.missing) == "w[0:6]"
 
 
 def test_a_ready_rank_of_an_older_group_does_not_complete() -> None:
     left, right = chunks(2)
-    done = offer(Phase.DONE, Holding(AFTER, 0, is_live=True), layouts=[left])
-    stale = offer(Phase.READY, Holding(Version(1, 5, 0), 0, is_live=True), layouts=[right], generation=1)
-    assert isinstance(choose([done, stale], {"w"}), Nothing)
+    done = offer(Phase.DONE, OfferedState(AFTER, 0, is_live=True), layouts=[left])
+    stale = offer(Phase.READY, OfferedState(Version(1, 5, 0), 0, is_live=True), layouts=[right], generation=1)
+    assert isinstance(choose([done, stale], {"w"}), NoWholeState)
 
 
 def test_a_state_without_its_companions_is_passed_over() -> None:
     whole = layout(0, ROWS)
-    bare = offer(Phase.NONE, Holding(AFTER, 0, has_companions=False), Holding(BEFORE, 0), layouts=[whole])
+    bare = offer(Phase.NONE, OfferedState(AFTER, 0, has_companions=False), OfferedState(BEFORE, 0), layouts=[whole])
     choice = choose([bare], {"w"})
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, ChosenState)
     assert choice.version == BEFORE
 
 
@@ -137,42 +137,46 @@ def test_a_state_without_its_companions_is_passed_over() -> None:
 def test_a_checkpoint_counts_by_its_step(stored_step: int, is_taken: bool) -> None:
     """A worker that has waited as a spare holds a whole copy of long ago."""
     stored = Version(STORED, stored_step, 0)
-    spare = offer(Phase.UNTOUCHED, Holding(BEFORE, 0, is_copy=True), Holding(stored, 0), layouts=[layout(0, ROWS)])
+    spare = offer(
+        Phase.UNTOUCHED, OfferedState(BEFORE, 0, is_copy=True), OfferedState(stored, 0), layouts=[layout(0, ROWS)]
+    )
     choice = choose([spare], {"w"})
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, ChosenState)
     assert choice.version == (stored if is_taken else BEFORE)
 
 
 def test_what_goes_with_the_parts_comes_from_a_rank_that_has_committed_the_step() -> None:
     left, right = chunks(2)
-    done = offer(Phase.DONE, Holding(AFTER, 0, is_live=True), layouts=[left])
-    committed = offer(Phase.UNTOUCHED, Holding(AFTER, 0, is_live=True), layouts=[right])
+    done = offer(Phase.DONE, OfferedState(AFTER, 0, is_live=True), layouts=[left])
+    committed = offer(Phase.UNTOUCHED, OfferedState(AFTER, 0, is_live=True), layouts=[right])
     for offers, source in (
         ([done, committed], 1),
         ([done, offer(Phase.DONE, *committed.holdings, layouts=[right])], 0),
     ):
         choice = choose(offers, {"w"})
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, ChosenState)
         assert choice.source == source
 
 
 def test_nothing_is_whole_where_a_parameter_is_not_there_at_all() -> None:
-    held = offer(Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), layouts=[layout(0, ROWS)])
+    held = offer(Phase.UNTOUCHED, OfferedState(TRAINED, 0, is_live=True), layouts=[layout(0, ROWS)])
     nothing = choose([held], {"w", "b"})
-    assert isinstance(nothing, Nothing)
+    assert isinstance(nothing, NoWholeState)
     assert nothing.missing == {"b": ()}
     assert describe_missing(nothing.missing) == "b"
 
 
 def test_new_workers_have_nothing() -> None:
-    assert choose([offer(Phase.NONE), offer(Phase.NONE)], {"w"}) == Nothing(None, {})
+    assert choose([offer(Phase.NONE), offer(Phase.NONE)], {"w"}) == NoWholeState(None, {})
 
 
 def test_what_is_whole_in_copies_alone() -> None:
     left, right = chunks(2)
-    first = offer(Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), Holding(BEFORE, 0, is_copy=True), layouts=[left])
+    first = offer(
+        Phase.UNTOUCHED, OfferedState(TRAINED, 0, is_live=True), OfferedState(BEFORE, 0, is_copy=True), layouts=[left]
+    )
     second = offer(
-        Phase.UNTOUCHED, Holding(TRAINED, 0, is_live=True), Holding(BEFORE, 0, is_copy=True), layouts=[right]
+        Phase.UNTOUCHED, OfferedState(TRAINED, 0, is_live=True), OfferedState(BEFORE, 0, is_copy=True), layouts=[right]
     )
     assert whole_in_copies([first, second], {"w"}) == BEFORE
     assert whole_in_copies([first], {"w"}) is None
@@ -184,7 +188,7 @@ def test_each_rank_gets_each_element_that_it_needs_once(old: int, new: int, extr
     """Of old parts, some of them there twice, to new ones."""
     before = chunks(old)
     offers = [
-        offer(Phase.UNTOUCHED, *(Holding(TRAINED, each) for each in range(1 + extra)),
+        offer(Phase.UNTOUCHED, *(OfferedState(TRAINED, each) for each in range(1 + extra)),
               layouts=[before[rank], before[(rank + 1) % old]])
         for rank in range(old)
     ]  # fmt: skip
@@ -213,7 +217,7 @@ def rows_of_box(box: Box) -> set[int]:
 
 
 def test_a_part_that_nobody_has_is_named() -> None:
-    held = offer(Phase.UNTOUCHED, Holding(TRAINED, 0), layouts=[layout(0, 6)])
+    held = offer(Phase.UNTOUCHED, OfferedState(TRAINED, 0), layouts=[layout(0, 6)])
     with pytest.raises(PartsMissingError, match=r"nobody has Box\(offsets=\(6, 0\)"):
         pieces_for(0, {"w": Box((0, 0), (ROWS, 3))}, [held], [(0,)])
     with pytest.raises(PartsMissingError):
@@ -222,7 +226,8 @@ def test_a_part_that_nobody_has_is_named() -> None:
 
 def test_an_offer_survives_its_message() -> None:
     said = Offer(
-        Phase.READY, (Holding(TRAINED, 0, is_live=True), Holding(BEFORE, 1, is_copy=True, has_companions=False)),
+        Phase.READY,
+        (OfferedState(TRAINED, 0, is_live=True), OfferedState(BEFORE, 1, is_copy=True, has_companions=False)),
         tuple(chunks(2)), 2, 99, layout(0, 4, "w", "b"), "host-1", 7,
     )  # fmt: skip
     assert offer_from_plain(offer_to_plain(said)) == said
@@ -231,8 +236,8 @@ def test_an_offer_survives_its_message() -> None:
 
 def test_the_layout_of_a_state_has_the_names_of_all_ranks() -> None:
     offers = [
-        offer(Phase.NONE, Holding(BEFORE, 0), layouts=[layout(0, 6, "a")]),
-        offer(Phase.NONE, Holding(BEFORE, 0), layouts=[layout(6, ROWS, "a", "b")]),
+        offer(Phase.NONE, OfferedState(BEFORE, 0), layouts=[layout(0, 6, "a")]),
+        offer(Phase.NONE, OfferedState(BEFORE, 0), layouts=[layout(6, ROWS, "a", "b")]),
     ]
     found = layout_at(offers, [(0,), (0,)])
     assert (sorted(found), found["a"].box) == (["a", "b"], layout(0, 6)["w"].box)

@@ -77,14 +77,14 @@ def bring_level(
     packed = pack(tree) if rank == source else None
     skeleton = channel.bytes(packed.skeleton if packed else None)
     tensors = list(packed.tensors) if packed else _empty_like(_read(skeleton), device)
-    for chunk in _chunks(tensors):
+    for chunk in chunks(tensors):
         if len(chunk) == 1:
             channel.tensor(chunk[0].reshape(-1).to(device))  # a receiver's is contiguous: this is its own memory
             continue
-        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in chunk]) if packed else _flat_like(chunk, device)
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in chunk]) if packed else flat_like(chunk, device)
         channel.tensor(flat)
         if packed is None:
-            _scatter(flat, chunk)
+            scatter(flat, chunk)
     return None if packed else _fill(_read(skeleton), tensors)
 
 
@@ -160,7 +160,7 @@ def _empty_like(tree: Any, device: torch.device) -> list[torch.Tensor]:
     return [slots[number] for number in range(len(slots))]
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Large tensors alone, small ones of one type up to CHUNK_BYTES together.
 
     The same on both sides, for only types and shapes count.
@@ -182,11 +182,13 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return chunks
 
 
-def _flat_like(chunk: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def flat_like(chunk: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The memory for a message with these tensors, which are of one type."""
     return torch.empty(sum(tensor.numel() for tensor in chunk), dtype=chunk[0].dtype, device=device)
 
 
-def _scatter(flat: torch.Tensor, chunk: Sequence[torch.Tensor]) -> None:
+def scatter(flat: torch.Tensor, chunk: Sequence[torch.Tensor]) -> None:
+    """Copy what has come in one message into the tensors that it is made of."""
     parts = torch.split(flat, [tensor.numel() for tensor in chunk])
     for tensor, part in zip(chunk, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +11,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.tensors import dtype_named
 from torchelastic.coordinator import NonRetryableException
 from torchelastic.model import random_state
 from torchelastic.model.compiled import plain_name
 from torchelastic.model.optimizers import Optimizers
 from torchelastic.model.several import Several
-from torchelastic.sharded.parts import memory_of, part_of
-from torchelastic.sharded.regions import Layout, Part
+from torchelastic.sharded.parts import entry_of, memory_of
+from torchelastic.sharded.regions import Layout
 from torchelastic.text import shortlist
 
 #: (model, optimizer), or (model, optimizer, scheduler); several optimizers or schedulers as a list, a tuple or a dict.
@@ -71,7 +71,7 @@ class Built:
             [(self._name_of(parameter), parameter) for group in each.param_groups for parameter in group["params"]]
             for each in self.optimizers.objects
         ]
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, Entry] = {}
 
     def _all_tensors(self) -> Iterator[torch.Tensor]:
         yield from self.model.parameters()
@@ -96,14 +96,14 @@ class Built:
                 found[name] = memory_of(value)
         return found
 
-    def layout(self, *, parameters_only: bool = False) -> dict[str, Part]:
+    def layout(self, *, parameters_only: bool = False) -> dict[str, Entry]:
         """Which parts these are, by name."""
         found: dict[str, torch.Tensor] = {PARAMETERS + name: each for name, each in self.parameters.items()}
         if not parameters_only:
             found |= {name: value for name, value in self._optimizer_values() if isinstance(value, torch.Tensor)}
         for name, tensor in found.items():
             if name not in self._parts:
-                self._parts[name] = part_of(tensor)
+                self._parts[name] = entry_of(name, tensor)
         return {name: self._parts[name] for name in found}
 
     def expected_bytes(self) -> int:
@@ -219,17 +219,17 @@ class Built:
             boxes[name] = placed.box
         return boxes
 
-    def _like_its_parameter(self, name: str, part: Part, own: Layout) -> Part:
+    def _like_its_parameter(self, name: str, part: Entry, own: Layout) -> Entry:
         """Where a tensor of an optimizer's state lies in this group."""
         if not part.is_shard:
-            return Part(part.dtype, part.shape, Box.whole(part.shape), False)
+            return Entry.of(name, part.dtype, part.shape, Box.whole(part.shape), is_shard=False)
         parameter = own[PARAMETERS + self._split(name)[1]]
         if parameter.shape != part.shape:
             raise NonRetryableException(
                 f"{name} has the shape {part.shape} and is sharded, and its parameter has the shape {parameter.shape}: "
                 "an optimizer whose state is sharded in another way than its parameters cannot be moved to other groups"
             )
-        return dataclasses.replace(parameter, dtype=part.dtype, is_shard=True)
+        return Entry.of(name, part.dtype, part.shape, parameter.box, is_shard=True)
 
     def make_optimizer_state(self, layout: Layout, plain_values: Mapping[str, Any]) -> None:
         """Give the optimizers a state of this form, whose tensors hold nothing yet."""
@@ -324,7 +324,7 @@ def _stays_on_cpu(optimizer: torch.optim.Optimizer, key: str) -> bool:
     return key == "step" and not group.get("capturable") and not group.get("fused")
 
 
-def _made_like(parameter: torch.nn.Parameter, part: Part, stays_on_cpu: bool) -> torch.Tensor:
+def _made_like(parameter: torch.nn.Parameter, part: Entry, stays_on_cpu: bool) -> torch.Tensor:
     dtype = dtype_named(part.dtype)
     if part.is_shard:
         assert isinstance(parameter, DTensor)

@@ -47,7 +47,7 @@ from torchelastic.sharded.regions import STORED, Offer, Phase, Version, missing_
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenState:
     """From which state the ranks go on.
 
     Attributes:
@@ -64,7 +64,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NoWholeState:
     """No state is whole.
 
     Attributes:
@@ -76,7 +76,7 @@ class Nothing:
     missing: dict[str, tuple[Box, ...]]
 
 
-def choose(offers: Sequence[Offer], wanted: Collection[str]) -> Choice | Nothing:
+def choose(offers: Sequence[Offer], wanted: Collection[str]) -> ChosenState | NoWholeState:
     """Apply the rule above.
 
     Args:
@@ -86,8 +86,8 @@ def choose(offers: Sequence[Offer], wanted: Collection[str]) -> Choice | Nothing
     Returns:
         The choice, the same on every rank.
     """
-    newest: Nothing | None = None
-    first: Choice | None = None
+    newest: NoWholeState | None = None
+    first: ChosenState | None = None
     for version in sorted(set(_versions(offers)), reverse=True):
         is_stored = version.generation == STORED
         if first is not None and not (is_stored and version.step > first.version.step):
@@ -104,9 +104,9 @@ def choose(offers: Sequence[Offer], wanted: Collection[str]) -> Choice | Nothing
         missing = missing_parts(wanted, offers, holds)
         source = None if missing else _source(offers, holds, completing)
         if source is not None:
-            first = Choice(version, holds, completing, source)
-        newest = newest or Nothing(version, missing)
-    return first or newest or Nothing(None, {})
+            first = ChosenState(version, holds, completing, source)
+        newest = newest or NoWholeState(version, missing)
+    return first or newest or NoWholeState(None, {})
 
 
 def _source(offers: Sequence[Offer], holds: Sequence[Sequence[int]], completing: Collection[int]) -> int | None:

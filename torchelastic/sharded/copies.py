@@ -8,12 +8,11 @@ older ones given up. So at every moment there is one state of which each part is
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,66 +21,49 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.replication.placement import partners
-from torchelastic.checkpoint.shards.tensors import copyable, dtype_named
+from torchelastic.checkpoint.shards.header import Header, encode_header, header_of, placed
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.stage import Stage, copy_all
 from torchelastic.group.rank_group import begun
-from torchelastic.sharded.regions import Layout, Version, layout_from_plain, layout_to_plain
+from torchelastic.sharded.regions import Layout, Version, layout_of
 from torchelastic.text import bytes_text
 
 log = logging.getLogger(__name__)
 
 #: Each message has to arrive within the time-out of collectives.
 CHUNK_BYTES = 64 * 2**20
-#: Every tensor begins at a multiple of this in the memory of a copy.
-_ALIGNMENT_BYTES = 64
-
-
-class Slot:
-    """Memory for the parts of one layout, in one piece.
-
-    Args:
-        layout: of the parts.
-        is_pinned: for copies from a GPU.
-    """
-
-    def __init__(self, layout: Layout, *, is_pinned: bool) -> None:
-        self.layout, self.is_pinned = layout, is_pinned
-        offsets, end = [], 0
-        for part in layout.values():
-            offsets.append(end)
-            size_bytes = part.box.numel * dtype_named(part.dtype).itemsize
-            end += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
-        self.tensors: dict[str, torch.Tensor] = {}
-        for (name, part), begin in zip(layout.items(), offsets, strict=True):
-            dtype = dtype_named(part.dtype)
-            size_bytes = part.box.numel * dtype.itemsize
-            self.tensors[name] = self.memory[begin : begin + size_bytes].view(dtype).view(part.box.sizes)
 
 
 @dataclass(frozen=True)
-class Copy:
+class StateCopy:
     """The parts of one rank, of one state of the run.
 
     Attributes:
         version: of the state.
-        slot: its memory.
+        stage: its memory, in a slot of a pool.
+        layout: of the parts.
         companions: what goes with the parts and is alike on all ranks, as bytes.
         owner: whose parts; None: this rank's own.
     """
 
     version: Version
-    slot: Slot
+    stage: Stage
+    layout: Layout
     companions: bytes
     owner: int | None = None
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parts, by name."""
+        return dict(zip(self.layout, self.stage.places, strict=True))
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Exchange:
-    """The copy that is being sent and received."""
+    """The copy that is being sent, and those that are being received meanwhile."""
 
-    version: Version
-    received: Future[list[Copy]]
-    own: Copy
+    own: StateCopy
+    received: Future[list[StateCopy]]
 
 
 @dataclass(frozen=True)
@@ -151,24 +133,23 @@ def say_if_memory_is_short(part_bytes: int, replicas: int, ranks_here: int) -> N
         log.warning("%s", problem)
 
 
-@dataclass
 class Copies:
     """All copies of one process, its own and those of others; used on the training thread.
 
     Attributes:
         held: those that are whole.
-        stopped_bytes: how many bytes the training thread has copied, for benchmarks.
     """
 
-    held: list[Copy] = field(default_factory=list)
-    stopped_bytes: int = 0
-    _partners: Partners | None = None
-    _exchange: _Exchange | None = None
-    _started: int = 0
-    _newest: Version | None = None
-    _whole: int = 0
-    _free: list[Slot] = field(default_factory=list)
-    _copied: torch.cuda.Event | None = None
+    def __init__(self) -> None:
+        self.held: list[StateCopy] = []
+        self._partners: Partners | None = None
+        self._exchange: _Exchange | None = None
+        self._newest: Version | None = None
+        self._started = self._whole = 0
+        # of this rank's parts, and of others': these are of other sizes, and a slot that is too small is given back
+        self._own: SlotPool | None = None
+        self._others = SlotPool(None)
+        self._copied: torch.cuda.Event | None = None
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -176,7 +157,7 @@ class Copies:
         """The group has ended: what is still under way has failed, or is whole."""
         self.take_over()
         if self._exchange is not None:
-            # its thread ends with the group that was given up; the memory that it receives into is not used again
+            # its thread ends with the group that was given up; the slots that it receives into are not used again
             self.held.append(self._exchange.own)
             self._exchange = None
         self._partners = self._newest = None
@@ -191,7 +172,6 @@ class Copies:
         """
         self._partners = partners
         self._give_up(lambda copy: copy.version != keep)
-        self._free.clear()  # the parts are others now
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
@@ -216,27 +196,26 @@ class Copies:
         return self._started if self._exchange is None or self._is_received() else self._started - 1
 
     def begin(self, version: Version, layout: Layout, tensors: Mapping[str, torch.Tensor], companions: bytes) -> None:
-        """Copy this rank's parts and begin to send them; every rank calls it at the same step.
+        """StateCopy this rank's parts and begin to send them; every rank calls it at the same step.
 
         Not before every rank has said that the copy before is whole.
         """
         assert self._partners is not None
         self.take_over()
         is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        slot = self._slot_for(layout, is_pinned=is_cuda)
-        self._fill(slot, tensors, is_cuda=is_cuda)
-        own, partners, event = Copy(version, slot, companions), self._partners, self._copied
+        header = Header(None, placed(layout.values()), {"version": astuple(version)})
+        self._own = self._own or SlotPool(None, pinned=is_cuda)
+        stage = self._own.take(header)
+        self._fill(stage, list(tensors.values()), is_cuda=is_cuda)
+        own, partners, event = StateCopy(version, stage, layout, companions), self._partners, self._copied
         self._started, self._newest = self._started + 1, version
-        # memory for what arrives, in the thread
-        spare = [slot for slot in self._free if slot is not own.slot]
-        self._free = []
 
-        def exchange() -> list[Copy]:
+        def exchange() -> list[StateCopy]:
             if event is not None:
                 event.synchronize()
-            return _exchanged(own, partners, spare)
+            return _exchanged(own, header, partners, self._others)
 
-        self._exchange = _Exchange(version, begun(exchange), own)
+        self._exchange = _Exchange(own, begun(exchange))
 
     def wait_until_copied(self) -> None:
         """Return when the parts may be changed: a copy from a GPU goes on beside the step until its optimizer."""
@@ -274,63 +253,48 @@ class Copies:
         exchange = self._exchange
         return exchange is not None and exchange.received.done() and exchange.received.exception() is None
 
-    def _give_up(self, is_old: Callable[[Copy], bool]) -> None:
-        self._free += [copy.slot for copy in self.held if is_old(copy)]
+    def _give_up(self, is_old: Callable[[StateCopy], bool]) -> None:
+        for copy in self.held:
+            pool = self._own if copy.owner is None else self._others
+            if pool is not None and is_old(copy):
+                pool.give_back(copy.stage)
         self.held = [copy for copy in self.held if not is_old(copy)]
 
-    def _slot_for(self, layout: Layout, *, is_pinned: bool) -> Slot:
-        for slot in self._free:
-            if slot.layout == layout and slot.is_pinned == is_pinned:
-                self._free.remove(slot)
-                return slot
-        return Slot(layout, is_pinned=is_pinned)
-
-    def _fill(self, slot: Slot, tensors: Mapping[str, torch.Tensor], *, is_cuda: bool) -> None:
-        targets = [copyable(slot.tensors[name]) for name in tensors]
-        sources = [copyable(tensor) for tensor in tensors.values()]
-        self.stopped_bytes += slot.memory.nbytes
-        with torch.no_grad():
-            if not is_cuda:
-                torch._foreach_copy_(targets, sources)
-                return
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types here
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
-                self._copied.record()
+    def _fill(self, stage: Stage, sources: Sequence[torch.Tensor], *, is_cuda: bool) -> None:
+        if not is_cuda:
+            copy_all(stage.places, sources)
+            return
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types here
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(stream):
+            torch._foreach_copy_(list(stage.places), list(sources), non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
+            self._copied.record()
 
 
-def _exchanged(own: Copy, partners: Partners, spare: Sequence[Slot]) -> list[Copy]:
+def _exchanged(own: StateCopy, header: Header, partners: Partners, pool: SlotPool) -> list[StateCopy]:
     """Send this rank's copy to its partners and receive theirs; raises RuntimeError if a peer is lost."""
-    version = [own.version.generation, own.version.step, own.version.token]
-    said = zlib.compress(json.dumps([version, layout_to_plain(own.slot.layout)], separators=(",", ":")).encode(), 1)
+    said = zlib.compress(encode_header(header), 1)
     mine = torch.tensor([len(said), len(own.companions)])
     sizes = {giver: torch.empty_like(mine) for giver in partners.of}
     _swap(partners, dict.fromkeys(partners.to, mine), sizes)
-    letter = _as_tensor(said + own.companions)
     letters = {giver: torch.empty(int(size.sum()), dtype=torch.uint8) for giver, size in sizes.items()}
-    _swap(partners, dict.fromkeys(partners.to, letter), letters)
-    received: list[Copy] = []
-    for giver, text in letters.items():
-        data = text.numpy().tobytes()
-        first = int(sizes[giver][0])
-        (generation, step, token), plain = json.loads(zlib.decompress(data[:first]))
-        slot = _spare_slot(layout_from_plain(plain), spare, [copy.slot for copy in received])
-        received.append(Copy(Version(generation, step, token), slot, data[first:], giver))
-    _swap(
-        partners,
-        dict.fromkeys(partners.to, own.slot.memory),
-        {giver: copy.slot.memory for giver, copy in zip(letters, received, strict=True)},
-    )
+    _swap(partners, dict.fromkeys(partners.to, _as_tensor(said + own.companions)), letters)
+    received = []
+    for giver, letter in letters.items():
+        data, end = letter.numpy().tobytes(), int(sizes[giver][0])
+        header_there = header_of(zlib.decompress(data[:end]))
+        stage = pool.take(header_there)
+        version = Version(*header_there.meta["version"])
+        received.append(StateCopy(version, stage, layout_of(header_there.entries), data[end:], giver))
+    memory = {copy.owner: data_of(copy.stage) for copy in received if copy.owner is not None}
+    _swap(partners, dict.fromkeys(partners.to, data_of(own.stage)), memory)
     return received
 
 
-def _spare_slot(layout: Layout, spare: Sequence[Slot], taken: Sequence[Slot]) -> Slot:
-    for slot in spare:
-        if slot.layout == layout and not any(slot is other for other in taken):
-            return slot
-    return Slot(layout, is_pinned=False)
+def data_of(stage: Stage) -> torch.Tensor:
+    """The bytes of its tensors."""
+    return stage.slot.memory[stage.data_offset : stage.data_offset + stage.header.data_bytes]
 
 
 def _swap(partners: Partners, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.tiered.restoring import StoredParts
 from torchelastic.coordinator import NonRetryableException
 from torchelastic.sharded.built import PARAMETERS, Built, plain
-from torchelastic.sharded.commit_rule import Choice
+from torchelastic.sharded.commit_rule import ChosenState
 from torchelastic.sharded.companions import from_bytes, to_bytes
 from torchelastic.sharded.regions import (
     STORED,
-    Holding,
     Layout,
     Offer,
-    Part,
+    OfferedState,
     Phase,
     Piece,
     Version,
@@ -30,7 +30,7 @@ from torchelastic.sharded.transfers import broadcast_bytes, move
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """Parts that this rank holds of one state, wherever they are.
 
     Attributes:
@@ -38,8 +38,8 @@ class Held:
         layout: which parts.
         tensors: the parts, by name.
         companions: what goes with them; empty: this rank has not got it.
-        is_live: see `Holding`.
-        is_copy: see `Holding`.
+        is_live: see `OfferedState`.
+        is_copy: see `OfferedState`.
         is_own: whether the companions are complete, and the random numbers among them are this rank's.
     """
 
@@ -53,7 +53,7 @@ class Held:
 
 
 def offer_of(
-    held: Sequence[Held], phase: Phase, needed: Layout, *, generation: int, token: int, domain: str, lost: int
+    held: Sequence[HeldState], phase: Phase, needed: Layout, *, generation: int, token: int, domain: str, lost: int
 ) -> Offer:
     """What this rank says of itself; arguments as for `Offer`."""
     layouts: list[Layout] = []
@@ -62,7 +62,7 @@ def offer_of(
         number = next((n for n, layout in enumerate(layouts) if layout is each.layout), len(layouts))
         if number == len(layouts):
             layouts.append(each.layout)
-        holdings.append(Holding(each.version, number, each.is_live, each.is_copy, bool(each.companions)))
+        holdings.append(OfferedState(each.version, number, each.is_live, each.is_copy, bool(each.companions)))
     return Offer(phase, tuple(holdings), tuple(layouts), generation, token, needed, domain, lost)
 
 
@@ -100,7 +100,7 @@ def _told(form: tuple[tuple[int, ...], str] | None) -> str:
 
 def held_of_checkpoint(
     tree: Mapping[str, Any] | None, parts: Sequence[StoredParts], step: int, built: Built
-) -> list[Held]:
+) -> list[HeldState]:
     """What this rank has read of a checkpoint, of a `ShardedState` or of a `ModelState`.
 
     Args:
@@ -130,9 +130,9 @@ def held_of_checkpoint(
             name = built.name_of_stored(stored)
             if name is not None:
                 is_shard = built.is_split(name, entry.shape)
-                layout[name] = Part(entry.dtype, entry.shape, entry.box, is_shard)
+                layout[name] = Entry.of(name, entry.dtype, entry.shape, entry.box, is_shard=is_shard)
                 tensors[name] = each.tensors[stored]
-        held.append(Held(Version(STORED, step, 0), layout, tensors, companions, is_own=False))
+        held.append(HeldState(Version(STORED, step, 0), layout, tensors, companions, is_own=False))
     return held
 
 
@@ -153,9 +153,9 @@ class Taken:
 
 def take_over(
     built: Built,
-    held: Sequence[Held],
+    held: Sequence[HeldState],
     offers: Sequence[Offer],
-    choice: Choice,
+    choice: ChosenState,
     *,
     group: dist.ProcessGroup,
     device: torch.device,

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.tensors import box_of
 from torchelastic.coordinator import NonRetryableException
-from torchelastic.sharded.parts import box_of, memory_of
+from torchelastic.sharded.parts import memory_of
 
 Initialize = Callable[[torch.nn.Module], object]
 

@@ -11,7 +11,7 @@ from torchelastic.model.snapshot import Snapshot
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
 from torchelastic.sharded.companions import Companions
-from torchelastic.sharded.handover import Held
+from torchelastic.sharded.handover import HeldState
 from torchelastic.sharded.regions import Phase, Version
 
 
@@ -99,7 +99,7 @@ class Live:
         """What goes with the state that `complete_step` has made, from a rank that has it."""
         self._companions_when_done = companions
 
-    def held(self) -> Held | None:
+    def held(self) -> HeldState | None:
         """The live parts, for a new group; None: there are none."""
         if self.version is None or self.built is None or self.phase is Phase.NONE:
             return None
@@ -107,7 +107,7 @@ class Live:
         companions = self._own.to_bytes(self.built) if when_done is None else when_done
         is_own = self.phase is not Phase.DONE  # else the rest of the user's step may be missing
         tensors = self.built.tensors()
-        return Held(self.version, self.built.layout(), tensors, companions, is_live=True, is_own=is_own)
+        return HeldState(self.version, self.built.layout(), tensors, companions, is_live=True, is_own=is_own)
 
     def enter_group(self, built: Built, version: Version, generation: int, token: int) -> None:
         """All ranks of a new group have their parts of this state; what was built before is given up."""

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from torchelastic.checkpoint.shards.boxes import Box, uncovered
+from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.text import shortlist
 
 #: The generation of a state that was read from a checkpoint: before that of every group.
@@ -38,25 +39,8 @@ class Version:
     token: int
 
 
-@dataclass(frozen=True)
-class Part:
-    """The part of one tensor that a rank holds.
-
-    Attributes:
-        dtype: as torch spells it, without `torch.`.
-        shape: of the whole tensor.
-        box: the part.
-        is_shard: whether it is a DTensor, which is split as its parameter is; else every rank holds all of it.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    is_shard: bool
-
-
 #: The parts that a rank holds, by the names of the tensors.
-Layout = Mapping[str, Part]
+Layout = Mapping[str, Entry]
 
 
 class Phase(Enum):
@@ -73,7 +57,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Holding:
+class OfferedState:
     """One state's parts on one rank.
 
     Attributes:
@@ -108,7 +92,7 @@ class Offer:
     """
 
     phase: Phase
-    holdings: tuple[Holding, ...]
+    holdings: tuple[OfferedState, ...]
     layouts: tuple[Layout, ...]
     generation: int
     token: int
@@ -117,7 +101,7 @@ class Offer:
     lost: int = -1
 
     @property
-    def live(self) -> Holding | None:
+    def live(self) -> OfferedState | None:
         """What the rank trains."""
         return next((holding for holding in self.holdings if holding.is_live), None)
 
@@ -143,14 +127,14 @@ class PartsMissingError(RuntimeError):
     """No state is whole: some parts of each are on no rank that is left."""
 
 
-def layout_at(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> dict[str, Part]:
+def layout_at(offers: Sequence[Offer], holds: Sequence[Sequence[int]]) -> dict[str, Entry]:
     """Name, dtype and shape of every tensor of a state; boxes are those of the first rank that holds a part of it.
 
     Args:
         offers: of all ranks.
         holds: for each rank, which of its holdings are of this state.
     """
-    found: dict[str, Part] = {}
+    found: dict[str, Entry] = {}
     for offer, numbers in zip(offers, holds, strict=True):
         for layout in {offer.holdings[number].layout for number in numbers}:
             for name, part in offer.layouts[layout].items():
@@ -244,10 +228,10 @@ def offer_to_plain(offer: Offer) -> dict[str, Any]:
             [*astuple(each.version), each.layout, each.is_live, each.is_copy, each.has_companions]
             for each in offer.holdings
         ],
-        "layouts": [layout_to_plain(layout) for layout in offer.layouts],
+        "layouts": [[entry.as_plain() for entry in layout.values()] for layout in offer.layouts],
         "generation": offer.generation,
         "token": offer.token,
-        "needed": layout_to_plain(offer.needed),
+        "needed": [entry.as_plain() for entry in offer.needed.values()],
         "domain": offer.domain,
         "lost": offer.lost,
     }
@@ -258,31 +242,21 @@ def offer_from_plain(plain: Mapping[str, Any]) -> Offer:
     return Offer(
         phase=Phase(plain["phase"]),
         holdings=tuple(
-            Holding(Version(*version), layout, is_live, is_copy, has_companions)
+            OfferedState(Version(*version), layout, is_live, is_copy, has_companions)
             for *version, layout, is_live, is_copy, has_companions in plain["holdings"]
         ),
-        layouts=tuple(layout_from_plain(layout) for layout in plain["layouts"]),
+        layouts=tuple(layout_of(map(Entry.from_plain, entries)) for entries in plain["layouts"]),
         generation=plain["generation"],
         token=plain["token"],
-        needed=layout_from_plain(plain["needed"]),
+        needed=layout_of(map(Entry.from_plain, plain["needed"])),
         domain=plain["domain"],
         lost=plain["lost"],
     )
 
 
-def layout_to_plain(layout: Layout) -> list[Any]:
-    """What JSON can hold."""
-    return [
-        [name, part.dtype, part.shape, part.box.offsets, part.box.sizes, part.is_shard] for name, part in layout.items()
-    ]
-
-
-def layout_from_plain(plain: Sequence[Any]) -> dict[str, Part]:
-    """The inverse."""
-    return {
-        name: Part(dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), is_shard)
-        for name, dtype, shape, offsets, sizes, is_shard in plain
-    }
+def layout_of(entries: Iterable[Entry]) -> dict[str, Entry]:
+    """By the names of the tensors."""
+    return {entry.name: entry for entry in entries}
 
 
 def piece_to_plain(piece: Piece) -> list[Any]:

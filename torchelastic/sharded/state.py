@@ -28,11 +28,11 @@ from torchelastic.model.transfer import message_device
 from torchelastic.model.world_change import WorldChange, WorldWatch
 from torchelastic.rendezvous.records import Standing
 from torchelastic.sharded.built import Build, Built, other_parameters
-from torchelastic.sharded.commit_rule import Choice, Nothing, choose, whole_in_copies
+from torchelastic.sharded.commit_rule import ChosenState, NoWholeState, choose, whole_in_copies
 from torchelastic.sharded.companions import Companions, from_bytes
 from torchelastic.sharded.copies import Copies, copy_partners, say_if_memory_is_short
 from torchelastic.sharded.handover import (
-    Held,
+    HeldState,
     check_same_models,
     control_group,
     held_of_checkpoint,
@@ -125,7 +125,7 @@ class ShardedState(State):
         self._world = WorldWatch()
         self._weighting = Weighting(sampler)
         self._control: dist.ProcessGroup | None = None
-        self._unconfirmed: Held | None = None  # from a sync of which it is not known whether all have ended it
+        self._unconfirmed: HeldState | None = None  # from a sync of which it is not known whether all have ended it
         self._loaded: tuple[Any, Sequence[StoredParts], int] | None = None  # from a checkpoint
         self._lost_step = -1
         self._domains: list[str] = []  # of the ranks of the present group
@@ -311,24 +311,24 @@ class ShardedState(State):
         offers = [offer_from_plain(each) for each in all_gather_plain(self._control, offer_to_plain(mine))]
         check_same_models(offers)
         choice = choose(offers, needed)
-        if isinstance(choice, Nothing):
+        if isinstance(choice, NoWholeState):
             version = self._start_afresh(built, offers, choice)
         else:
             version = choice.version
             self._take_over(built, held, offers, choice, rank)
-        self._unconfirmed = Held(version, built.layout(), built.tensors(), self._own.to_bytes(built))
+        self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._own.to_bytes(built))
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, needed)
         self._world.tell(world_size, rank)
         if version.step:
             self._copy_if_due()
 
-    def _held(self, built: Built) -> list[Held]:
+    def _held(self, built: Built) -> list[HeldState]:
         """All that this rank has, wherever it is."""
         live = self._live.held()
         held = [] if live is None else [live]
         held += [
-            Held(copy.version, copy.slot.layout, copy.slot.tensors, copy.companions, is_copy=True,
+            HeldState(copy.version, copy.layout, copy.tensors, copy.companions, is_copy=True,
                  is_own=copy.owner is None)
             for copy in self._copies.held
         ]  # fmt: skip
@@ -338,36 +338,38 @@ class ShardedState(State):
             held += held_of_checkpoint(*self._loaded, built)
         return held
 
-    def _start_afresh(self, built: Built, offers: Sequence[Offer], nothing: Nothing) -> Version:
+    def _start_afresh(self, built: Built, offers: Sequence[Offer], nothing: NoWholeState) -> Version:
         """There is no state to go on from: the first values, or an error where there was one."""
         absent = sorted(name for name, boxes in nothing.missing.items() if not boxes)
         if absent:
             raise NonRetryableException(other_parameters(absent))
         lost_step = max([offer.lost for offer in offers] + [nothing.newest.step if nothing.newest else 0])
         if lost_step > 0:
-            why = f"no worker that is left has {describe_missing(nothing.missing)} of any state of the run"
+            why = f"no surviving worker holds {describe_missing(nothing.missing)}"
             if any(offer.lost >= 0 for offer in offers):
                 raise NonRetryableException(
-                    f"{why}, the last of which was that after step {lost_step}, and there is no checkpoint to load: "
-                    "more workers were lost at once than there were copies; give train() a TieredCheckpointManager, or "
-                    "ShardedState more replicas"
+                    f"{why} (the run was at step {lost_step}), and there is no checkpoint to load: more workers were lost "
+                    "at once than there were replicas; give train() a TieredCheckpointManager, or ShardedState more "
+                    "replicas"
                 )
             self._lost_step = lost_step
-            raise RetryableException(f"{why}: a checkpoint is loaded, if there is one")
+            raise RetryableException(f"{why}: trying to load a checkpoint")
         if built.was_on_meta:
             with random_state.seeded(self._seed):
                 initialize_model(built.model, self._initialize)
         return Version(STORED, 0, 0)
 
     def _take_over(
-        self, built: Built, held: Sequence[Held], offers: Sequence[Offer], choice: Choice, rank: int
+        self, built: Built, held: Sequence[HeldState], offers: Sequence[Offer], choice: ChosenState, rank: int
     ) -> None:
         assert self._control is not None
         if rank in choice.completing:
             self._live.complete_step(choice.version)
         repeated = max(offer.live.version.step for offer in offers if offer.live) if any(o.live for o in offers) else 0
         if repeated > choice.version.step:
-            log.warning("parts were lost: back to the copies of step %d, from %d", choice.version.step, repeated)
+            log.warning(
+                "shards were lost: rolled back from step %d to the replicas of step %d", repeated, choice.version.step
+            )
         taken = take_over(built, held, offers, choice, group=self._control, device=message_device())
         if rank in choice.completing:
             self._live.completed(taken.companions)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchelastic.checkpoint.shards.tensors import copyable
+from torchelastic.checkpoint.shards.stage import copy_all
 from torchelastic.group.messages import all_gather_texts
+from torchelastic.model.transfer import chunks, flat_like, scatter
 from torchelastic.sharded.regions import Piece, piece_from_plain, piece_to_plain
-
-#: From this size on a piece travels alone: sent from where it lies and received where it stays, if it is contiguous.
-LARGE_BYTES = 1024 * 1024
-#: Smaller ones travel together up to this size.
-CHUNK_BYTES = 32 * 1024 * 1024
 
 
 def all_gather_plain(group: dist.ProcessGroup, value: Any) -> list[Any]:
@@ -74,9 +70,8 @@ def move(
         RuntimeError: a peer is lost; the targets are half written then.
     """
     rank = dist.get_rank(group)
-    for piece in pieces:
-        if piece.source == rank:
-            _copy(target(piece), given(piece))
+    own = [piece for piece in pieces if piece.source == rank]
+    copy_all([target(piece) for piece in own], [given(piece) for piece in own])
     wanted: dict[int, list[Piece]] = {}
     for piece in pieces:
         if piece.source != rank:
@@ -84,73 +79,26 @@ def move(
     said = {str(source): [piece_to_plain(piece) for piece in those] for source, those in wanted.items()}
     told = all_gather_plain(group, said)
     operations: list[dist.P2POp] = []
-    arrived: list[Callable[[], None]] = []
-    received_bytes = 0
+    arriving: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for source, those in sorted(wanted.items()):
-        for number, chunk in enumerate(_chunks([target(piece) for piece in those])):
-            message, unpack = _receiving(chunk, device)
-            operations.append(dist.P2POp(dist.irecv, message, source, tag=number))
-            arrived.append(unpack)
-            received_bytes += message.nbytes
-    for receiver, said_there in enumerate(told):
-        asked = [piece_from_plain(rank, plain) for plain in said_there.get(str(rank), ())]
-        for number, chunk in enumerate(_chunks([given(piece) for piece in asked])):
-            operations.append(dist.P2POp(dist.isend, _sent(chunk, device), receiver, tag=number))
+        for number, chunk in enumerate(chunks([target(piece) for piece in those])):
+            is_whole = len(chunk) == 1 and chunk[0].is_contiguous() and chunk[0].device.type == device.type
+            message = chunk[0].view(-1) if is_whole else flat_like(chunk, device)
+            operations.append(dist.P2POp(dist.irecv, message.view(torch.uint8), source, tag=number))
+            arriving.append((message, [] if is_whole else chunk))
+    for receiver, asked in enumerate(told):
+        pieces_there = [piece_from_plain(rank, plain) for plain in asked.get(str(rank), ())]
+        for number, chunk in enumerate(chunks([given(piece) for piece in pieces_there])):
+            flat = [tensor.reshape(-1).to(device) for tensor in chunk]
+            message = flat[0] if len(flat) == 1 else torch.cat(flat)
+            operations.append(dist.P2POp(dist.isend, message.view(torch.uint8), receiver, tag=number))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    for unpack in arrived:
-        unpack()
-    return received_bytes
-
-
-def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Large ones alone, the others together; the same on both sides, for only sizes and order count."""
-    small: list[torch.Tensor] = []
-    small_bytes = 0
-    for tensor in tensors:
-        if tensor.nbytes >= LARGE_BYTES:
-            yield [tensor]
-            continue
-        if small and small_bytes + tensor.nbytes > CHUNK_BYTES:
-            yield small
-            small, small_bytes = [], 0
-        small.append(tensor)
-        small_bytes += tensor.nbytes
-    if small:
-        yield small
-
-
-def _receiving(chunk: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The memory for a message, and what brings it to where it belongs."""
-    if len(chunk) == 1 and chunk[0].is_contiguous() and chunk[0].device.type == device.type:
-        return _flat(chunk[0]), lambda: None
-    message = torch.empty(sum(tensor.nbytes for tensor in chunk), dtype=torch.uint8, device=device)
-
-    def unpack() -> None:
-        begin = 0
-        for tensor in chunk:
-            part = message[begin : begin + tensor.nbytes]
-            # a copy where the part does not begin at a multiple of the size of an element
-            typed = (part if part.storage_offset() % tensor.element_size() == 0 else part.clone()).view(tensor.dtype)
-            _copy(tensor, typed.view(tensor.shape))
-            begin += tensor.nbytes
-
-    return message, unpack
-
-
-def _sent(chunk: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if len(chunk) == 1:
-        return _flat(chunk[0].contiguous()).to(device)
-    return torch.cat([_flat(tensor.contiguous()).to(device) for tensor in chunk])
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-@torch.no_grad()
-def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
-    copyable(target).copy_(copyable(value))
+    with torch.no_grad():
+        for message, parts in arriving:
+            if parts:
+                scatter(message, parts)
+    return sum(message.nbytes for message, _ in arriving)
 
 
 def _waited(work: dist.Work | None) -> None:

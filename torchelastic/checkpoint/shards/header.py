@@ -68,6 +68,22 @@ class Entry:
     checksum: str = NO_CHECKSUM
     is_shard: bool = False
 
+    @classmethod
+    def of(cls, name: str, dtype: str, shape: tuple[int, ...], box: Box, *, is_shard: bool) -> Entry:
+        """The same before it has a place."""
+        return cls(name, dtype, shape, box, 0, box.numel * dtype_named(dtype).itemsize, is_shard=is_shard)
+
+    def as_plain(self) -> list[Any]:
+        """What JSON can hold."""
+        box = self.box
+        place = self.offset_bytes, self.size_bytes
+        return [self.name, self.dtype, self.shape, box.offsets, box.sizes, *place, self.checksum, self.is_shard]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> Entry:
+        """The inverse. Raises TypeError for what `as_plain` cannot have made."""
+        return _entry(*plain)
+
 
 @dataclass(frozen=True)
 class Header:
@@ -130,13 +146,19 @@ def lay_out(flat: Flat, meta: Mapping[str, Any]) -> Header:
 
 def place(tensors: Iterable[NamedTensor]) -> tuple[Entry, ...]:
     """Puts tensors one behind the other, each aligned."""
-    entries, offset = [], 0
-    for named in tensors:
-        size = named.tensor.numel() * named.tensor.element_size()
-        dtype = dtype_name(named.tensor.dtype)
-        entries.append(Entry(named.name, dtype, named.shape, named.box, offset, size, is_shard=named.is_shard))
-        offset = align(offset + size, ALIGNMENT_BYTES)
-    return tuple(entries)
+    return placed(
+        Entry.of(named.name, dtype_name(named.tensor.dtype), named.shape, named.box, is_shard=named.is_shard)
+        for named in tensors
+    )
+
+
+def placed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The same of entries without places."""
+    found, offset = [], 0
+    for entry in entries:
+        found.append(replace(entry, offset_bytes=offset))
+        offset = align(offset + entry.size_bytes, ALIGNMENT_BYTES)
+    return tuple(found)
 
 
 def align(number: int, to: int) -> int:
@@ -158,10 +180,7 @@ def encode_header(header: Header) -> bytes:
     document = {
         "structure": header.structure,
         "meta": dict(header.meta),
-        "tensors": [
-            [e.name, e.dtype, e.shape, e.box.offsets, e.box.sizes, e.offset_bytes, e.size_bytes, e.checksum, e.is_shard]
-            for e in header.entries
-        ],
+        "tensors": [entry.as_plain() for entry in header.entries],
     }
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
@@ -204,12 +223,21 @@ def decode_header(data: bytes, preamble: Preamble) -> Header:
     return _decoded(data, preamble)
 
 
+def header_of(encoded: bytes) -> Header:
+    """The inverse of `encode_header`, for what a peer has just sent; of a file `decode_header` reads it, and checks it.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is none.
+    """
+    document = json.loads(encoded)
+    entries = tuple(map(Entry.from_plain, document["tensors"]))
+    return Header(document["structure"], entries, MappingProxyType(document["meta"]))
+
+
 @lru_cache(maxsize=4)  # finding the newest checkpoint and loading it read the same header several times
 def _decoded(data: bytes, preamble: Preamble) -> Header:
     try:
-        document = json.loads(data)
-        entries = tuple(_entry(*fields) for fields in document["tensors"])
-        header = Header(document["structure"], entries, MappingProxyType(document["meta"]))
+        header = header_of(data)
         _check(header, preamble)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
         raise CorruptCheckpointError(f"its header makes no sense: {error!r}") from error

@@ -202,16 +202,21 @@ def _shard(part: TensorPart, value: torch.Tensor) -> Leaf:
     return Leaf(identity, {"kind": "shard", "device": str(part.tensor.device)}, (part,))
 
 
+def box_of(value: torch.Tensor) -> Box:
+    """The box of the whole tensor that this rank holds; a plain tensor is whole on every rank."""
+    if not isinstance(value, DTensor):
+        return Box.whole(value.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    # torch places what is empty behind the end
+    return Box(tuple(offsets), tuple(sizes)) if 0 not in sizes else Box((0,) * len(sizes), tuple(sizes))
+
+
 def _encode_dtensor(value: DTensor, name: str) -> Leaf:
     if any(placement.is_partial() for placement in value.placements):
         raise TypeError(f"the DTensor {name!r} holds partial sums: reduce it (redistribute) before saving")
     local = _with_data(value.to_local(), name)
-    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    shape, box = tuple(value.shape), Box(tuple(offsets), tuple(sizes))
     is_shard = any(placement.is_shard() for placement in value.placements)
-    if not box.numel:
-        box = Box((0,) * len(shape), tuple(local.shape))  # torch places what is empty behind the end
-    return _shard(TensorPart("data", name, local, shape, box, is_shard), value)
+    return _shard(TensorPart("data", name, local, tuple(value.shape), box_of(value), is_shard), value)
 
 
 def _with_data(tensor: torch.Tensor, name: str) -> torch.Tensor:
