@@ -348,9 +348,9 @@ class ShardedState(State):
             why = f"no surviving worker holds {describe_missing(nothing.missing)}"
             if any(offer.lost >= 0 for offer in offers):
                 raise NonRetryableException(
-                    f"{why} (the run was at step {lost_step}), and there is no checkpoint to load: more workers were lost "
-                    "at once than there were replicas; give train() a TieredCheckpointManager, or ShardedState more "
-                    "replicas"
+                    f"{why} (the run was at step {lost_step}), and there is no checkpoint to load: more workers were "
+                    "lost at once than there were replicas; give train() a TieredCheckpointManager, or ShardedState "
+                    "more replicas"
                 )
             self._lost_step = lost_step
             raise RetryableException(f"{why}: trying to load a checkpoint")
