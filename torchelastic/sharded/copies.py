@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.replication.placement import partners
-from torchelastic.checkpoint.shards.header import Header, encode_header, header_of, placed
+from torchelastic.checkpoint.shards.header import Entry, Header, encode_header, header_of, placed
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage, copy_all
 from torchelastic.group.rank_group import begun
@@ -150,6 +150,8 @@ class Copies:
         self._own: SlotPool | None = None
         self._others = SlotPool(None)
         self._copied: torch.cuda.Event | None = None
+        self._layout: Layout = {}  # of the last copy
+        self._places: tuple[Entry, ...] = ()
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
@@ -196,14 +198,16 @@ class Copies:
         return self._started if self._exchange is None or self._is_received() else self._started - 1
 
     def begin(self, version: Version, layout: Layout, tensors: Mapping[str, torch.Tensor], companions: bytes) -> None:
-        """StateCopy this rank's parts and begin to send them; every rank calls it at the same step.
+        """Copy this rank's parts and begin to send them; every rank calls it at the same step.
 
         Not before every rank has said that the copy before is whole.
         """
         assert self._partners is not None
         self.take_over()
         is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        header = Header(None, placed(layout.values()), {"version": astuple(version)})
+        if layout != self._layout:  # else the places are those of the copy before, which took a millisecond to find
+            self._layout, self._places = layout, placed(layout.values())
+        header = Header(None, self._places, {"version": astuple(version)})
         self._own = self._own or SlotPool(None, pinned=is_cuda)
         stage = self._own.take(header)
         self._fill(stage, list(tensors.values()), is_cuda=is_cuda)
