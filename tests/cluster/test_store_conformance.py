@@ -234,8 +234,14 @@ def test_an_empty_key_is_refused(store: CoordinationStore) -> None:
 # Transactions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", Target)
-def test_every_target_of_a_missing_key_is_zero(store: CoordinationStore, run_id: str, target: Target) -> None:
+def test_no_value_is_that_of_a_missing_key(store: CoordinationStore, run_id: str) -> None:
+    key = f"{run_id}/key"
+    assert not store.txn([Compare(key, Target.VALUE, b"")], [Put(key, b"wrong")]).succeeded
+    assert store.get(key) is None
+
+
+@pytest.mark.parametrize("target", [Target.CREATE_REVISION, Target.MOD_REVISION, Target.VERSION])
+def test_every_number_of_a_missing_key_is_zero(store: CoordinationStore, run_id: str, target: Target) -> None:
     key = f"{run_id}/key"
     assert not store.txn([Compare(key, target, 1)], [Put(key, b"wrong")]).succeeded
     assert store.get(key) is None
@@ -252,10 +258,14 @@ def test_a_comparison_holds_for_exactly_the_value_of_its_target(
     for value in (b"1", b"2", b"3"):
         store.put(key, value)
     kv = read(store, key)
-    actual = {Target.CREATE_REVISION: kv.create_revision, Target.MOD_REVISION: kv.mod_revision, Target.VERSION: 3}[
-        target
-    ]
-    for wrong in (actual - 1, actual + 1):
+    actual: int | bytes
+    wrongs: tuple[int | bytes, ...]
+    if target is Target.VALUE:
+        actual, wrongs = b"3", (b"2", b"33", b"")
+    else:
+        number = {Target.CREATE_REVISION: kv.create_revision, Target.MOD_REVISION: kv.mod_revision, Target.VERSION: 3}
+        actual, wrongs = number[target], (number[target] - 1, number[target] + 1)
+    for wrong in wrongs:
         assert not store.txn([Compare(key, target, wrong)], [Put(key, b"wrong")]).succeeded
     assert read(store, key) == kv
     assert store.txn([Compare(key, target, actual)], [Put(key, b"right")]).succeeded

@@ -19,6 +19,7 @@ from tests.simulation.training import Pace
 from tests.simulation.transitions import prepare, run_while
 from tests.simulation.world import World
 from torchelastic.rendezvous.burial import Predecessor
+from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.protocol import advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, decode_member, encode_member, encode_round
 from torchelastic.rendezvous.requests import EndWatches, Receive, Sleep
@@ -248,3 +249,41 @@ def test_that_a_process_has_ended_outlives_the_agent_that_says_so(ends: Callable
     record = stage.store.get(KEYS.member("m"))
     assert record is not None, "whoever starts the run again would take it for cut off, and wait"
     assert decode_member(record.key, record.value, 0).departed
+
+
+# --- a store that has lost its data counts its revisions from 1 again -------------------------------------------------
+
+
+def _in_another_life_of_the_store(stage: Stage) -> bytes:
+    """Leader and round have the same revisions as before, and another agent has written them; gives the round."""
+    leader, round_ = stage.store.get(KEYS.leader), stage.store.get(KEYS.round)
+    assert leader is not None
+    assert round_ is not None
+    stage.store = MemoryStore(clock=lambda: 0.0)
+    lease_id = stage.store.grant_lease(10.0).lease_id
+    other = encode_round(Round(1, RoundState.RUNNING, ("v", "w"), "i:1", edition=1))
+    while stage.store.list_prefix("/").revision < round_.mod_revision - 1:
+        stage.store.put("/padding", b"")
+    assert stage.store.put(KEYS.round, other) == round_.mod_revision
+    while stage.store.list_prefix("/").revision < leader.create_revision - 1:
+        stage.store.put("/padding", b"")
+    assert stage.store.put(KEYS.leader, b"b", lease_id) == leader.create_revision
+    return other
+
+
+def test_who_led_before_the_store_lost_its_data_writes_no_round_over_that_of_the_new_leader() -> None:
+    stage = leading(Stage())
+    written = _in_another_life_of_the_store(stage)
+    stage.hears(EventKind.PUT, KEYS.member("x"), encode_member(Member("x", "h", "h:1", ready_for=1, departed=True)))
+    round_ = stage.store.get(KEYS.round)
+    assert round_ is not None
+    assert round_.value == written
+
+
+def test_who_led_before_the_store_lost_its_data_hears_that_another_leads() -> None:
+    stage = leading(Stage())
+    leader = stage.store.get(KEYS.leader)
+    assert leader is not None
+    _in_another_life_of_the_store(stage)
+    stage.hears(EventKind.PUT, KEYS.leader, b"b", lease_id=1, revision=leader.create_revision)
+    assert not stage.host.leads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc as grpc
 
 from torchelastic.rendezvous.store import (
@@ -60,17 +62,19 @@ def to_event(event: etcdrpc.Event) -> StoreEvent:
     return StoreEvent(kind, to_key_value(event.kv))
 
 
+_COMPARED = {
+    Target.CREATE_REVISION: (etcdrpc.Compare.CREATE, "create_revision"),
+    Target.MOD_REVISION: (etcdrpc.Compare.MOD, "mod_revision"),
+    Target.VERSION: (etcdrpc.Compare.VERSION, "version"),
+    Target.VALUE: (etcdrpc.Compare.VALUE, "value"),
+}
+
+
 def to_compare(compare: Compare) -> etcdrpc.Compare:
     """One condition of a transaction."""
-    key = to_bytes(compare.key)
-    equal = etcdrpc.Compare.EQUAL
-    if compare.target is Target.CREATE_REVISION:
-        target = etcdrpc.Compare.CREATE
-        return etcdrpc.Compare(result=equal, target=target, key=key, create_revision=compare.value)
-    if compare.target is Target.MOD_REVISION:
-        target = etcdrpc.Compare.MOD
-        return etcdrpc.Compare(result=equal, target=target, key=key, mod_revision=compare.value)
-    return etcdrpc.Compare(result=equal, target=etcdrpc.Compare.VERSION, key=key, version=compare.value)
+    target, field = _COMPARED[compare.target]
+    expected: dict[str, Any] = {field: compare.value}
+    return etcdrpc.Compare(result=etcdrpc.Compare.EQUAL, target=target, key=to_bytes(compare.key), **expected)
 
 
 def to_operation(write: Put | Delete) -> etcdrpc.RequestOp:

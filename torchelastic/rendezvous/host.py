@@ -8,8 +8,8 @@ What a session relies on:
 
 * Every write of this host's members also compares and renews the host's own key. A write whose answer was lost may yet
   arrive, but then the key is another one, and it has no effect: writes happen in order and once, or not at all.
-* A round is written only by whoever holds the leader's key (its create revision is compared) and only over the very
-  round that the decision was made on (its mod revision is compared).
+* A round is written only by whoever holds the leader's key (its create revision and value are compared) and only over
+  the very round that the decision was made on (its mod revision is compared).
 * A round in the store that is older than the one this host knows means that the store has lost data: it is put back.
 """
 
@@ -359,7 +359,7 @@ class Host:
                 gone.append(name)
 
     async def _take_leader(self, kv: KeyValue, is_put: bool) -> None:
-        if self.leads and not (is_put and self._office.is_held_since(kv.create_revision)):
+        if self.leads and not (is_put and self._office.is_held_by(kv)):
             raise StartOverError("another agent leads by now")
         if not is_put:
             await self._office.campaign(self._lease_id, was_lost=self._was_lost)

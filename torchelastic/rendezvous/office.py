@@ -99,9 +99,9 @@ class Office:
         """Decide nothing any more."""
         self.is_held, self.wake_at_s = False, None
 
-    def is_held_since(self, revision: int) -> bool:
-        """Whether that is the revision at which the leader's key was created for this term."""
-        return self.is_held and revision == self._since_revision
+    def is_held_by(self, leader: KeyValue) -> bool:
+        """Whether the leader's key is that of this term."""
+        return self.is_held and (leader.create_revision, leader.value) == (self._since_revision, self._name)
 
     def hear(self, event: Event) -> None:
         """Tell the protocol; what it wants done is asked for in `decide`, once for everything that has happened."""
@@ -123,13 +123,17 @@ class Office:
 
     async def _publish(self, publish: Publish, word: bytes) -> None:
         """Write the round if nobody else leads by now and the round is the one that the decision was made on."""
-        still_leader = Compare(self._keys.leader, Target.CREATE_REVISION, self._since_revision)
+        # a store that has lost its data counts from 1 again: another host's key may have been created at this revision
+        still_leader = (
+            Compare(self._keys.leader, Target.CREATE_REVISION, self._since_revision),
+            Compare(self._keys.leader, Target.VALUE, self._name),
+        )
         cleared = [Delete(self._keys.member(name)) for name in publish.forgotten]
         vanishing: dict[str, bytes] = {}
         if publish.round.state is RoundState.CLOSED:
             vanishing = {self._keys.incarnation: word} if word else {}
             vanishing |= {kv.key: kv.value for kv in (await self._records_of_agents())[: MAX_WRITES - len(cleared)]}
-        await self._document.write(publish.round, (still_leader,), cleared, vanishing)
+        await self._document.write(publish.round, still_leader, cleared, vanishing)
         log.info("round %d is %s: %s", publish.round.number, publish.round.state.value, publish.round.because)
 
     async def _records_of_agents(self) -> list[KeyValue]:

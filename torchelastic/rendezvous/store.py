@@ -77,15 +77,16 @@ class Target(enum.Enum):
     CREATE_REVISION = "create_revision"
     MOD_REVISION = "mod_revision"
     VERSION = "version"
+    VALUE = "value"
 
 
 @dataclass(frozen=True)
 class Compare:
-    """`target` of `key` equals `value`; all three targets are 0 for a key that does not exist."""
+    """`target` of `key` equals `value`: bytes for the key's value, else a number, 0 for a key that does not exist."""
 
     key: str
     target: Target
-    value: int
+    value: int | bytes
 
 
 @dataclass(frozen=True)

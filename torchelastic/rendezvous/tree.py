@@ -59,12 +59,13 @@ class Tree:
     def holds(self, compare: Compare) -> bool:
         """Whether a comparison is true now."""
         kv = self.keys.get(compare.key, _NOTHING)
-        actual = {
+        actual: dict[Target, int | bytes | None] = {
             Target.CREATE_REVISION: kv.create_revision,
             Target.MOD_REVISION: kv.mod_revision,
             Target.VERSION: kv.version,
-        }[compare.target]
-        return actual == compare.value
+            Target.VALUE: kv.value if kv.version else None,  # as in etcd, equal to no value
+        }
+        return actual[compare.target] == compare.value
 
     def apply(self, writes: Sequence[Put | Delete]) -> tuple[StoreEvent, ...]:
         """Do the writes as one revision; writes that change nothing make no revision."""

@@ -43,6 +43,7 @@ class Compare:
     EQUAL: int
     VERSION: int
     CREATE: int
+    VALUE: int
     MOD: int
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Compare:
         version: int = ...,
         create_revision: int = ...,
         mod_revision: int = ...,
+        value: bytes = ...,
     ) -> None: ...
 
 class TxnRequest:
