@@ -164,6 +164,23 @@ def test_two_at_once_with_two_copies(jobs: list[ShardedJob], tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_each_rank_in_turn_with_groups_of_four_three_two_and_four(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    faults = [
+        Fault("kill", "backward", rank=0, step=5),
+        Fault("kill", "optimizer", rank=2, step=6),
+        Fault("kill", "drawn", rank=3, step=14, incarnation=None),
+        Fault("kill", "forward", rank=1, step=17, incarnation=None),
+    ]
+    job = start(jobs, tmp_path, *faults, wait_for_newcomer_at=[11], full_world=4)
+    job.run(4, "--max-restarts=4")
+    job.check()
+    worlds = [world for _, world in sorted(job.rounds().items())]
+    assert worlds[:3] == [4, 3, 2]
+    assert 4 in worlds[3:], worlds
+    assert job.lost_steps() <= 2 * len(faults)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sgd", "two"])
 def test_other_optimizers(jobs: list[ShardedJob], tmp_path: Path, optimizer: str) -> None:
     faults = [Fault("kill", "optimizer", rank=0, step=6), Fault("raise", "backward", rank=1, step=9)]
