@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Annotated
 
-#: One number per account, by `Account`: whole nanoseconds, so that sums are exact.
-Amounts = tuple[int, ...]
+from msgspec import Meta
+
+#: Whole nanoseconds, so that sums are exact.
+Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Account(enum.IntEnum):
@@ -41,6 +44,9 @@ class Account(enum.IntEnum):
         """
         return self.name.lower()
 
+
+#: One number per account, by `Account`.
+Amounts = Annotated[tuple[Nanoseconds, ...], Meta(min_length=len(Account), max_length=len(Account))]
 
 NOTHING: Amounts = (0,) * len(Account)
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torchelastic.foreign_json import RecordError, decode_json
+from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.ledger.book import Book
 from torchelastic.ledger.book_format import book_from_dict, book_to_dict
 from torchelastic.ledger.events import Event, LedgerFormatError, from_dict, to_dict
@@ -288,10 +288,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
             if not line.endswith(b"\n"):
                 return
             try:
-                fields = decode_json(str(path), line, most_bytes=len(line))
+                yield decode_object(str(path), line, most_bytes=len(line))
             except RecordError:
-                fields = None
-            yield fields if isinstance(fields, dict) else None
+                yield None
 
 
 def _files(folder: Path, name: str) -> list[tuple[int, Path]]:
