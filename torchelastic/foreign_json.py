@@ -83,14 +83,15 @@ def decode_object(source: str, data: bytes | str, *, most_bytes: int) -> dict[st
     return document
 
 
-def checked(source: str, document: object, kind: type[T], *, needed: Collection[str] = ()) -> T:
+def converted(source: str, document: object, kind: type[T], *, needed: Collection[str] = ()) -> T:
     """What somebody else has written, as a value of one of our types.
 
     Args:
         source: named in errors.
         document: as JSON was read.
-        kind: a dataclass, say, whose fields are of the types of this module; nothing is converted (no number is made
-            of a text, no whole number of 1.0). What the document has and it has not is left out.
+        kind: a dataclass, say, the types of whose fields say what they hold: those of this module have bounds. Nothing
+            is made fit (no number is made of a text, none of 1.0 a whole one). What the document has and `kind` has not
+            is left out.
         needed: names of fields that the document must have, although `kind` has a value for them.
 
     Raises:
@@ -103,6 +104,12 @@ def checked(source: str, document: object, kind: type[T], *, needed: Collection[
     for name in needed:
         if isinstance(document, Mapping) and name not in document:
             raise RecordError(f"{source}: Object missing required field `{name}`")
+    return value
+
+
+def checked(source: str, document: object, kind: type[T], *, needed: Collection[str] = ()) -> T:
+    """As `converted`, and all texts in it are printable. Raises RecordError."""
+    value = converted(source, document, kind, needed=needed)
     for place in _unprintable("$", msgspec.to_builtins(value)):
         raise RecordError(f"{source}: Expected a printable text - at `{place}`")
     return value
