@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -110,23 +110,29 @@ def converted(source: str, document: object, kind: type[T], *, needed: Collectio
 def checked(source: str, document: object, kind: type[T], *, needed: Collection[str] = ()) -> T:
     """As `converted`, and all texts in it are printable. Raises RecordError."""
     value = converted(source, document, kind, needed=needed)
-    for place in _unprintable("$", msgspec.to_builtins(value)):
-        raise RecordError(f"{source}: Expected a printable text - at `{place}`")
+    place = _unprintable(msgspec.to_builtins(value))
+    if place is not None:
+        raise RecordError(f"{source}: Expected a printable text - at `${place}`")
     return value
 
 
-def _unprintable(place: str, value: object) -> Iterator[str]:
-    """Where texts are that a terminal may obey."""
+def _unprintable(value: object) -> str | None:
+    """Where in it the first text is that a terminal may obey, such as `.workers[0].host`; None: there is none."""
     if isinstance(value, str):
-        if not value.isprintable():
-            yield place
-    elif isinstance(value, dict):
+        return None if value.isprintable() else ""
+    if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _unprintable(f"key in {place}", name)
-            yield from _unprintable(f"{place}.{name}", inner)
+            if not name.isprintable():
+                return ""
+            place = _unprintable(inner)
+            if place is not None:
+                return f".{name}{place}"
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
-            yield from _unprintable(f"{place}[{number}]", inner)
+            place = _unprintable(inner)
+            if place is not None:
+                return f"[{number}]{place}"
+    return None
 
 
 def _whole(text: str) -> int | float:
