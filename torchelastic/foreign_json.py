@@ -2,23 +2,25 @@
 
 Whatever is wrong with it, there is one error, `RecordError`, and it names where the JSON came from. `decode_json`
 bounds what there can be at all: no whole number is too large for `float()`, nothing is nested so deep that it cannot be
-written again. `Fields` takes the values out of an object, each within the bounds of its field.
+written again. `checked` makes a dataclass of an object: the types of its fields say what each may hold.
 """
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 import sys
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from torchelastic.text import escaped
 
-#: A text has at most so many characters, unless its reader says otherwise (a host's name has at most 253).
+#: A text has at most so many characters, unless its field says otherwise (a host's name has at most 253).
 MAX_TEXT = 400
-#: A counter is at most so large, unless its reader says otherwise: a float holds every whole number up to here.
+#: A counter is at most so large, unless its field says otherwise: a float holds every whole number up to here.
 MAX_COUNT = 2**53
 #: A whole number has at most so many digits: 2**64 has 20, and `float()` takes all of these.
 MAX_DIGITS = 20
@@ -26,9 +28,18 @@ MAX_DIGITS = 20
 MAX_DEPTH = 32
 #: The text of an error is cut to so many characters.
 _MOST_ERROR = 2000
-_LARGEST = sys.float_info.max
 
-E = TypeVar("E", bound=enum.Enum)
+#: Types of fields. A text; `checked` takes printable ones only: no line ends, no codes.
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+#: How often, how much, which one; -1 in the second: none, or not known.
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+CountIfAny = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
+#: A finite number; in the second one that is not negative. JSON has no NaN and no Infinity; what Python writes for them
+#: is refused.
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+
+T = TypeVar("T")
 
 
 class RecordError(ValueError):
@@ -48,7 +59,7 @@ def decode_json(source: str, data: bytes | str, *, most_bytes: int) -> Any:
 
     Returns:
         What it holds. A number that is too large is infinite, and NaN and Infinity, which JSON does not have and Python
-        writes, are what they are: `Fields` refuses them and names the field. Without it, mind that `int()` does too.
+        writes, are what they are: `checked` refuses them and names the field. Without it, mind that `int()` does too.
 
     Raises:
         RecordError: it is too long, no JSON, or nested too deep.
@@ -64,110 +75,64 @@ def decode_json(source: str, data: bytes | str, *, most_bytes: int) -> Any:
     return document
 
 
-def is_text(value: object, most: int) -> bool:
-    """Whether it is a text of at most so many characters that UTF-8 can hold: JSON can name halves of characters."""
-    if not isinstance(value, str) or len(value) > most:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def decode_object(source: str, data: bytes | str, *, most_bytes: int) -> dict[str, Any]:
+    """As `decode_json`, of what has to be an object. Raises RecordError."""
+    document = decode_json(source, data, most_bytes=most_bytes)
+    if not isinstance(document, dict):
+        raise RecordError(f"{source}: {type(document).__name__} where an object should be")
+    return document
 
 
-class Fields:
-    """One object. What it lacks is as it is by default; what it has is checked. A default of None: it must be there.
+def converted(source: str, document: object, kind: type[T], *, needed: Collection[str] = ()) -> T:
+    """What somebody else has written, as a value of one of our types.
 
     Args:
         source: named in errors.
         document: as JSON was read.
+        kind: a dataclass, say, the types of whose fields say what they hold: those of this module have bounds. Nothing
+            is made fit (no number is made of a text, none of 1.0 a whole one). What the document has and `kind` has not
+            is left out.
+        needed: names of fields that the document must have, although `kind` has a value for them.
 
     Raises:
-        RecordError: it is no object.
+        RecordError: it does not fit; names the field.
     """
+    try:
+        value = msgspec.convert(document, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON can name halves of characters
+        raise RecordError(f"{source}: {error}") from error
+    for name in needed:
+        if isinstance(document, Mapping) and name not in document:
+            raise RecordError(f"{source}: Object missing required field `{name}`")
+    return value
 
-    def __init__(self, source: str, document: object) -> None:
-        if not isinstance(document, Mapping):
-            raise RecordError(f"{source}: {type(document).__name__} where an object should be")
-        self.source, self._document = source, document
 
-    def text(self, name: str, default: str | None = "", *, most: int = MAX_TEXT) -> str:
-        """A printable text: no line ends, no codes. Raises RecordError."""
-        value = self._document.get(name, default)
-        if not is_text(value, most) or not value.isprintable():
-            raise self._wrong(name, f"a printable text of at most {most} characters")
-        return str(value)
+def checked(source: str, document: object, kind: type[T], *, needed: Collection[str] = ()) -> T:
+    """As `converted`, and all texts in it are printable. Raises RecordError."""
+    value = converted(source, document, kind, needed=needed)
+    place = _unprintable(msgspec.to_builtins(value))
+    if place is not None:
+        raise RecordError(f"{source}: Expected a printable text - at `${place}`")
+    return value
 
-    def whole(self, name: str, default: int | None = 0, *, least: int = 0, most: int = MAX_COUNT) -> int:
-        """A whole number within bounds. Raises RecordError."""
-        value = self._document.get(name, default)
-        # bool is an int in Python; a number is wanted where the record says number
-        if type(value) is not int or not least <= value <= most:
-            raise self._wrong(name, f"a whole number from {least} to {most}")
-        return value
 
-    def number(self, name: str, default: float | None = 0.0, *, most: float = _LARGEST) -> float:
-        """A finite number that is not negative. Raises RecordError."""
-        value = self._document.get(name, default)
-        if not _is_finite(value) or not 0 <= value <= most:
-            bound = "" if most == _LARGEST else f" and at most {most:g}"
-            raise self._wrong(name, f"a finite number that is not negative{bound}")
-        return float(value)
-
-    def flag(self, name: str, default: bool | None = False) -> bool:
-        """True or false. Raises RecordError."""
-        value = self._document.get(name, default)
-        if not isinstance(value, bool):
-            raise self._wrong(name, "true or false")
-        return value
-
-    def member_of(self, kind: type[E], name: str) -> E:
-        """One of an enumeration, by its value; it must be there. Raises RecordError."""
-        value = self._document.get(name)
-        for member in kind:
-            if type(value) is type(member.value) and value == member.value:
-                return member
-        raise self._wrong(name, f"one of {', '.join(str(member.value) for member in kind)}")
-
-    def texts(self, name: str, *, most: int = MAX_TEXT, is_optional: bool = False) -> tuple[str, ...]:
-        """A list of texts, each printable; an optional one is empty where it is missing. Raises RecordError."""
-        values = self._document.get(name, [] if is_optional else None)
-        if not isinstance(values, list) or not all(is_text(value, most) and value.isprintable() for value in values):
-            raise self._wrong(name, f"a list of printable texts of at most {most} characters")
-        return tuple(values)
-
-    def wholes(self, name: str, *, least: int = 0, below: int) -> tuple[int, ...]:
-        """A list of whole numbers within bounds; it must be there. Raises RecordError."""
-        values = self._document.get(name)
-        if not isinstance(values, list) or not all(type(value) is int and least <= value < below for value in values):
-            raise self._wrong(name, f"a list of whole numbers from {least}, below {below}")
-        return tuple(values)
-
-    def parts(self, name: str, most: int) -> list[Fields]:
-        """A list of at most so many objects. Raises RecordError."""
-        values = self._document.get(name, [])
-        if not isinstance(values, list) or len(values) > most:
-            raise self._wrong(name, f"a list of at most {most}")
-        return [Fields(f"{self.source}: {name}", value) for value in values]
-
-    def numbers(self, name: str, most: int) -> dict[str, float]:
-        """At most so many finite numbers by name. Raises RecordError."""
-        values = self._document.get(name, {})
-        if not isinstance(values, dict) or len(values) > most or not all(map(_is_finite, values.values())):
-            raise self._wrong(name, f"at most {most} finite numbers by name")
-        if not all(label.isprintable() and len(label) <= MAX_TEXT for label in values):
-            raise self._wrong(name, "numbers with printable names")
-        return {label: float(value) for label, value in values.items()}
-
-    def object(self, name: str) -> Mapping[str, Any]:
-        """Something by name; nothing by default. Raises RecordError."""
-        value = self._document.get(name, {})
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object")
-        return value
-
-    def _wrong(self, name: str, wanted: str) -> RecordError:
-        return RecordError(f"{self.source}: field {name!r} is not {wanted}")
+def _unprintable(value: object) -> str | None:
+    """Where in it the first text is that a terminal may obey, such as `.workers[0].host`; None: there is none."""
+    if isinstance(value, str):
+        return None if value.isprintable() else ""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not name.isprintable():
+                return ""
+            place = _unprintable(inner)
+            if place is not None:
+                return f".{name}{place}"
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            place = _unprintable(inner)
+            if place is not None:
+                return f"[{number}]{place}"
+    return None
 
 
 def _whole(text: str) -> int | float:
@@ -192,8 +157,3 @@ def _is_deeper(document: object, most: int) -> bool:
             return False
         level = inner
     return True
-
-
-def _is_finite(value: object) -> bool:
-    # a whole number may be larger than any float
-    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]  # they are numbers

@@ -108,7 +108,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def join(worker: Worker, **fields: Any) -> None:
-    message = {"store": "h:1", "step": 3, "standing": 3, "failed": False, "patience_s": 2.0, **fields}
+    message = {"store_address": "h:1", "step": 3, "standing": 3, "failed": False, "patience_s": 2.0, **fields}
     worker.say(op="join", **message)
 
 
@@ -251,7 +251,7 @@ POISON = [
     "-1",
 ]
 HELLO = {"op": "hello", "pid": 7, "local_rank": 0}
-JOIN = {"op": "join", "store": "h:1", "step": 3, "standing": 3, "failed": False, "patience_s": 2.0}
+JOIN = {"op": "join", "store_address": "h:1", "step": 3, "standing": 3, "failed": False, "patience_s": 2.0}
 DONE = {"op": "done", "step": 9}
 METRICS = {"op": "metrics", "items": [["g", "n", 1.5, 0.0]]}
 
@@ -260,7 +260,7 @@ METRICS = {"op": "metrics", "items": [["g", "n", 1.5, 0.0]]}
     ("before", "message", "field"),
     [
         *(((), HELLO, field) for field in ("pid", "local_rank")),
-        *(((HELLO,), JOIN, field) for field in ("store", "step", "standing", "failed", "patience_s")),
+        *(((HELLO,), JOIN, field) for field in ("store_address", "step", "standing", "failed", "patience_s")),
         ((HELLO,), DONE, "step"),
         (({"op": "metrics-hello", "pid": 7, "local_rank": 0},), METRICS, "items"),
     ],

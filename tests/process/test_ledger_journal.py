@@ -13,8 +13,7 @@ import pytest
 
 from tests.process.ledger_workers import HEAD, ROOT, killed, started
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book
-from torchelastic.ledger.book_format import book_to_dict
+from torchelastic.ledger.book import Book, book_to_dict
 from torchelastic.ledger.events import Event, LedgerFormatError, Straggler
 from torchelastic.ledger.journal import BackgroundJournal, JournalWriter, Sync, read_journals
 from torchelastic.ledger.keeper import Keeper, journal_name

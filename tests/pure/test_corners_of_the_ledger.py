@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 
 from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.book import Book, Earlier
-from torchelastic.ledger.book_format import book_from_dict, book_to_dict
+from torchelastic.ledger.book import Book, Earlier, book_from_dict, book_to_dict
 from torchelastic.ledger.events import (
     Counted,
     End,
-    Failure,
     LedgerFormatError,
     ReForm,
     Save,
     Start,
     from_dict,
-    tally_from_dict,
-    tally_to_dict,
     to_dict,
 )
 from torchelastic.ledger.life import Life
@@ -52,36 +48,28 @@ def test_a_book_whose_accounts_do_not_sum_up_says_whose_and_is_not_read() -> Non
         book_from_dict(book_to_dict(earlier))
 
 
-def test_only_failures_can_be_waiting_to_be_matched_with_a_death() -> None:
-    fields = book_to_dict(Book())
-    failure = Failure(at_ns=3, worker=WORKER, round=1)
-    assert book_from_dict({**fields, "noticed": [[to_dict(failure), 4, 5]]}).noticed[0].failure == failure
-    with pytest.raises(LedgerFormatError, match="no failure"):
-        book_from_dict({**fields, "noticed": [[to_dict(Start(at_ns=3, worker=WORKER)), 4, 5]]})
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"account": "holiday"}, "no counts of a worker: KeyError"),
-        ({"totals": {"holiday": 1}}, "no accounts of this version"),
-        ({"since_ns": "now"}, "no times"),
+        ({"account": 99}, "tally.account`"),
+        ({"totals": [1]}, "tally.totals`"),
+        ({"since_ns": "now"}, "tally.since_ns`"),
         ({"committed": -1}, "a count is negative or missing"),
         ({"since_ns": 999}, "the accounts sum to 130 ns of 999"),
     ],
 )
 def test_counts_that_cannot_be_are_refused(change: dict[str, Any], said: str) -> None:
-    fields = tally_to_dict(trained())
-    assert tally_from_dict(fields) == trained()
+    fields = to_dict(counted(trained()))
+    assert from_dict(fields) == counted(trained())
     with pytest.raises(LedgerFormatError, match=said):
-        tally_from_dict({**fields, **change})
+        from_dict({**fields, "tally": {**fields["tally"], **change}})
 
 
 @pytest.mark.parametrize("phases", [[1, 2], {"detect": 1.5}, {"detect": True}])
 def test_phases_that_are_no_nanoseconds_are_refused(phases: Any) -> None:
     fields = to_dict(ReForm(at_ns=3, worker=WORKER, phases_ns={"detect": 1}))
     assert from_dict(fields) == ReForm(at_ns=3, worker=WORKER, phases_ns={"detect": 1})
-    with pytest.raises(LedgerFormatError, match="phases_ns is"):
+    with pytest.raises(LedgerFormatError, match="phases_ns"):
         from_dict({**fields, "phases_ns": phases})
 
 

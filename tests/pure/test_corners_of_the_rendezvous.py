@@ -358,7 +358,7 @@ def test_a_message_of_a_worker_survives_the_wire_and_everything_else_is_refused(
     assert encode(message).count(b"\n") == 1
     for line, said in [
         (b"{", "does not hold JSON"),
-        (b"[1]", "no object with an 'op'"),
+        (b"[1]", "list where an object should be"),
         (b'{"op": 3}', "no object with an 'op'"),
         (b" " * (MAX_LINE_BYTES + 1), "at most"),
     ]:

@@ -155,7 +155,7 @@ def test_a_card_survives_the_way_through_etcd() -> None:
         encode_card(replace(HERE, ports=())),
         encode_card(replace(HERE, ports=(0,))),
         encode_card(replace(HERE, ports=(70000,))),
-        encode_card(replace(HERE, name="x" * 301)),
+        encode_card(replace(HERE, name="x" * 401)),
         encode_card(HERE).replace(b'"node-1"', b"7"),
         encode_card(HERE).replace(b"[4000]", b"4000"),
         encode_card(HERE).replace(b'{"torch": "2.13.0"}', b"3"),

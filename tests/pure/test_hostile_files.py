@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.pure.hostile_json import VALUES, with_field
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.ledger.book import Book
-from torchelastic.ledger.book_format import book_to_dict
+from torchelastic.ledger.book import Book, book_to_dict
 from torchelastic.ledger.events import KINDS, Failure, LedgerFormatError, ReForm, Start, to_dict
 from torchelastic.ledger.journal import VERSION, Head, read_journal
 from torchelastic.lifetime.manager_state import FILE_NAME, SCHEMA, ManagerState, read_state

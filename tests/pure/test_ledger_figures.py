@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.ledger.accounts import NOTHING, Account, from_labels
+from tests.pure.ledger_amounts import amounts_of
+from torchelastic.ledger.accounts import NOTHING, Account
 from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Counted, End, Failure, Start
 from torchelastic.ledger.figures import Seen, ettr, figures_of, goodput, participation, seen, step_efficiency
@@ -46,14 +47,14 @@ def test_every_share_and_every_bound_is_between_0_and_1_whatever_was_seen(run: S
 
 
 def test_workers_that_were_wanted_and_not_there_count_for_the_effective_training_time_and_not_for_goodput() -> None:
-    run = Seen(100 * S, 150 * S, from_labels({"productive": 120 * S, "start_up": 30 * S}), 2, workers=2, committed=100)
+    run = Seen(100 * S, 150 * S, amounts_of(productive=120 * S, start_up=30 * S), 2, workers=2, committed=100)
     assert goodput(run).value == pytest.approx(0.8)
     assert ettr(run).value == participation(run).value == pytest.approx(0.6)
     assert ettr(run).attainable == goodput(run).attainable == pytest.approx(0.8)
 
 
 def test_who_only_waits_takes_no_part() -> None:
-    run = Seen(100 * S, 300 * S, from_labels({"productive": 200 * S, "idle": 100 * S}), 2, workers=3, committed=100)
+    run = Seen(100 * S, 300 * S, amounts_of(productive=200 * S, idle=100 * S), 2, workers=3, committed=100)
     assert participation(run).value == participation(run).attainable == 1.0
 
 
@@ -62,21 +63,19 @@ def test_nothing_at_all_is_no_error() -> None:
 
 
 def test_a_run_without_failures_could_have_been_all_productive_but_for_its_start() -> None:
-    run = Seen(
-        100 * S, 200 * S, from_labels({"productive": 180 * S, "start_up": 20 * S}), 2, workers=2, committed=1_800
-    )
+    run = Seen(100 * S, 200 * S, amounts_of(productive=180 * S, start_up=20 * S), 2, workers=2, committed=1_800)
     of_run = figures_of(run)
     assert of_run.goodput.value == of_run.goodput.attainable == of_run.ettr.value == pytest.approx(0.9)
     assert of_run.step_efficiency.attainable == 1.0
     assert of_run.whole_job_s.value == of_run.whole_job_s.attainable == pytest.approx(100.0)
-    waits = from_labels({"productive": 90 * S, "start_up": 20 * S, "save_stall": 90 * S})
+    waits = amounts_of(productive=90 * S, start_up=20 * S, save_stall=90 * S)
     assert figures_of(replace(run, amounts=waits)).whole_job_s.attainable == pytest.approx(50.0)
 
 
 def test_the_bound_of_torchfts_first_run_comes_out_as_they_quote_it() -> None:
     # one fault a minute, steps of 10.9 s: 83.4 % of the steps by Poisson, 82.3 % measured (5,145 of 6,249)
     run = Seen(
-        60 * 1_100 * S, 60 * 1_100 * S, from_labels({"productive": int(5_145 * 10.9 * S)}), 1,
+        60 * 1_100 * S, 60 * 1_100 * S, amounts_of(productive=int(5_145 * 10.9 * S)), 1,
         workers=1, committed=5_145, undone=1_104, failures=1_100,
     )  # fmt: skip
     efficiency = step_efficiency(run)
@@ -86,7 +85,7 @@ def test_the_bound_of_torchfts_first_run_comes_out_as_they_quote_it() -> None:
 
 def test_failures_that_peers_repair_cost_their_recovery_and_half_a_step() -> None:
     # one failure in 60 s, 0.3 s to train again, steps of 1 s: 1 / (1 + 0.8 / 60)
-    amounts = from_labels({"productive": 600 * S, "detect": S, "re_form": S, "restore": S, "replayed": 5 * S})
+    amounts = amounts_of(productive=600 * S, detect=S, re_form=S, restore=S, replayed=5 * S)
     wall_ns = sum(amounts)
     run = Seen(wall_ns, wall_ns, amounts, 1, workers=1, committed=600, failures=10)
     assert goodput(run).attainable == pytest.approx(1 / (1 + 10 * 0.8 / (wall_ns / S)))
@@ -94,7 +93,7 @@ def test_failures_that_peers_repair_cost_their_recovery_and_half_a_step() -> Non
 
 def test_failures_that_go_back_to_a_checkpoint_have_the_bound_of_the_best_period() -> None:
     # C = 1 s, M = 100 s, R = 2 s: Daly's best period is 13.4 s, which gives 84.9 %
-    amounts = from_labels({"productive": 800 * S, "save_stall": 100 * S, "restore": 20 * S, "replayed": 80 * S})
+    amounts = amounts_of(productive=800 * S, save_stall=100 * S, restore=20 * S, replayed=80 * S)
     run = Seen(1_000 * S, 1_000 * S, amounts, 1, workers=1, committed=8_000, failures=10, saves=100,
                restores_from_checkpoint=10)  # fmt: skip
     assert goodput(run).attainable == pytest.approx(0.849, abs=2e-3)
@@ -103,7 +102,7 @@ def test_failures_that_go_back_to_a_checkpoint_have_the_bound_of_the_best_period
 
 
 def test_nobody_takes_part_before_it_has_started() -> None:
-    amounts = from_labels({"productive": 160 * S, "start_up": 20 * S, "idle": 20 * S})
+    amounts = amounts_of(productive=160 * S, start_up=20 * S, idle=20 * S)
     run = Seen(100 * S, 200 * S, amounts, 2, workers=4, lost=2)
     assert participation(run).value == pytest.approx(0.8)
     assert participation(run).attainable == pytest.approx(40 / 45)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.ledger.accounts import Account, by_label, from_labels
-from torchelastic.ledger.events import tally_from_dict, tally_to_dict
+from tests.pure.ledger_amounts import amounts_of
+from torchelastic.ledger.accounts import Account, by_label
+from torchelastic.ledger.events import Counted, from_dict, to_dict
 from torchelastic.ledger.marks import MOST_MARKS, Marks
 from torchelastic.ledger.meter import Meter
 from torchelastic.ledger.tally import Tally
@@ -98,14 +100,13 @@ def test_the_end_of_a_process_leaves_nothing_pending_and_never_adds_to_what_is_p
 @given(LIVES)
 def test_counts_survive_json(life: list[tuple[str, int, int]]) -> None:
     tally = lived(life)[0]
-    assert tally_from_dict(tally_to_dict(tally)) == tally
+    counted = Counted(at_ns=tally.since_ns, tally=tally)
+    assert from_dict(json.loads(json.dumps(to_dict(counted)))) == counted
 
 
 def test_only_what_commits_is_productive() -> None:
     tally = Tally.begun(0).entered(10, 1, 0, 2).level(30, 7).commits(130).undoes(180)
-    assert by_label(tally.totals) == by_label(
-        from_labels({"start_up": 10, "restore": 20, "productive": 100, "replayed": 50})
-    )
+    assert by_label(tally.totals) == by_label(amounts_of(start_up=10, restore=20, productive=100, replayed=50))
     assert (tally.step, tally.committed, tally.undone, tally.account) == (8, 1, 1, Account.RE_FORM)
 
 

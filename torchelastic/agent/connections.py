@@ -18,19 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchelastic.foreign_json import Fields
+from torchelastic.foreign_json import checked
 from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
-from torchelastic.processes.identity import MAX_PID, Process
+from torchelastic.processes.identity import Process
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.member_id import MemberId
 from torchelastic.rendezvous.records import (
-    MAX_MEMBER_COUNT,
     MAX_SECONDS,
-    MAX_TEXT,
     Member,
     Round,
     RoundState,
-    Standing,
     round_to_dict,
 )
 from torchelastic.rendezvous.view import is_done
@@ -259,8 +256,7 @@ class Connections:
 
     def _hear_elsewhere(self, message: wire.Message) -> None:
         """A worker's script names another run: all that is done for it here is to start it again."""
-        fields, local_rank = Fields("elsewhere", message), _local_rank(message)
-        pid = fields.whole("pid", None, least=1, most=MAX_PID)
+        told = checked("elsewhere", message, wire.Elsewhere)
         if not self._knows_elsewhere:
             self._knows_elsewhere = True
             log.warning(
@@ -268,22 +264,22 @@ class Connections:
                 "started again if it fails, but nobody here sees whether it hangs, or who else is lost; leave "
                 "init_method out of the script, or give that etcd and run id to the launcher too (--rdzv-endpoint, "
                 "--rdzv-id)",
-                "?" if local_rank is None else local_rank, fields.text("run", None, most=MAX_TEXT),
+                "?" if told.local_rank is None else told.local_rank, told.run,
             )  # fmt: skip
-        self.on_ask(pid, local_rank)
-        if fields.flag("closed", None):
-            self.on_late(pid, local_rank)
+        self.on_ask(told.pid, told.local_rank)
+        if told.closed:
+            self.on_late(told.pid, told.local_rank)
 
     def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> Connection:
         self._count += 1
-        local_rank, pid = _local_rank(message), Fields("hello", message).whole("pid", None, least=1, most=MAX_PID)
-        place = "p" if local_rank is None else str(local_rank)
+        told = checked("hello", message, wire.Hello)
+        place = "p" if told.local_rank is None else str(told.local_rank)
         member_id = MemberId(self._host[:MAX_HOST_IN_ID], place, self._incarnation, str(self._count))
         member = Member(str(member_id), self._host)
-        connection = Connection(member, pid, local_rank, writer)
+        connection = Connection(member, told.pid, told.local_rank, writer)
         self.by_member[member.member_id] = connection
         self.processes[member.member_id] = Process.of(connection.pid)
-        if message.get("notice"):
+        if told.notice:
             self._watch_for_death(connection.pid)
         connection.tell(
             {
@@ -327,7 +323,7 @@ class Connections:
         elif op == "done":
             connection.waiting_since_s = None
             self.on_done(connection.pid, connection.local_rank)
-            connection.member = finishes(connection.member, self.round, _step(Fields(op, message)))
+            connection.member = finishes(connection.member, self.round, checked(op, message, wire.Done).step)
             self._declare(connection.member)
             await self._until_written()
             connection.tell({"op": "noted"})
@@ -335,15 +331,15 @@ class Connections:
             raise wire.WireError(f"unknown op {op!r}")
 
     def _join(self, connection: Connection, message: wire.Message) -> None:
-        fields = Fields("join", message)
+        told = checked("join", message, wire.Join)
         member = asks(
             connection.member,
             self.round,
-            store_address=fields.text("store", None, most=MAX_TEXT),
-            step=_step(fields),
-            standing=fields.member_of(Standing, "standing"),
-            failed=fields.flag("failed", None),
-            patience_s=min(fields.number("patience_s", None), MAX_SECONDS),
+            store_address=told.store_address,
+            step=told.step,
+            standing=told.standing,
+            failed=told.failed,
+            patience_s=min(told.patience_s, MAX_SECONDS),
         )
         connection.waiting_since_s = self._clock()
         self.on_ask(connection.pid, connection.local_rank)
@@ -374,7 +370,7 @@ class Connections:
         return True
 
     async def _serve_metrics(self, hello: wire.Message, reader: asyncio.StreamReader) -> None:
-        local_rank = _local_rank(hello)
+        local_rank = checked("hello", hello, wire.Hello).local_rank
         async for line in reader:
             items = wire.decode(line).get("items")
             if not isinstance(items, list) or not all(isinstance(item, list) and len(item) >= 3 for item in items):
@@ -391,16 +387,6 @@ class Connections:
         )
         if known is not None and not finished:
             self._withdraw(connection.member.member_id)
-
-
-def _local_rank(hello: wire.Message) -> int | None:
-    """That of the worker that says hello, or where it trains; None without the launcher. Raises RecordError."""
-    return None if hello.get("local_rank") is None else Fields("hello", hello).whole("local_rank")
-
-
-def _step(fields: Fields) -> int:
-    """How many steps a member has committed. Raises RecordError."""
-    return fields.whole("step", None, most=MAX_MEMBER_COUNT)
 
 
 def _contact_message(contact: Contact) -> wire.Message:

@@ -10,9 +10,13 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from torchelastic.foreign_json import MAX_COUNT, Fields, RecordError, decode_json
-from torchelastic.processes.identity import MAX_PID, Process, is_this_place, this_place
+import msgspec
+from msgspec import Meta
+
+from torchelastic.foreign_json import Text, checked, decode_json
+from torchelastic.processes.identity import Process, is_this_place, this_place
 
 #: What is longer was not written by us.
 MAX_RECORD_BYTES = 1_500_000
@@ -29,17 +33,14 @@ class ProcessRecord:
         members: the process of each member.
     """
 
-    place: Mapping[str, str]
+    place: Mapping[str, Text]
     agent: Process
-    lease_id: int
+    lease_id: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     members: Mapping[str, Process]
 
     def encode(self) -> bytes:
         """As JSON."""
-        members = {name: [process.pid, process.started_ticks] for name, process in self.members.items()}
-        agent = [self.agent.pid, self.agent.started_ticks]
-        document = {**self.place, "agent": agent, "lease": self.lease_id, "members": members}
-        return json.dumps(document, separators=(",", ":")).encode()
+        return json.dumps(msgspec.to_builtins(self), separators=(",", ":")).encode()
 
     @property
     def is_of_this_place(self) -> bool:
@@ -62,18 +63,4 @@ def describe(processes: Mapping[str, Process], lease_id: int, members: Collectio
 
 def decode(key: str, value: bytes) -> ProcessRecord:
     """The inverse of `ProcessRecord.encode`; the key that it stands under is named in a RecordError."""
-    fields = Fields(key, decode_json(key, value, most_bytes=MAX_RECORD_BYTES))
-    members = fields.object("members")
-    return ProcessRecord(
-        {name: fields.text(name, None) for name in this_place()},
-        _process(fields, "agent"),
-        fields.whole("lease", None, most=2**63 - 1),
-        {name: _process(Fields(f"{key}: members", members), name) for name in members},
-    )
-
-
-def _process(fields: Fields, name: str) -> Process:
-    numbers = fields.wholes(name, least=-1, below=MAX_COUNT)
-    if len(numbers) != 2 or not 0 <= numbers[0] <= MAX_PID:
-        raise RecordError(f"{fields.source}: field {name!r} is not a pid and the moment of its start")
-    return Process(*numbers)
+    return checked(key, decode_json(key, value, most_bytes=MAX_RECORD_BYTES), ProcessRecord)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchelastic.agent.control_sequences import last_state, shown_of
 from torchelastic.agent.repeats import Again, Repeats, Said
-from torchelastic.foreign_json import RecordError, decode_json
+from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.log_lines import HUMAN, JSON, json_line
 
 #: Writes a text, line end and all, to the stream with that name; must not wait.
@@ -177,10 +177,10 @@ def _log_line(text: str) -> dict[str, Any] | None:
     if not text.startswith(_LOG_LINE):
         return None
     try:
-        document = decode_json("a line", text, most_bytes=len(text))
+        document = decode_object("a line", text, most_bytes=len(text))
     except RecordError:
         return None
-    return document if isinstance(document, dict) and document.get("kind") == "log" else None
+    return document if document.get("kind") == "log" else None
 
 
 def _for_people(part: Said | Again) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchelastic.doctor.findings import Finding, Level
+from torchelastic.foreign_json import RecordError, converted, decode_json
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 
 NAME = "accelerators"
 #: Importing torch from a cold disk takes seconds.
 PROBE_TIMEOUT_S = 11.0
+#: A line of what the child prints for each GPU, and more.
+_MOST_TOLD_BYTES = 1 << 20
 
 _PROBE = """
 import json, torch
@@ -165,19 +167,9 @@ def gather_accelerators(environment: Mapping[str, str], timeout_s: float = PROBE
     except subprocess.TimeoutExpired:
         return AcceleratorFacts(nodes, visible, f"it was not done within {timeout_s:g} s", is_late=True)
     try:
-        told = json.loads(done.stdout.strip().splitlines()[-1])
-        return AcceleratorFacts(
-            nodes,
-            visible,
-            torch=str(told["torch"]),
-            cuda_build=told["cuda_build"],
-            gloo=bool(told["gloo"]),
-            nccl=bool(told["nccl"]),
-            nccl_version=str(told["nccl_version"]),
-            devices=tuple((str(name), str(capability)) for name, capability in told["devices"]),
-            compiled_for=tuple(map(str, told["compiled_for"])),
-        )
-    except (ValueError, IndexError, KeyError, TypeError):
+        told = decode_json("torch", done.stdout.strip().splitlines()[-1], most_bytes=_MOST_TOLD_BYTES)
+        return replace(converted("torch", told, AcceleratorFacts), nodes=nodes, visible=visible)
+    except (RecordError, IndexError):
         last = (done.stderr.strip().splitlines() or [f"the child ended with status {done.returncode}"])[-1]
         return AcceleratorFacts(nodes, visible, last)
 

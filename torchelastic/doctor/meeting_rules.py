@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from torchelastic.doctor.findings import Finding, Level, list_text
+from torchelastic.foreign_json import RecordError, Text, checked, decode_json
 
 HOSTS, REACH, ALIKE = "hosts", "reach of hosts", "versions of hosts"
+#: A card is no longer; what a host tells of itself needs some hundreds.
+MOST_CARD_BYTES = 65_536
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 @dataclass(frozen=True)
@@ -24,12 +33,12 @@ class HostCard:
         facts: what should be the same everywhere, such as the version of torch.
     """
 
-    name: str
-    address: str
-    ports: tuple[int, ...]
-    boot_id: str
+    name: Text
+    address: Text
+    ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=100)]
+    boot_id: Text
     is_done: bool = False
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Annotated[Mapping[Text, Text], Meta(max_length=50)] = field(default_factory=dict)
 
     def done(self) -> HostCard:
         """The same host, when it has looked at the others."""
@@ -72,34 +81,14 @@ class MeetingFacts:
 
 def encode_card(card: HostCard) -> bytes:
     """A card as JSON."""
-    document = {
-        "name": card.name,
-        "address": card.address,
-        "ports": list(card.ports),
-        "boot_id": card.boot_id,
-        "is_done": card.is_done,
-        "facts": dict(card.facts),
-    }
-    return json.dumps(document).encode()
+    return json.dumps(msgspec.to_builtins(card)).encode()
 
 
 def decode_card(data: bytes) -> HostCard | None:
     """A card; None if it is none: then somebody else wrote it."""
     try:
-        document = json.loads(data)
-        texts = [document[name] for name in ("name", "address", "boot_id")]
-        ports, facts = document["ports"], document["facts"]
-        is_right = (
-            all(isinstance(text, str) and len(text) <= 300 for text in texts)
-            and isinstance(facts, dict)
-            and 1 <= len(ports) <= 100
-            and all(isinstance(port, int) and 0 < port < 65536 for port in ports)
-        )
-        if not is_right:
-            return None
-        kept = {str(name)[:100]: str(value)[:300] for name, value in list(facts.items())[:50]}
-        return HostCard(texts[0], texts[1], tuple(ports), texts[2], document["is_done"] is True, kept)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return checked("a card", decode_json("a card", data, most_bytes=MOST_CARD_BYTES), HostCard)
+    except RecordError:
         return None
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Annotated
 
-#: One number per account, by `Account`: whole nanoseconds, so that sums are exact.
-Amounts = tuple[int, ...]
+from msgspec import Meta
+
+#: Whole nanoseconds, so that sums are exact.
+Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Account(enum.IntEnum):
@@ -42,6 +45,9 @@ class Account(enum.IntEnum):
         return self.name.lower()
 
 
+#: One number per account, by `Account`.
+Amounts = Annotated[tuple[Nanoseconds, ...], Meta(min_length=len(Account), max_length=len(Account))]
+
 NOTHING: Amounts = (0,) * len(Account)
 
 
@@ -62,13 +68,3 @@ def by_label(amounts: Sequence[int]) -> dict[str, int]:
     5
     """
     return {account.label: amounts[account] for account in Account}
-
-
-def from_labels(named: object) -> Amounts:
-    """What `by_label` made; accounts that are missing are 0. Raises ValueError: something else."""
-    if not isinstance(named, dict) or not set(named) <= {account.label for account in Account}:
-        raise ValueError(f"no accounts of this version: {named!r}"[:200])
-    amounts = tuple(named.get(account.label, 0) for account in Account)
-    if any(type(ns) is not int for ns in amounts):
-        raise ValueError(f"amounts that are not whole nanoseconds: {named!r}"[:200])
-    return amounts

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
+from torchelastic.foreign_json import RecordError, converted
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts, added
 from torchelastic.ledger.events import (
     Counted,
@@ -19,6 +22,7 @@ from torchelastic.ledger.events import (
     Failure,
     FirstStep,
     Join,
+    LedgerFormatError,
     Loss,
     ReForm,
     Restore,
@@ -319,3 +323,28 @@ def share(amounts: Amounts, account: Account) -> float:
     """The part of an account in the sum; 0 where nothing has been counted."""
     total = sum(amounts)
     return amounts[account] / total if total else 0.0
+
+
+# --- as JSON: what the head of a journal file brings forward from the files before it ---------------------------------
+
+
+def book_to_dict(book: Book) -> dict[str, Any]:
+    """For JSON."""
+    plain: dict[str, Any] = msgspec.to_builtins(book)
+    return plain
+
+
+def book_from_dict(fields: object) -> Book:
+    """What `book_to_dict` made.
+
+    Raises:
+        LedgerFormatError: it is something else, or its accounts do not sum up.
+    """
+    try:
+        book = converted("a book", fields, Book, needed=list(book_to_dict(Book())))
+    except RecordError as error:
+        raise LedgerFormatError(str(error)) from error
+    wrong = book.why_wrong(book.counts.last_ns)
+    if wrong:
+        raise LedgerFormatError(f"a book that does not sum up: {wrong}")
+    return book

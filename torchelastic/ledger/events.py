@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torchelastic.ledger.accounts import Account, by_label, from_labels
+import msgspec
+
+from torchelastic.foreign_json import RecordError, converted
 from torchelastic.ledger.tally import Tally
 
 #: Of a cause so many characters are kept.
@@ -233,78 +235,29 @@ def is_failure(event: Event) -> bool:
 
 def to_dict(event: Event) -> dict[str, Any]:
     """For JSON: the kind, the time, and whatever is not as usual."""
-    fields: dict[str, Any] = {"kind": event.kind, "at_ns": event.at_ns}
-    for one in dataclasses.fields(event):
-        value = getattr(event, one.name)
-        if isinstance(value, Tally):
-            fields[one.name] = tally_to_dict(value)
-        elif one.name != "at_ns" and value != one.default:
-            fields[one.name] = dict(value) if isinstance(value, Mapping) else value
-    return fields
+    usual = {one.name: one.default for one in dataclasses.fields(event)}
+    plain: dict[str, Any] = msgspec.to_builtins(event)
+    return {"kind": event.kind, **{name: value for name, value in plain.items() if value != usual[name]}}
 
 
 def from_dict(fields: Mapping[str, Any]) -> Event | None:
     """What `to_dict` made; None: an event of a kind that this version does not know. Unknown fields are left out.
 
     Raises:
-        LedgerFormatError: it is no event, or a field has another type than it should.
+        LedgerFormatError: it is no event, a field has another type than it should, or counts do not sum up.
     """
     if not isinstance(fields, Mapping) or not isinstance(fields.get("kind"), str):
         raise LedgerFormatError(f"no event: {fields!r}"[:200])
     kind = KINDS.get(fields["kind"])
     if kind is None:
         return None
-    known: dict[str, Any] = {}
-    for one in dataclasses.fields(kind):
-        if one.name in fields:
-            known[one.name] = _checked(one.name, fields[one.name])
     try:
-        return kind(**known)
-    except TypeError as error:
-        raise LedgerFormatError(f"an event that lacks something: {error}") from error
-
-
-def tally_to_dict(tally: Tally) -> dict[str, Any]:
-    """For JSON."""
-    return {**dataclasses.asdict(tally), "account": tally.account.label, "totals": by_label(tally.totals)}
-
-
-def tally_from_dict(fields: Any) -> Tally:
-    """What `tally_to_dict` made. Raises LedgerFormatError: something else, or counts that do not sum up."""
-    try:
-        account = Account[str(fields["account"]).upper()]
-        numbers = {one.name: fields[one.name] for one in dataclasses.fields(Tally) if one.name in fields}
-        tally = Tally(**{**numbers, "account": account, "totals": from_labels(fields["totals"])})
-        wrong = tally.why_wrong() if all(type(n) is int for n in (tally.since_ns, tally.started_ns)) else "no times"
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise LedgerFormatError(f"no counts of a worker: {error!r}"[:200]) from error
-    if wrong:
-        raise LedgerFormatError(f"no counts of a worker: {wrong}")
-    return tally
-
-
-_TEXTS = ("worker", "cause", "member", "certainty", "source", "tier")
-_FLAGS = ("is_loss", "is_over", "is_first", "is_undone")
-
-
-def _checked(name: str, value: Any) -> Any:
-    if name == "tally":
-        return tally_from_dict(value)
-    if name == "phases_ns":
-        if not isinstance(value, Mapping) or any(type(ns) is not int for ns in value.values()):
-            raise LedgerFormatError(f"{name} is {value!r}"[:200])
-        return dict(value)
-    if name in _TEXTS:
-        fits = isinstance(value, str)
-    elif name in _FLAGS:
-        fits = isinstance(value, bool)
-    elif name == "relative_percent":
-        fits = type(value) in (int, float)
-    else:
-        fits = type(value) is int or (value is None and name == "exit_code")
-    if not fits:
-        raise LedgerFormatError(f"{name} is {value!r}"[:200])
-    return value
+        event = converted("an event", fields, kind)
+    except RecordError as error:
+        raise LedgerFormatError(str(error)) from error
+    if isinstance(event, Counted) and event.tally.why_wrong():
+        raise LedgerFormatError(f"no counts of a worker: {event.tally.why_wrong()}")
+    return event
 
 
 def short(text: str) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy.formulas import daly_period_s, exact_cost
-from torchelastic.ledger.accounts import NOTHING, Account, Amounts, added
+from torchelastic.foreign_json import Count
+from torchelastic.ledger.accounts import NOTHING, Account, Amounts, Nanoseconds, added
 from torchelastic.ledger.book import Book
 
 _S = 1e-9
@@ -35,17 +36,17 @@ class Seen:
         saves: as seen by each worker.
     """
 
-    wall_ns: int
-    worker_ns: int
+    wall_ns: Nanoseconds
+    worker_ns: Nanoseconds
     amounts: Amounts = NOTHING
-    configured_workers: int = 0
-    workers: int = 0
-    committed: int = 0
-    undone: int = 0
-    failures: int = 0
-    restores_from_checkpoint: int = 0
-    lost: int = 0
-    saves: int = 0
+    configured_workers: Count = 0
+    workers: Count = 0
+    committed: Count = 0
+    undone: Count = 0
+    failures: Count = 0
+    restores_from_checkpoint: Count = 0
+    lost: Count = 0
+    saves: Count = 0
 
     @property
     def mean_workers(self) -> float:

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torchelastic.foreign_json import RecordError, decode_json
-from torchelastic.ledger.book import Book
-from torchelastic.ledger.book_format import book_from_dict, book_to_dict
+from torchelastic.foreign_json import RecordError, converted, decode_object
+from torchelastic.ledger.book import Book, book_from_dict, book_to_dict
 from torchelastic.ledger.events import Event, LedgerFormatError, from_dict, to_dict
 
 log = logging.getLogger(__name__)
@@ -272,13 +271,9 @@ def _head(path: Path, fields: Mapping[str, Any] | None) -> tuple[Head, Book]:
             f"{path} is a ledger of version {fields.get('version')}, this is for {VERSION}: use a newer torchelastic"
         )
     try:
-        head = Head(
-            str(fields["run_id"]), str(fields["host"]), int(fields["monotonic_ns"]), int(fields["wall_ns"]),
-            int(fields["configured_workers"]),
-        )  # fmt: skip
-        return head, book_from_dict(fields["brought_forward"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise LedgerFormatError(f"{path} has a damaged head: {error!r}") from error
+        return converted("it", fields, Head), book_from_dict(fields.get("brought_forward"))
+    except (RecordError, LedgerFormatError) as error:
+        raise LedgerFormatError(f"{path} has a damaged head: {error}") from error
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -288,10 +283,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
             if not line.endswith(b"\n"):
                 return
             try:
-                fields = decode_json(str(path), line, most_bytes=len(line))
+                yield decode_object(str(path), line, most_bytes=len(line))
             except RecordError:
-                fields = None
-            yield fields if isinstance(fields, dict) else None
+                yield None
 
 
 def _files(folder: Path, name: str) -> list[tuple[int, Path]]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchelastic.foreign_json import RecordError, decode_json
+from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import LedgerFormatError
 from torchelastic.ledger.tally import Tally
@@ -194,10 +194,9 @@ def _whole_event(slot: bytes) -> tuple[int, dict[str, Any]] | None:
     if number == 0 or length > MAX_EVENT_BYTES or zlib.crc32(data, number & 0xFFFFFFFF) != checksum:
         return None
     try:
-        fields = decode_json("an event", data, most_bytes=MAX_EVENT_BYTES)
+        return number, decode_object("an event", data, most_bytes=MAX_EVENT_BYTES)
     except RecordError:
         return None
-    return (number, fields) if isinstance(fields, dict) else None
 
 
 def _encoded(fields: Mapping[str, Any]) -> bytes:

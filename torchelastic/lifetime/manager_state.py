@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.foreign_json import Fields, RecordError, decode_json
-from torchelastic.lifetime.iteration_times import WINDOW
+from torchelastic.foreign_json import MAX_COUNT, Amount, Count, CountIfAny, RecordError, checked, decode_object
 
 #: The layout of the file; a reader refuses a newer one.
 SCHEMA = 1
@@ -41,17 +42,21 @@ class ManagerState:
         is_step_tried: an iteration was begun only to know how long others than the first take.
     """
 
-    avg_iter_time: float = 0.0
-    total_iters: int = -1
-    iter_count: int = 0
-    remaining_time: float = -1.0
-    save_ckpt_time: float = 0.0
-    completed_iters: int = 0
-    iter_bound_s: float = 0.0
-    world_size: int = 1
-    save_times_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    iter_times_s: tuple[float, ...] = ()
+    avg_iter_time: Amount = 0.0
+    total_iters: CountIfAny = -1
+    iter_count: Count = 0
+    remaining_time: Annotated[float, Meta(ge=-1, le=sys.float_info.max)] = -1.0
+    save_ckpt_time: Amount = 0.0
+    completed_iters: Count = 0
+    iter_bound_s: Amount = 0.0
+    world_size: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 1
+    save_times_s: Mapping[str, tuple[Amount, ...]] = field(default_factory=dict)
+    iter_times_s: tuple[Amount, ...] = ()
     is_step_tried: bool = False
+
+
+#: A file of an earlier version lacks the others.
+_NEEDED = [one.name for one in fields(ManagerState) if one.name not in ("iter_times_s", "is_step_tried")]
 
 
 def write_state(folder: Path, state: ManagerState, disk: Disk = REAL_DISK) -> Path:
@@ -95,7 +100,7 @@ def read_state(folder: Path) -> ManagerState | None:
         except FileNotFoundError:
             return None
     try:
-        return parse_state(decode_json("it", data, most_bytes=_MAX_BYTES))
+        return parse_state(decode_object("it", data, most_bytes=_MAX_BYTES))
     except RecordError as error:
         raise CorruptCheckpointError(
             f"{path} holds no state of an iteration manager ({error}): remove it, and the iterations are counted anew"
@@ -111,35 +116,9 @@ def remove_state(folder: Path, disk: Disk = REAL_DISK) -> None:
         pass  # there is something else in it, or it never was
 
 
-def parse_state(document: Any) -> ManagerState:
+def parse_state(document: Mapping[str, Any]) -> ManagerState:
     """The state in a document. Raises RecordError: something is missing, or of the wrong type or range."""
-    fields = Fields("it", document)
-    schema = fields.whole("schema", None, least=1)
-    if schema > SCHEMA:
-        raise RecordError(f"its schema is {schema}, and this version reads up to {SCHEMA}")
-    # -1: not known
-    remaining_s = -1.0 if document.get("remaining_time") == -1 else fields.number("remaining_time", None)
-    return ManagerState(
-        avg_iter_time=fields.number("avg_iter_time", None),
-        total_iters=fields.whole("total_iters", None, least=-1),
-        iter_count=fields.whole("iter_count", None),
-        remaining_time=remaining_s,
-        save_ckpt_time=fields.number("save_ckpt_time", None),
-        completed_iters=fields.whole("completed_iters", None),
-        iter_bound_s=fields.number("iter_bound_s", None),
-        world_size=fields.whole("world_size", None, least=1),
-        save_times_s={
-            tier: _seconds(times, f"save_times_s of {tier!r}", MAX_SAVES)
-            for tier, times in fields.object("save_times_s").items()
-        },
-        # a file of an earlier version has none of these
-        iter_times_s=_seconds(document.get("iter_times_s", []), "iter_times_s", WINDOW),
-        is_step_tried=document.get("is_step_tried") is True,
-    )
-
-
-def _seconds(values: Any, name: str, most: int) -> tuple[float, ...]:
-    """The newest of a list of durations."""
-    if not isinstance(values, list) or not all(type(one) in (int, float) and 0.0 <= one < math.inf for one in values):
-        raise RecordError(f"{name} is no list of seconds")
-    return tuple(float(seconds) for seconds in values[-most:])
+    schema = document.get("schema")
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
+        raise RecordError(f"its schema is {schema!r}, and this version reads up to {SCHEMA}")
+    return checked("it", document, ManagerState, needed=_NEEDED)

@@ -7,6 +7,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 #: No process has a larger number: a pid is a C int.
 MAX_PID = 2**31 - 1
@@ -22,8 +25,8 @@ class Process:
         started_ticks: the moment of its start, in the kernel's ticks since the boot; -1: it was not found.
     """
 
-    pid: int
-    started_ticks: int
+    pid: Annotated[int, Meta(ge=0, le=MAX_PID)]
+    started_ticks: Annotated[int, Meta(ge=-1, le=2**63 - 1)]
 
     @classmethod
     def of(cls, pid: int) -> Process:
@@ -68,7 +71,7 @@ def is_this_place(other: Mapping[str, str]) -> bool:
     False for another boot (hosts with one name are not always one host), and for another container.
     """
     here = this_place()
-    return bool(here["boot"]) and here == other
+    return bool(here["boot"]) and here.items() <= other.items()
 
 
 def _is_hidden(pid: int) -> bool:

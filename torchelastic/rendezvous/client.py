@@ -86,7 +86,7 @@ class AgentClient:
         self._send(
             {
                 "op": "join",
-                "store": store_address,
+                "store_address": store_address,
                 "step": step,
                 "standing": int(standing),
                 "failed": failed,

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from torchelastic.foreign_json import Fields, decode_json, is_text
+import msgspec
+from msgspec import Meta
+
+from torchelastic.foreign_json import Count, checked, decode_object
 from torchelastic.foreign_json import RecordError as RecordError  # what every reader of records catches
 
 #: etcd refuses requests above 1.5 MiB by default (--max-request-bytes); what is longer was not written by us.
@@ -25,6 +28,11 @@ MAX_ID = 200
 MAX_MEMBER_COUNT = 2**52
 #: Nobody is waited for longer: no lock and no timer of Python takes more seconds (292 years).
 MAX_SECONDS = 9e9
+
+#: What the fields of a record hold.
+Name = Annotated[str, Meta(max_length=MAX_TEXT)]
+MemberCount = Annotated[int, Meta(ge=0, le=MAX_MEMBER_COUNT)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 
 
 class RoundState(str, enum.Enum):
@@ -103,14 +111,14 @@ class Member:
     """
 
     member_id: str
-    host: str
-    store_address: str = ""
-    ready_for: int = 0
-    step: int = 0
+    host: Name
+    store_address: Name = ""
+    ready_for: MemberCount = 0
+    step: MemberCount = 0
     standing: Standing = Standing.FRESH
     failed: bool = False
-    done: int = 0
-    patience_s: float = 15.0
+    done: MemberCount = 0
+    patience_s: Seconds = 15.0
     departed: bool = False
     gave_up: bool = False
     leaving: bool = False
@@ -162,24 +170,24 @@ class Round:
         spared: of the round before, members that live and wait as spares, as not all fit; not all of very many.
     """
 
-    number: int = 0
+    number: Count = 0
     state: RoundState = RoundState.BROKEN
-    roster: tuple[str, ...] = ()
-    store_address: str = ""
-    step: int = 0
+    roster: tuple[Name, ...] = ()
+    store_address: Name = ""
+    step: Count = 0
     standing: Standing = Standing.FRESH
-    stale: tuple[int, ...] = ()
-    waiting: int = 0
-    evicted: tuple[str, ...] = ()
-    because: str = ""
-    departed: tuple[str, ...] = ()
-    edition: int = 0
+    stale: tuple[Count, ...] = ()
+    waiting: Count = 0
+    evicted: tuple[Name, ...] = ()
+    because: Name = ""
+    departed: tuple[Name, ...] = ()
+    edition: Count = 0
     restored: bool = False
-    leaving: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
+    leaving: tuple[Name, ...] = ()
+    lost: tuple[Name, ...] = ()
     orphaned: bool = False
     hopeless: bool = False
-    spared: tuple[str, ...] = ()
+    spared: tuple[Name, ...] = ()
 
     @cached_property
     def members(self) -> frozenset[str]:
@@ -240,69 +248,33 @@ class Keys:
         return self.drain_of_host(member.host) + member.member_id
 
 
+#: What a document may lack: these are left out where they are false or empty.
+_SELDOM = ("gave_up", "leaving", "lost", "orphaned", "hopeless", "spared")
+#: Of a member, these are not written but read off the key.
+_OF_THE_KEY = ("member_id", "arrival")
+_NEEDED = {
+    kind: [one.name for one in fields(kind) if one.name not in (*_SELDOM, *_OF_THE_KEY)] for kind in (Member, Round)
+}
+
+
 def encode_member(member: Member) -> bytes:
-    """Member as JSON, without `arrival`, which the store itself knows."""
-    document = {
-        "host": member.host,
-        "store": member.store_address,
-        "ready_for": member.ready_for,
-        "step": member.step,
-        "standing": int(member.standing),
-        "failed": member.failed,
-        "done": member.done,
-        "patience_s": member.patience_s,
-        "departed": member.departed,
-        **({"gave_up": True} if member.gave_up else {}),
-        **({"leaving": True} if member.leaving else {}),
-    }
+    """Member as JSON, without what the store itself knows: its id, which is in the key, and `arrival`."""
+    document = {name: value for name, value in _plain(member).items() if name not in _OF_THE_KEY}
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def decode_member(key: str, value: bytes, arrival: int) -> Member:
     """The inverse of `encode_member`; the id is the last part of the key. Raises RecordError."""
-    fields = Fields(key, decode_json(key, value, most_bytes=MAX_VALUE_BYTES))
     member_id = key.rsplit("/", 1)[-1]
-    if not is_text(member_id, MAX_ID) or not member_id.isprintable():
+    if len(member_id) > MAX_ID or not member_id.isprintable():
         raise RecordError(f"{key}: it ends with no id of a member, a printable text of at most {MAX_ID} characters")
-    return Member(
-        member_id=member_id,
-        host=fields.text("host", None, most=MAX_TEXT),
-        store_address=fields.text("store", None, most=MAX_TEXT),
-        ready_for=fields.whole("ready_for", None, most=MAX_MEMBER_COUNT),
-        step=fields.whole("step", None, most=MAX_MEMBER_COUNT),
-        standing=fields.member_of(Standing, "standing"),
-        failed=fields.flag("failed", None),
-        done=fields.whole("done", None, most=MAX_MEMBER_COUNT),
-        patience_s=fields.number("patience_s", None, most=MAX_SECONDS),
-        departed=fields.flag("departed", None),
-        gave_up=fields.flag("gave_up"),
-        leaving=fields.flag("leaving"),
-        arrival=arrival,
-    )
+    document = {**decode_object(key, value, most_bytes=MAX_VALUE_BYTES), "member_id": member_id, "arrival": arrival}
+    return checked(key, document, Member, needed=_NEEDED[Member])
 
 
 def round_to_dict(round_: Round) -> dict[str, Any]:
     """Round as JSON types; also what an agent sends to its workers."""
-    return {
-        "number": round_.number,
-        "state": round_.state.value,
-        "roster": list(round_.roster),
-        "store": round_.store_address,
-        "step": round_.step,
-        "standing": int(round_.standing),
-        "stale": list(round_.stale),
-        "waiting": round_.waiting,
-        "evicted": list(round_.evicted),
-        "because": round_.because,
-        "departed": list(round_.departed),
-        "edition": round_.edition,
-        "restored": round_.restored,
-        **({"leaving": list(round_.leaving)} if round_.leaving else {}),
-        **({"lost": list(round_.lost)} if round_.lost else {}),
-        **({"orphaned": True} if round_.orphaned else {}),
-        **({"hopeless": True} if round_.hopeless else {}),
-        **({"spared": list(round_.spared)} if round_.spared else {}),
-    }
+    return _plain(round_)
 
 
 def encode_round(round_: Round) -> bytes:
@@ -310,30 +282,11 @@ def encode_round(round_: Round) -> bytes:
     return json.dumps(round_to_dict(round_), separators=(",", ":")).encode()
 
 
-def round_from_dict(source: str, document: Mapping[str, Any]) -> Round:
+def round_from_dict(source: str, document: object) -> Round:
     """The inverse of `round_to_dict`; `source` is named in a RecordError."""
-    fields = Fields(source, document)
-    roster = fields.texts("roster", most=MAX_TEXT)
-    round_ = Round(
-        number=fields.whole("number", None),
-        state=fields.member_of(RoundState, "state"),
-        roster=roster,
-        store_address=fields.text("store", None, most=MAX_TEXT),
-        step=fields.whole("step", None),
-        standing=fields.member_of(Standing, "standing"),
-        stale=fields.wholes("stale", below=len(roster)),
-        waiting=fields.whole("waiting", None),
-        evicted=fields.texts("evicted", most=MAX_TEXT),
-        because=fields.text("because", None, most=MAX_TEXT),
-        departed=fields.texts("departed", most=MAX_TEXT),
-        edition=fields.whole("edition", None),
-        restored=fields.flag("restored", None),
-        leaving=fields.texts("leaving", most=MAX_TEXT, is_optional=True),
-        lost=fields.texts("lost", most=MAX_TEXT, is_optional=True),
-        orphaned=fields.flag("orphaned"),
-        hopeless=fields.flag("hopeless"),
-        spared=fields.texts("spared", most=MAX_TEXT, is_optional=True),
-    )
+    round_ = checked(source, document, Round, needed=_NEEDED[Round])
+    if round_.stale and max(round_.stale) >= len(round_.roster):
+        raise RecordError(f"{source}: field 'stale' names a rank that the roster does not have")
     if len(set(round_.roster)) < len(round_.roster):
         raise RecordError(f"{source}: a member stands on the roster twice")
     if not round_.members.issuperset(round_.leaving):
@@ -347,4 +300,9 @@ def decode_round(key: str, value: bytes) -> Round:
 
     The last few are remembered: one document comes from the watch and from the store, and to all hosts of a simulation.
     """
-    return round_from_dict(key, decode_json(key, value, most_bytes=MAX_VALUE_BYTES))
+    return round_from_dict(key, decode_object(key, value, most_bytes=MAX_VALUE_BYTES))
+
+
+def _plain(record: Member | Round) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(record)
+    return {name: value for name, value in plain.items() if value or name not in _SELDOM}

@@ -29,7 +29,7 @@ from typing import IO
 
 import psutil
 
-from torchelastic.foreign_json import Fields, RecordError, decode_json
+from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes.lifeline import dies_with_parent
 from torchelastic.rendezvous import etcd_versions
@@ -389,8 +389,8 @@ def _is_healthy(address: str, port: int) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a web proxy
     try:
         with opener.open(url, timeout=1.0) as response:
-            answer = decode_json(url, response.read(_MOST_ANSWER_BYTES), most_bytes=_MOST_ANSWER_BYTES)
-        return Fields(url, answer).text("health") == "true"
+            answer = decode_object(url, response.read(_MOST_ANSWER_BYTES), most_bytes=_MOST_ANSWER_BYTES)
+        return answer.get("health") == "true"
     except (OSError, http.client.HTTPException, RecordError):
         return False
 

@@ -24,9 +24,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from torchelastic.foreign_json import RecordError, decode_json
+from msgspec import Meta, Struct
+
+from torchelastic.foreign_json import Amount, Count, RecordError, decode_object
+from torchelastic.processes.identity import MAX_PID
+from torchelastic.rendezvous.records import MemberCount, Name, Standing
 
 #: In the environment of a worker that an agent has started, and of a process that has started an agent for itself.
 SOCKET_VARIABLE = "TORCHELASTIC_AGENT_SOCKET"
@@ -44,6 +48,37 @@ class WireError(ValueError):
     """A line that is no message of ours."""
 
 
+class Hello(Struct):
+    """What a worker says of itself first."""
+
+    pid: Annotated[int, Meta(ge=1, le=MAX_PID)]
+    local_rank: Count | None = None
+    notice: bool = False
+
+
+class Elsewhere(Hello, kw_only=True):
+    """Of a worker whose script names another run."""
+
+    run: Name
+    closed: bool
+
+
+class Join(Struct):
+    """Of a worker that wants the next round."""
+
+    store_address: Name
+    step: MemberCount
+    standing: Standing
+    failed: bool
+    patience_s: Amount
+
+
+class Done(Struct):
+    """Of a worker that has finished the run."""
+
+    step: MemberCount
+
+
 def who(environment: Mapping[str, str]) -> Message:
     """What a worker says of itself first: its process, and its place on this host if a launcher has given it one."""
     local_rank = environment.get("LOCAL_RANK")
@@ -58,9 +93,9 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """One line as a message. Raises WireError."""
     try:
-        message = decode_json("a line", line, most_bytes=MAX_LINE_BYTES)
+        message = decode_object("a line", line, most_bytes=MAX_LINE_BYTES)
     except RecordError as error:
         raise WireError(f"{error}: {line[:80]!r}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("op"), str):
+    if not isinstance(message.get("op"), str):
         raise WireError(f"no object with an 'op': {line[:80]!r}")
     return message

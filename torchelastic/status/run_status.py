@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from msgspec import Meta
+
+from torchelastic.foreign_json import Amount, Count, CountIfAny, Finite, Text
 from torchelastic.ledger.accounts import NOTHING, Amounts
 from torchelastic.ledger.figures import Figures, Seen, figures_of, together
 from torchelastic.rendezvous.records import Member, Round, RoundState
@@ -18,6 +22,8 @@ from torchelastic.status.progress import Progress
 MOST_EVENTS = 20
 #: So many published values (such as the loss) of a worker are told.
 MOST_VALUES = 8
+#: No host has more workers than that.
+MOST_WORKERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +32,7 @@ class WorkerStatus:
 
     Attributes:
         worker: which life of which place, as the ledger has it (`host/0.1`).
-        host: where.
+        host: where; not written, for it is that of the status.
         pid: of its process.
         rank: in its round; -1: it has none.
         round: its round; -1: none.
@@ -40,19 +46,19 @@ class WorkerStatus:
         values: the newest of what it has published, such as the loss, by name.
     """
 
-    worker: str
-    host: str
-    pid: int = 0
-    rank: int = -1
-    round: int = -1
-    step: int = -1
-    end_step: int = -1
-    steps_per_s: float = 0.0
-    account: str = "start_up"
+    worker: Text
+    host: Text = ""
+    pid: Count = 0
+    rank: CountIfAny = -1
+    round: CountIfAny = -1
+    step: CountIfAny = -1
+    end_step: CountIfAny = -1
+    steps_per_s: Amount = 0.0
+    account: Text = "start_up"
     amounts: Amounts = NOTHING
-    restarts: int = 0
-    began_s: float = 0.0
-    values: Mapping[str, float] = field(default_factory=dict)
+    restarts: Count = 0
+    began_s: Amount = 0.0
+    values: Annotated[Mapping[Text, Finite], Meta(max_length=MOST_VALUES)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,7 @@ class EventLine:
 
     Attributes:
         at_s: when.
-        host: on which host it was written down.
+        host: on which host it was written down; not written, for it is that of the status.
         kind: of the event.
         worker: who; empty: the host.
         rank: as in the ledger.
@@ -70,14 +76,14 @@ class EventLine:
         text: one line for people, with cause and durations.
     """
 
-    at_s: float
-    host: str
-    kind: str
-    text: str
-    worker: str = ""
-    rank: int = -1
-    round: int = -1
-    step: int = -1
+    at_s: Amount
+    host: Text = ""
+    kind: Text
+    text: Text
+    worker: Text = ""
+    rank: CountIfAny = -1
+    round: CountIfAny = -1
+    step: CountIfAny = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +107,20 @@ class HostStatus:
         is_etcd_away: whether the host had lost sight of etcd.
     """
 
-    host: str
-    incarnation: str
-    at_s: float
-    began_s: float = 0.0
-    every_s: float = 1.0
-    round: int = -1
-    round_state: str = ""
-    round_since_s: float = 0.0
-    version: str = ""
-    workers: tuple[WorkerStatus, ...] = ()
+    host: Text
+    incarnation: Text
+    at_s: Amount
+    began_s: Amount = 0.0
+    every_s: Amount = 1.0
+    round: CountIfAny = -1
+    round_state: Text = ""
+    round_since_s: Amount = 0.0
+    version: Text = ""
+    workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MOST_WORKERS)] = ()
     seen: Seen = field(default_factory=lambda: Seen(0, 0))
-    events: tuple[EventLine, ...] = ()
-    journal: str = ""
-    address: str = ""
+    events: Annotated[tuple[EventLine, ...], Meta(max_length=MOST_EVENTS)] = ()
+    journal: Text = ""
+    address: Text = ""
     is_etcd_away: bool = False
 
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torchelastic.foreign_json import Fields, RecordError, decode_json
-from torchelastic.ledger.accounts import NOTHING, Account, Amounts, by_label, from_labels
+from torchelastic.foreign_json import RecordError, checked, decode_json
+from torchelastic.ledger.accounts import NOTHING, Account, by_label
 from torchelastic.ledger.figures import Figure, Seen
 from torchelastic.rendezvous.records import MAX_VALUE_BYTES, Member
 from torchelastic.status.event_lines import newest
-from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, RunStatus, WorkerStatus
+from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus
 
 #: A host's status is no longer.
 MOST_BYTES = 30_000
@@ -26,12 +26,10 @@ MOST_BYTES = 30_000
 LEAST_BYTES = 2_000
 #: All statuses of a run together: gRPC takes 4 MiB in one answer by default.
 MOST_TOGETHER_BYTES = 3_000_000
-#: No host has more workers than that.
-MOST_WORKERS = 4096
 
 #: What is told of a host that has left.
 _LEFT = ("host", "incarnation", "at_s", "journal")
-_COUNTS = tuple(one.name for one in dataclasses.fields(Seen) if one.name != "amounts")
+_LABELS = frozenset(account.label for account in Account)
 
 
 def most_bytes(hosts: int) -> int:
@@ -64,8 +62,8 @@ def decode_host(key: str, value: bytes) -> HostStatus:
 def host_to_plain(status: HostStatus) -> dict[str, Any]:
     """For JSON."""
     plain = _unusual(status, ("workers", "seen", "events"))
-    plain["workers"] = [_worker_to_plain(worker) for worker in status.workers]
-    plain["seen"] = seen_to_plain(status.seen)
+    plain["workers"] = [_unusual(worker, ("host",)) for worker in status.workers]
+    plain["seen"] = dataclasses.asdict(status.seen)
     plain["events"] = [_unusual(line, ("host",)) for line in status.events]
     return plain
 
@@ -80,98 +78,24 @@ def host_from_plain(source: str, document: object) -> HostStatus:
     Raises:
         RecordError: it is something else.
     """
-    fields = Fields(source, document)
-    host = fields.text("host", None)
-    return HostStatus(
-        host=host,
-        incarnation=fields.text("incarnation", None),
-        at_s=fields.number("at_s", None),
-        began_s=fields.number("began_s"),
-        every_s=fields.number("every_s", 1.0),
-        round=fields.whole("round", -1, least=-1),
-        round_state=fields.text("round_state"),
-        round_since_s=fields.number("round_since_s"),
-        version=fields.text("version"),
-        workers=tuple(_worker_from_plain(host, part) for part in fields.parts("workers", MOST_WORKERS)),
-        seen=_seen_from_plain(Fields(f"{source}: seen", fields.object("seen"))),
-        events=tuple(_event_from_plain(host, part) for part in fields.parts("events", MOST_EVENTS)),
-        journal=fields.text("journal"),
-        address=fields.text("address"),
-        is_etcd_away=fields.flag("is_etcd_away"),
+    status = checked(source, document, HostStatus)
+    accounts, worker_ns = sum(status.seen.amounts), status.seen.worker_ns
+    if accounts != worker_ns:
+        raise RecordError(f"{source}: seen: accounts of {accounts} ns of {worker_ns} ns on the wall")
+    for worker in status.workers:
+        if worker.account not in _LABELS:
+            raise RecordError(f"{source}: workers: there is no account {worker.account!r}")
+    return replace(
+        status,
+        workers=tuple(replace(worker, host=status.host) for worker in status.workers),
+        events=tuple(replace(line, host=status.host) for line in status.events),
     )
-
-
-def seen_to_plain(seen: Seen) -> dict[str, Any]:
-    """For JSON: the counts, and `amounts_ns` by account."""
-    counts = {name: getattr(seen, name) for name in _COUNTS}
-    return {**counts, "amounts_ns": by_label(seen.amounts)}
-
-
-def _seen_from_plain(fields: Fields) -> Seen:
-    counts = {name: fields.whole(name, most=2**63) for name in _COUNTS}
-    amounts = _amounts(fields)
-    if sum(amounts) != counts["worker_ns"]:
-        raise RecordError(f"{fields.source}: accounts of {sum(amounts)} ns of {counts['worker_ns']} ns on the wall")
-    return Seen(**counts, amounts=amounts)
-
-
-def _worker_to_plain(worker: WorkerStatus) -> dict[str, Any]:
-    plain = _unusual(worker, ("host", "amounts", "values"))
-    if worker.amounts != NOTHING:
-        plain["amounts_ns"] = {label: ns for label, ns in by_label(worker.amounts).items() if ns}
-    if worker.values:
-        plain["values"] = dict(worker.values)
-    return plain
-
-
-def _worker_from_plain(host: str, fields: Fields) -> WorkerStatus:
-    account = fields.text("account", Account.START_UP.label)
-    if account.upper() not in Account.__members__:
-        raise RecordError(f"{fields.source}: there is no account {account!r}")
-    return WorkerStatus(
-        worker=fields.text("worker", None),
-        host=host,
-        pid=fields.whole("pid"),
-        rank=fields.whole("rank", -1, least=-1),
-        round=fields.whole("round", -1, least=-1),
-        step=fields.whole("step", -1, least=-1),
-        end_step=fields.whole("end_step", -1, least=-1),
-        steps_per_s=fields.number("steps_per_s"),
-        account=account,
-        amounts=_amounts(fields),
-        restarts=fields.whole("restarts"),
-        began_s=fields.number("began_s"),
-        values=fields.numbers("values", MOST_VALUES),
-    )
-
-
-def _event_from_plain(host: str, fields: Fields) -> EventLine:
-    return EventLine(
-        at_s=fields.number("at_s", None),
-        host=host,
-        kind=fields.text("kind", None),
-        text=fields.text("text", None),
-        worker=fields.text("worker"),
-        rank=fields.whole("rank", -1, least=-1),
-        round=fields.whole("round", -1, least=-1),
-        step=fields.whole("step", -1, least=-1),
-    )
-
-
-def _amounts(fields: Fields) -> Amounts:
-    try:
-        amounts = from_labels(dict(fields.object("amounts_ns")))
-    except ValueError as error:
-        raise RecordError(f"{fields.source}: {error}") from error
-    if min(amounts) < 0 or max(amounts) > 2**63:
-        raise RecordError(f"{fields.source}: an account holds {min(amounts)} to {max(amounts)} ns")
-    return amounts
 
 
 def _unusual(value: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
     """The fields that are not as they are by default."""
     fields = [one for one in dataclasses.fields(value) if one.name not in left_out]
-    return {one.name: getattr(value, one.name) for one in fields if getattr(value, one.name) != one.default}
+    return {one.name: told for one in fields if (told := getattr(value, one.name)) not in (one.default, {})}
 
 
 def _cut(status: HostStatus) -> Iterator[HostStatus]:
@@ -219,6 +143,12 @@ def run_to_plain(status: RunStatus) -> dict[str, Any]:
         "seen": seen_to_plain(status.seen),
         "figures": {figure.name: figure_to_plain(figure) for figure in status.figures},
     }
+
+
+def seen_to_plain(seen: Seen) -> dict[str, Any]:
+    """For JSON: the counts, and `amounts_ns` by account."""
+    counts = {name: count for name, count in vars(seen).items() if name != "amounts"}
+    return {**counts, "amounts_ns": by_label(seen.amounts)}
 
 
 def event_to_plain(line: EventLine) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import math
 import os
 import secrets
 import stat
@@ -35,6 +34,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.memory.room import held_bytes
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file, lock_of_nobody
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX
+from torchelastic.foreign_json import Amount, RecordError, converted, decode_object
 from torchelastic.processes.identity import boot_id
 
 JOB_FILE = ".job"
@@ -54,7 +54,7 @@ class JobRecord:
 
     run_id: str | None
     boot_id: str
-    created_s: float
+    created_s: Amount
 
 
 def encode_record(record: JobRecord) -> bytes:
@@ -69,15 +69,12 @@ def decode_record(data: bytes) -> JobRecord:
         CorruptCheckpointError: it is no record.
     """
     try:
-        document = json.loads(data)
-        run_id, boot_id, created_s = document["run_id"], document["boot_id"], float(document["created_s"])
-        if document["version"] != VERSION:
-            raise ValueError(f"version {document['version']!r}")
-        if not isinstance(run_id, (str, type(None))) or not isinstance(boot_id, str) or not math.isfinite(created_s):
-            raise TypeError("no names and no time")
-        return JobRecord(run_id, boot_id, created_s)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        raise CorruptCheckpointError(f"it does not say whose container this is ({error!r})") from error
+        document = decode_object("it", data, most_bytes=_MAX_BYTES)
+        if document.get("version") != VERSION:
+            raise RecordError(f"version {document.get('version')!r}")
+        return converted("it", document, JobRecord)
+    except RecordError as error:
+        raise CorruptCheckpointError(f"it does not say whose container this is ({error})") from error
 
 
 class Claim:
