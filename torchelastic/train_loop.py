@@ -28,7 +28,6 @@ from torchelastic.coordinator import (
     StopException,
     is_retryable,
 )
-from torchelastic.data import waiting
 from torchelastic.ledger.meter import this_worker
 from torchelastic.rendezvous.launcher import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help
@@ -150,7 +149,6 @@ class TrainLoop:
         self.meter = this_worker()
         self.meter.publish_to_parent()
         self.meter.set_up_log()
-        waiting.listener = self.meter.waited_for_data
 
     def steps(self) -> Iterator[Step]:
         """Yield one step after the other until the run is over."""

@@ -25,7 +25,8 @@ FLOORS: dict[str, int] = {
     "network": 0,
     "metrics": 1,
     "rendezvous": 1,
-    "data": 1,
+    "data": 4,
+    "data.shares": 1,  # how a batch is shared out: the reduction of gradients goes by it
     "distributed": 1,
     "model": 3,
     "coordinator": 2,
