@@ -1,4 +1,4 @@
-"""What the train loop needs from a coordinator, and the exceptions with which the two talk.
+"""What the train loop needs from a coordinator.
 
 The method names are those of torchelastic 0.1. What came later has a default here, so that coordinators written for
 0.1 work unchanged.
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
@@ -18,29 +20,8 @@ if TYPE_CHECKING:
     from torchelastic.state import State
     from torchelastic.worker_stats import WorkerStats
 
-
-class StopException(Exception):  # noqa: N818 - a name of the public API
-    """The run is over for this worker, and that is fine: `train` returns."""
-
-
-class DrainedException(StopException):
-    """This worker was asked to leave the run and has left it; the others go on, if there are enough of them."""
-
-
-class NonRetryableException(Exception):  # noqa: N818 - a name of the public API
-    """Trying again cannot help: `train` raises it."""
-
-
-class RetryableException(RuntimeError):  # noqa: N818 - a name of the public API
-    """For user code: undo this step on every worker and try it again."""
-
-
-def is_retryable(error: BaseException) -> bool:
-    """Whether a failed step is undone and repeated: RuntimeErrors are, but not those that only a programmer can mend.
-
-    All errors of collectives and of a full GPU memory are RuntimeErrors in torch.
-    """
-    return isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError))
+#: 0.1 had its exceptions here.
+__all__ = ["Coordinator", "DrainedException", "NonRetryableException", "RetryableException", "StopException"]
 
 
 class Coordinator(ABC):

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchelastic import metrics
-from torchelastic.coordinator import is_retryable
+from torchelastic.errors import is_retryable
 from torchelastic.state import State
 from torchelastic.worker_stats import WorkerStats
 

@@ -21,13 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
-from torchelastic.coordinator import (
-    Coordinator,
-    DrainedException,
-    NonRetryableException,
-    StopException,
-    is_retryable,
-)
+from torchelastic.coordinator import Coordinator
+from torchelastic.errors import DrainedException, NonRetryableException, StopException, is_retryable
 from torchelastic.ledger.meter import this_worker
 from torchelastic.rendezvous.launcher import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help

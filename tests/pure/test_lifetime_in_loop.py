@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, StoppedEarly, nearest
 from torchelastic.lifetime.in_loop import LoopLifetime
 from torchelastic.lifetime.sources import Notice, Notices

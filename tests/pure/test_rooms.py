@@ -20,6 +20,7 @@ FLOORS: dict[str, int] = {
     "processes": 0,
     "lazy_names": 0,
     "usage": 0,
+    "errors": 0,
     "log_lines": 0,
     "foreign_json": 0,
     "network": 0,

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from torchelastic.coordinator import Coordinator, NonRetryableException
+from torchelastic.coordinator import Coordinator
+from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.lifetime.deadline import nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
