@@ -7,7 +7,6 @@ The method names are those of torchelastic 0.1. What came later has a default he
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -107,15 +106,9 @@ class Coordinator(ABC):
         """
         return False
 
-    def save_together(self, due: bool, rank: int, save: Callable[[], None], *, everywhere: bool = False) -> None:
-        """Let rank 0 run `save` if it finds it `due`; the others go on only when it is durable.
-
-        With `everywhere` every rank runs `save` at this step if rank 0 finds it due, and nobody waits. The default
-        makes nobody wait, and lets rank 0 alone save: it knows no group.
-        """
-        del everywhere
-        if due and rank == 0:
-            save()
+    def saving(self) -> AbstractContextManager[None]:
+        """Around what a save does on the training thread, on every rank: however long it takes, it is no hang."""
+        return nullcontext()
 
     def slow_section(self) -> AbstractContextManager[None]:
         """For user code in a step: `with coordinator.slow_section():` around what takes long, and is no hang.

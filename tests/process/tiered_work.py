@@ -38,7 +38,7 @@ def join(round_number: int = 1) -> GroupPeers:
         store = TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
     wait = store.wait
 
-    def wait_for_key(key: str, _waited_for: Callable[[], str]) -> None:
+    def wait_for_key(key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
         wait([key], timedelta(seconds=30))
 
     assert dist.group.WORLD is not None

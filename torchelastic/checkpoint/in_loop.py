@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 ONLY_TIER = "durable"
 #: What was restored is durable somewhere.
 _RESTORED = ""
+
+#: Rank 0 is waited for so long, and so many times as long as the slowest save so far; the first one has no bound.
+MIN_BOUND_S, BOUND_FACTOR = 300.0, 10.0
 
 _NOT_ASKED = SaveDecision(False, "rank 0 decides")
 
@@ -73,6 +77,7 @@ class LoopCheckpoints:
         self._tried_step = -1
         self._was_loaded = False
         self._has_ended = False
+        self._slowest_s: float | None = None
 
     def check(self, state: State) -> None:
         """Find a state that this manager cannot save, before anything is trained.
@@ -204,15 +209,13 @@ class LoopCheckpoints:
             decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
             log.info("saving step %d: %s", self._step, decision.because)
-        if isinstance(manager, ElasticCheckpointManager):
-            self._coordinator.save_together(
-                decision.save,
-                self._rank,
-                lambda: self._save_share(manager, state, self._peers, leaves or on_trial),
-                everywhere=True,
-            )
-        else:
-            self._coordinator.save_together(decision.save, self._rank, lambda: self._save_whole(manager, state))
+        if not self._rank_0_says(decision.save):
+            return
+        with self._saving():
+            if isinstance(manager, ElasticCheckpointManager):
+                self._save_share(manager, state, self._peers, leaves or on_trial)
+            else:
+                self._save_on_rank_0(manager, state)
 
     def save_last(self, state: State, patience_s: float) -> tuple[str, ...]:
         """Save the step that was committed last, to every tier, and wait; every rank calls it after that step.
@@ -233,11 +236,15 @@ class LoopCheckpoints:
         saved_in, tried_before = self._saved_in(), self._tried_step == self._step
         is_due = not saved_in if tried_before else not set(self.save_times_s) <= set(saved_in)
         self._tried_step = self._step
-        if isinstance(manager, ElasticCheckpointManager):
-            save = partial(self._save_share_and_wait, manager, state, patience_s)
-            self._coordinator.save_together(is_due, self._rank, save, everywhere=True)
-        elif manager is not None:
-            self._coordinator.save_together(is_due, self._rank, lambda: self._save_whole(manager, state))
+        if manager is None or not self._rank_0_says(is_due):
+            return self._saved_in()
+        with self._saving():
+            if isinstance(manager, ElasticCheckpointManager):
+                self._save_share(manager, state, self._peers, True)
+                if manager.wait(patience_s):
+                    manager.end_run()  # rank 0, which has the notes of all, waits until they were read
+            else:
+                self._save_on_rank_0(manager, state)
         return self._saved_in()
 
     def leaves_last(self, state: State) -> None:
@@ -268,10 +275,24 @@ class LoopCheckpoints:
             stop_requested=leaves,
         )
 
-    def _save_share_and_wait(self, manager: ElasticCheckpointManager, state: State, patience_s: float) -> None:
-        self._save_share(manager, state, self._peers, True)
-        if manager.wait(patience_s):
-            manager.end_run()  # rank 0, which has the notes of all, waits until they were read
+    def _rank_0_says(self, is_due: bool) -> bool:
+        """Whether this rank saves, as rank 0 has found it due; rank 0 alone does where the group is not known."""
+        peers = self._coordinator.peers()
+        return is_due and self._rank == 0 if peers is None else peers.rank_0_says(is_due)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        began_s = self._clock()
+        with self._coordinator.saving():
+            yield
+            self._slowest_s = max(self._slowest_s or 0.0, self._clock() - began_s)
+
+    def _save_on_rank_0(self, manager: CheckpointManager, state: State) -> None:
+        """The others go on when it is durable: what follows may change what is being written."""
+        if self._rank == 0:
+            self._save_whole(manager, state)
+        bound_s = None if self._slowest_s is None else max(MIN_BOUND_S, BOUND_FACTOR * self._slowest_s)
+        (self._coordinator.peers() or Alone()).wait_for_rank_0("to save a checkpoint", bound_s)
 
     def _save_share(self, manager: ElasticCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
         self._schedule.began(self._step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +14,7 @@ from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import listed
 from torchelastic.group.notes import Mailbox
 from torchelastic.group.peers import Alone, Peers
+from torchelastic.p2p.keys import WaitForKey
 
 #: How much one message carries: each has to arrive within the time-out of collectives.
 CHUNK_BYTES = 64 * 2**20
@@ -40,7 +40,7 @@ class GroupPeers:
         rank: int,
         world_size: int,
         round_number: int,
-        wait_for_key: Callable[[str, Callable[[], str]], None],
+        wait_for_key: WaitForKey,
         address: str = "",
     ) -> None:
         self.address = address or "127.0.0.1"
@@ -50,11 +50,17 @@ class GroupPeers:
         self._group = group
         self._store = store
         self._wait_for_key = wait_for_key
-        self._barriers = 0
+        self._barriers = self._turns = 0
 
     def all_gather(self, value: Any) -> list[Any]:
         """What each rank says, by rank; JSON can hold it."""
         return [json.loads(each) for each in all_gather_texts(self._group, json.dumps(value).encode(), _waited)]
+
+    def rank_0_says(self, value: bool) -> bool:
+        """What rank 0 has given: one broadcast, which costs little beside a step."""
+        flag = torch.tensor([int(value)])
+        dist.broadcast(flag, src=0, group=self._group)
+        return bool(flag[0])
 
     def send(self, data: memoryview, rank: int) -> None:
         """Give bytes to one rank, in messages of at most `CHUNK_BYTES`."""
@@ -81,6 +87,15 @@ class GroupPeers:
             return f"{listed(ranks)} to reach the same point of saving or restoring a checkpoint"
 
         self._wait_for_key(key, missing)
+
+    def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None:
+        """As `barrier`, for rank 0 alone."""
+        self._turns += 1
+        key = f"rank_0_is_done/{self._turns}"
+        if self.rank == 0:
+            self._store.set(key, "1")
+        else:
+            self._wait_for_key(key, lambda: f"rank 0 {purpose}", bound_s)
 
     def mailbox(self) -> Mailbox:
         """Notes in the store of the round, on a connection of their own, so that no wait holds them up."""
@@ -119,7 +134,7 @@ def peers_of(
     rank: int,
     world_size: int,
     round_number: int,
-    wait_for_key: Callable[[str, Callable[[], str]], None],
+    wait_for_key: WaitForKey,
     address: str,
 ) -> Peers:
     """The peers of a group; where there is none (None), this worker is alone. Arguments as for `GroupPeers`."""
