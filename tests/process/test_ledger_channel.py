@@ -243,7 +243,7 @@ def test_a_worker_without_an_agent_counts_and_publishes_nothing(
     meter.publish(str(tmp_path / "not-there" / "agent"))
     assert not meter.is_published
     meter.level(0)
-    meter.committed()
+    meter.step_committed()
     assert meter.tally().committed == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -263,7 +263,7 @@ def test_where_there_is_no_shared_memory_the_page_is_next_to_the_socket(
 
 
 def _commit_once(meter: Meter) -> None:
-    meter.committed()
+    meter.step_committed()
 
 
 def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None
     assert child.exitcode == 0
     keeper.poll()
     assert keeper.now().lives["host/0.0"].tally.committed == 0
-    meter.committed()
+    meter.step_committed()
     keeper.poll()
     assert keeper.now().lives["host/0.0"].tally.committed == 1
 
@@ -345,7 +345,7 @@ def test_a_wait_for_a_batch_of_an_elastic_loader_is_data_wait() -> None:
     loader = ElasticLoader(Slow(), ElasticBatchSampler(4, 2, epochs=1, seed=0))
     for _ in range(2):
         next(loader)
-        meter.committed()
+        meter.step_committed()
     totals = meter.tally().totals
     assert totals[Account.DATA_WAIT] - before_ns >= 80_000_000
     assert sum(totals) == meter.tally().since_ns - meter.tally().started_ns

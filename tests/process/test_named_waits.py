@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -43,19 +42,31 @@ def test_a_wait_says_whom_it_waits_for_and_ends_with_its_bound(
     assert "waiting for rank 0 to save a checkpoint, for 0 s so far" in caplog.text
 
 
-def test_a_meeting_names_the_ranks_that_are_missing(store: TCPStore) -> None:
-    named: list[str] = []
+class RoundIsOverError(RuntimeError):
+    """What whoever waits is told in the end."""
 
-    def wait_for_key(key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
-        named.append(waited_for())
 
-    group = cast("dist.ProcessGroup", None)
+def peers_at(store: TCPStore, rank: int, world_size: int, looks: int = 3) -> GroupPeers:
+    """One rank of a round that breaks after so many looks at it."""
+    left = [None] * looks
+
+    def raise_if_broken() -> None:
+        if not left:
+            raise RoundIsOverError
+        left.pop()
+
+    return GroupPeers(cast("dist.ProcessGroup", None), store, rank, world_size, 1, raise_if_broken)
+
+
+def test_a_meeting_names_the_ranks_that_are_missing(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keys, "LOOK_S", 0.1)
     for rank in (1, 3):
-        GroupPeers(group, store, rank, 4, 1, wait_for_key).barrier()
-    assert named == [
-        "ranks 0, 2, 3 to reach the same point of saving or restoring a checkpoint",
-        "ranks 0, 2 to reach the same point of saving or restoring a checkpoint",
-    ]
+        with pytest.raises(RoundIsOverError):
+            peers_at(store, rank, 4).barrier()
+    assert "waiting for ranks 0, 2, 3 to reach the same point of saving or restoring a checkpoint" in caplog.text
+    assert "waiting for ranks 0, 2 to reach the same point of saving or restoring a checkpoint" in caplog.text
 
 
 class Rank1(Alone):
@@ -81,28 +92,24 @@ def test_a_save_is_bounded_by_the_slowest_one_so_far(monkeypatch: pytest.MonkeyP
     peers = Rank1(clock)
     monkeypatch.setattr(world, "peers", lambda: peers)
     checkpoints = LoopCheckpoints(world, manager, clock)
-    checkpoints.enter_group(Counter(), 1, synced_before=False)
+    checkpoints.enter_group(Counter(), 1)
     for _ in range(2):
         checkpoints.after_step(Counter())
     assert peers.bounds == [None, max(MIN_BOUND_S, BOUND_FACTOR * 100.0)]
     assert manager.saved == [], "rank 0 does it"
 
 
-def test_who_waits_for_rank_0_says_so_and_goes_on_when_it_is_done(store: TCPStore) -> None:
-    waits: list[tuple[str, float | None]] = []
-
-    def wait_for_key(key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
-        waits.append((waited_for(), bound_s))
-        store.wait([key], timedelta(seconds=0.5))
-
-    group = cast("dist.ProcessGroup", None)
-    rank_0, rank_1 = (GroupPeers(group, store, rank, 2, 1, wait_for_key) for rank in range(2))
-    rank_0.wait_for_rank_0("to save a checkpoint", 7.0)
-    assert waits == [], "it is the one that is waited for"
-    rank_1.wait_for_rank_0("to save a checkpoint", 7.0)
-    assert waits == [("rank 0 to save a checkpoint", 7.0)]
-    with pytest.raises(dist.DistStoreError):
-        rank_1.wait_for_rank_0("to save a checkpoint", 7.0)  # the second time, which rank 0 has not come to
+def test_who_waits_for_rank_0_says_so_and_goes_on_when_it_is_done(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keys, "LOOK_S", 0.1)
+    rank_0, rank_1 = peers_at(store, 0, 2), peers_at(store, 1, 2, looks=20)
+    rank_0.wait_for_rank_0("to save a checkpoint", None)
+    rank_1.wait_for_rank_0("to save a checkpoint", None)
+    assert not caplog.text, "it is done"
+    with pytest.raises(RuntimeError, match=r"waited .* s for rank 0 to save a checkpoint"):
+        rank_1.wait_for_rank_0("to save a checkpoint", 0.5)  # the second time, which rank 0 has not come to
+    assert "waiting for rank 0 to save a checkpoint" in caplog.text
 
 
 class Held:

@@ -21,6 +21,7 @@ FLOORS: dict[str, int] = {
     "lazy_names": 0,
     "usage": 0,
     "errors": 0,
+    "loop_observer": 0,
     "log_lines": 0,
     "foreign_json": 0,
     "network": 0,

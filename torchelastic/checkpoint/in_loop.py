@@ -16,6 +16,7 @@ from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager
 from torchelastic.group.peers import Alone, Peers
+from torchelastic.loop_observer import LoopObserver
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
@@ -36,7 +37,7 @@ MIN_BOUND_S, BOUND_FACTOR = 300.0, 10.0
 _NOT_ASKED = SaveDecision(False, "rank 0 decides")
 
 
-class LoopCheckpoints:
+class LoopCheckpoints(LoopObserver):
     """The checkpoints of one run, on one rank; all methods are called on the training thread.
 
     A manager of 0.1 saves on rank 0 and is durable before the next step; an elastic one (`TieredCheckpointManager`)
@@ -75,7 +76,7 @@ class LoopCheckpoints:
         self._step = 0
         self._durable: dict[str, int] = {}  # the newest step, by tier
         self._tried_step = -1
-        self._was_loaded = False
+        self._was_loaded = self._synced_before = False
         self._has_ended = False
         self._slowest_s: float | None = None
 
@@ -124,13 +125,12 @@ class LoopCheckpoints:
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
-    def enter_group(self, state: State, rank: int, *, synced_before: bool) -> None:
+    def enter_group(self, state: State, rank: int) -> None:
         """A group stands: load a checkpoint if nobody has progress. Every rank calls it, before the sync.
 
         Args:
             state: is set on rank 0 only; the sync brings the others level.
             rank: of this worker.
-            synced_before: whether this process has been level with a group before.
         """
         self._rank = rank
         manager = self.manager
@@ -140,8 +140,8 @@ class LoopCheckpoints:
         if rank == 0:
             self._take_over(manager)
         if isinstance(manager, ElasticCheckpointManager):
-            self._enter_with_all(manager, state, is_wanted, synced_before=synced_before)
-        elif rank == 0 and (not synced_before if is_wanted is None else is_wanted):
+            self._enter_with_all(manager, state, is_wanted)
+        elif rank == 0 and (not self._synced_before if is_wanted is None else is_wanted):
             loaded = api.load_latest(manager, state)
             if loaded is not None:
                 self._schedule.began(self._step)
@@ -157,13 +157,11 @@ class LoopCheckpoints:
             except OSError as error:  # the disk may be full, and may have room again when the next save is due
                 log.warning("a paused worker of an older group may still publish a checkpoint: %s", error)
 
-    def _enter_with_all(
-        self, manager: ElasticCheckpointManager, state: State, is_wanted: bool | None, *, synced_before: bool
-    ) -> None:
+    def _enter_with_all(self, manager: ElasticCheckpointManager, state: State, is_wanted: bool | None) -> None:
         self._peers = self._coordinator.peers() or Alone()
         if self._peers.world_size == 1 and self._rank != 0:
             return  # the group is not known: rank 0 does it all
-        self._step, source_was_level = self._peers.all_gather([self._step, synced_before])[0]
+        self._step, source_was_level = self._peers.all_gather([self._step, self._synced_before])[0]
         manager.enter_group(self._peers)
         if is_wanted or (is_wanted is None and not source_was_level):
             restored = manager.restore(state, self._peers)
@@ -171,8 +169,9 @@ class LoopCheckpoints:
                 self._step = self._durable[_RESTORED] = restored
                 self._schedule.began(restored)
 
-    def is_level(self, state: State) -> None:
-        """All members have been brought level: from here on all ranks count the same steps."""
+    def in_sync(self, state: State) -> None:
+        """From here on all ranks count the same steps."""
+        self._synced_before = True
         step = getattr(state, "step", None)
         if type(step) is int and step >= 0:
             self._step = step
@@ -256,13 +255,13 @@ class LoopCheckpoints:
             self._take_over(manager)
             self._save_whole(manager, state)
 
-    def close(self) -> None:
-        """The run is over for this worker: wait, for a bounded time, until its last save is done."""
+    def over(self) -> None:
+        """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
         if isinstance(self.manager, ElasticCheckpointManager) and not self._has_ended:
             self.manager.end_run()
 
     def gives_up(self) -> None:
-        """The time is over: `close` waits for nothing any more."""
+        """The time is over: `over` waits for nothing any more."""
         self._has_ended = True
 
     def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:

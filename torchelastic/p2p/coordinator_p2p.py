@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
@@ -22,7 +22,6 @@ from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
-from torchelastic.p2p.keys import wait_for_key
 from torchelastic.p2p.options import (
     checked_backend,
     checked_init_method,
@@ -32,7 +31,7 @@ from torchelastic.p2p.options import (
     open_rendezvous,
     smallest_group,
 )
-from torchelastic.p2p.peers import peers_of
+from torchelastic.p2p.peers import GroupPeers
 from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
 from torchelastic.p2p.stragglers import StragglerPolicy, compare_rates
 from torchelastic.p2p.termination import leave_on_sigterm
@@ -193,8 +192,12 @@ class CoordinatorP2P(Coordinator):
         self._watchdog.enter("bringing the states in sync")
         group, number = (self._groups.control if self.world_size > 1 else None), self._joined_round
         self._agreement = StepAgreement(group)
-        self._peers = peers_of(
-            group, self.store, self.rank, self.world_size, number, self._wait_for_key, self.rendezvous.address
+        self._peers = (
+            Alone(number)
+            if group is None
+            else GroupPeers(
+                group, self.store, self.rank, self.world_size, number, self._raise_if_broken, self.rendezvous.address
+            )
         )
         self._timer.reached("re_form")
 
@@ -402,7 +405,3 @@ class CoordinatorP2P(Coordinator):
         self.stop_training = self.rendezvous.wait_closed()
         if self.stop_training:
             self._hang_up()
-
-    def _wait_for_key(self, key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
-        assert self.store is not None
-        wait_for_key(self.store, key, self._raise_if_broken, waited_for, bound_s)

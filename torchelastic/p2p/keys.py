@@ -6,20 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 log = logging.getLogger(__name__)
-
-
-class WaitForKey(Protocol):
-    """Waits for a key of one round's store; see `wait_for_key`."""
-
-    def __call__(self, key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
-        """Return when it is set; RuntimeError."""
-
 
 #: While another rank works (rank 0 writes a checkpoint), who waits checks this often whether it still is a member.
 LOOK_S = 10.0
