@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from torchelastic.errors import DrainedException, NonRetryableException, RetryableException, StopException
+# 0.1 had its exceptions here
+from torchelastic.errors import NonRetryableException as NonRetryableException
+from torchelastic.errors import RetryableException as RetryableException
+from torchelastic.errors import StopException as StopException
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -14,17 +17,6 @@ if TYPE_CHECKING:
     from torchelastic.group.peers import Peers
     from torchelastic.state import State
     from torchelastic.worker_stats import WorkerStats
-
-#: 0.1 had its exceptions here.
-__all__ = [
-    "Coordinator",
-    "Deadlines",
-    "DrainedException",
-    "GroupMembership",
-    "NonRetryableException",
-    "RetryableException",
-    "StopException",
-]
 
 
 class GroupMembership:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -210,7 +209,7 @@ class LoopCheckpoints(LoopObserver):
             log.info("saving step %d: %s", self._step, decision.because)
         if not self._rank_0_says(decision.save):
             return
-        with self._saving():
+        with self._coordinator.saving():
             if isinstance(manager, ElasticCheckpointManager):
                 self._save_share(manager, state, self._peers, leaves or on_trial)
             else:
@@ -237,7 +236,7 @@ class LoopCheckpoints(LoopObserver):
         self._tried_step = self._step
         if manager is None or not self._rank_0_says(is_due):
             return self._saved_in()
-        with self._saving():
+        with self._coordinator.saving():
             if isinstance(manager, ElasticCheckpointManager):
                 self._save_share(manager, state, self._peers, True)
                 if manager.wait(patience_s):
@@ -279,19 +278,14 @@ class LoopCheckpoints(LoopObserver):
         peers = self._coordinator.peers()
         return is_due and self._rank == 0 if peers is None else peers.rank_0_says(is_due)
 
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        began_s = self._clock()
-        with self._coordinator.saving():
-            yield
-            self._slowest_s = max(self._slowest_s or 0.0, self._clock() - began_s)
-
     def _save_on_rank_0(self, manager: CheckpointManager, state: State) -> None:
         """The others go on when it is durable: what follows may change what is being written."""
+        began_s = self._clock()
         if self._rank == 0:
             self._save_whole(manager, state)
         bound_s = None if self._slowest_s is None else max(MIN_BOUND_S, BOUND_FACTOR * self._slowest_s)
         (self._coordinator.peers() or Alone()).wait_for_rank_0("to save a checkpoint", bound_s)
+        self._slowest_s = max(self._slowest_s or 0.0, self._clock() - began_s)
 
     def _save_share(self, manager: ElasticCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
         self._schedule.began(self._step)
