@@ -64,10 +64,10 @@ def one_run(folder: Path, steps: int) -> dict[str, float]:
     agent.start()
     result = {
         "floor_us": mean_us(_floor, steps),
-        "unpublished_us": mean_us(alone.committed, steps),
-        "step_us": mean_us(meter.committed, steps),
-        "step_cpu_us": mean_us(meter.committed, steps, time.thread_time_ns),
-        "worst_us": worst_us(meter.committed, steps),
+        "unpublished_us": mean_us(alone.step_committed, steps),
+        "step_us": mean_us(meter.step_committed, steps),
+        "step_cpu_us": mean_us(meter.step_committed, steps, time.thread_time_ns),
+        "worst_us": worst_us(meter.step_committed, steps),
         "save_us": mean_us(lambda: _save(meter), steps // 10),
     }
     over.set()

@@ -12,15 +12,11 @@ from torchelastic.lazy_names import lazily
 from torchelastic.version import __version__
 
 if TYPE_CHECKING:
-    from torchelastic.coordinator import (
-        Coordinator,
-        NonRetryableException,
-        RetryableException,
-        StopException,
-    )
+    from torchelastic.coordinator import Coordinator
     from torchelastic.data.batch_sampler import ElasticBatchSampler
     from torchelastic.data.loader import ElasticLoader
     from torchelastic.data.stream import ElasticStream
+    from torchelastic.errors import NonRetryableException, RetryableException, StopException
     from torchelastic.model.world_change import WorldChange, keep_global_batch, scale_learning_rate
     from torchelastic.model_state import ModelState
     from torchelastic.p2p.coordinator_p2p import CoordinatorP2P
@@ -37,13 +33,13 @@ _WHERE = {
     "ElasticLoader": "data.loader",
     "ElasticStream": "data.stream",
     "ModelState": "model_state",
-    "NonRetryableException": "coordinator",
-    "RetryableException": "coordinator",
+    "NonRetryableException": "errors",
+    "RetryableException": "errors",
     "ShardedState": "sharded.state",
     "SimpleWorkerStats": "worker_stats",
     "State": "state",
     "Step": "step",
-    "StopException": "coordinator",
+    "StopException": "errors",
     "WorldChange": "model.world_change",
     "keep_global_batch": "model.world_change",
     "scale_learning_rate": "model.world_change",

@@ -1,15 +1,15 @@
-"""What the train loop needs from a coordinator, and the exceptions with which the two talk.
-
-The method names are those of torchelastic 0.1. What came later has a default here, so that coordinators written for
-0.1 work unchanged.
-"""
+"""What the train loop needs from a coordinator."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
+
+# 0.1 had its exceptions here
+from torchelastic.errors import NonRetryableException as NonRetryableException
+from torchelastic.errors import RetryableException as RetryableException
+from torchelastic.errors import StopException as StopException
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -19,36 +19,92 @@ if TYPE_CHECKING:
     from torchelastic.worker_stats import WorkerStats
 
 
-class StopException(Exception):  # noqa: N818 - a name of the public API
-    """The run is over for this worker, and that is fine: `train` returns."""
+class GroupMembership:
+    """What a coordinator may know of the present group, and hear of it."""
+
+    def peers(self) -> Peers | None:
+        """The present group, for saving and restoring together. None: it is not known, and rank 0 does it alone."""
+        return None
+
+    def nobody_has_progress(self) -> bool | None:
+        """Whether the new group has only fresh or unusable states, so that a checkpoint is wanted. None: not known."""
+        return None
+
+    def state_changed(self, state: State, *, synced: bool) -> None:
+        """The state was rolled back (`synced` False) or is now in sync with the group (True)."""
+
+    def may_commit(self) -> bool:
+        """Whether a step that was done may count, asked right before; if not, it is undone as if it had failed."""
+        return True
+
+    def step_committed(self) -> None:
+        """A step has succeeded on this rank and will not be undone."""
+
+    def somebody_leaves(self) -> bool:
+        """Whether a member of the present group was asked to leave the run, so that a checkpoint may be wanted."""
+        return False
+
+    def leaves_last(self) -> bool:
+        """After StopException: whether this worker leaves a run that cannot go on without newcomers.
+
+        True on one worker at most, one whose state is the best there is: it saves a checkpoint before it goes.
+        """
+        return False
+
+    def loop_was_left(self) -> None:
+        """The user's `steps` loop was left, and nobody has ended the run: this worker takes no further part in it.
+
+        Called when the loop's iterator is closed or collected.
+        """
+
+    def fails_for_good(self) -> None:
+        """`train` is about to raise an error that a new process would run into again: none is to be started."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around what a save does on the training thread, on every rank: however long it takes, it is no hang."""
+        return nullcontext()
+
+    def slow_section(self) -> AbstractContextManager[None]:
+        """For user code in a step: `with coordinator.slow_section():` around what takes long, and is no hang.
+
+        An evaluation or a large file that one rank writes while the others wait in a collective, for example. On any
+        rank, on its training thread; its stack may stand still. How long the others wait is bounded by the time-out of
+        collectives alone. The default does nothing.
+        """
+        return nullcontext()
 
 
-class DrainedException(StopException):
-    """This worker was asked to leave the run and has left it; the others go on, if there are enough of them."""
+class Deadlines:
+    """What a coordinator may do for a worker whose time ends: only `train(..., lifetime=)` asks for it."""
+
+    #: With how few members the run can go on.
+    min_workers: int = 1
+
+    def deadline_is_near(self, own: bool) -> bool:
+        """Called after each committed step: whether the deadline of any rank of the group is near.
+
+        It may be said some steps after that rank has told of it (`own`), but after the same step on all ranks. The
+        default knows no group.
+        """
+        return own
+
+    def leave(self) -> None:
+        """This worker has to go: it is to leave the run at the end of a step, while the others train on."""
+
+    def stop_early(self) -> None:
+        """All members of the group stop after this step, to go on in another start of the run, which is not closed."""
 
 
-class NonRetryableException(Exception):  # noqa: N818 - a name of the public API
-    """Trying again cannot help: `train` raises it."""
-
-
-class RetryableException(RuntimeError):  # noqa: N818 - a name of the public API
-    """For user code: undo this step on every worker and try it again."""
-
-
-def is_retryable(error: BaseException) -> bool:
-    """Whether a failed step is undone and repeated: RuntimeErrors are, but not those that only a programmer can mend.
-
-    All errors of collectives and of a full GPU memory are RuntimeErrors in torch.
-    """
-    return isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError))
-
-
-class Coordinator(ABC):
+class Coordinator(GroupMembership, Deadlines, ABC):
     """Gathers workers, says when to stop, and hears of progress and errors. One object per worker process.
 
-    Every method is called by the train loop on the training thread, on every rank, in the order documented in
-    `torchelastic.train_loop`.
+    These are the nine methods of 0.1. What came later is in the two classes that it inherits from, with answers that
+    are right for a coordinator which knows nothing of it, so that one written for 0.1 works unchanged. Every method is
+    called on the training thread, on every rank, in the order documented in `torchelastic.train_loop`.
     """
+
+    #: Whether the run has ended for this process; the train loop sets it, and begins none any more.
+    run_is_over: bool = False
 
     @abstractmethod
     def rendezvous_barrier(self) -> tuple[Store, int, int]:
@@ -90,84 +146,3 @@ class Coordinator(ABC):
     @abstractmethod
     def on_error(self, e: BaseException) -> None:
         """Hears of each error before it is handled or raised."""
-
-    # --- later than 0.1, each with a default --------------------------------------------------------------------------
-
-    #: Whether the run has ended for this process; the train loop sets it, and begins none any more.
-    run_is_over: bool = False
-
-    def loop_was_left(self) -> None:  # noqa: B027 - a hook, most coordinators need none
-        """The user's `steps` loop was left, and nobody has ended the run: this worker takes no further part in it.
-
-        Called when the loop's iterator is closed or collected.
-        """
-
-    def may_commit(self) -> bool:
-        """Whether a step that was done may count, asked right before; if not, it is undone as if it had failed."""
-        return True
-
-    def step_committed(self) -> None:  # noqa: B027 - a hook, most coordinators need none
-        """A step has succeeded on this rank and will not be undone."""
-
-    def state_changed(self, state: State, *, synced: bool) -> None:  # noqa: B027 - as above
-        """The state was rolled back (`synced` False) or has just been brought level with the group (True)."""
-
-    def fails_for_good(self) -> None:  # noqa: B027 - as above
-        """`train` is about to raise an error that a new process would run into again: none is to be started."""
-
-    def nobody_has_progress(self) -> bool | None:
-        """Whether the new group has only fresh or unusable states, so that a checkpoint is wanted. None: not known."""
-        return None
-
-    def leaves_last(self) -> bool:
-        """After StopException: whether this worker leaves a run that cannot go on without newcomers.
-
-        True on one worker at most, one whose state is the best there is: it saves a checkpoint before it goes.
-        """
-        return False
-
-    def save_together(self, due: bool, rank: int, save: Callable[[], None], *, everywhere: bool = False) -> None:
-        """Let rank 0 run `save` if it finds it `due`; the others go on only when it is durable.
-
-        With `everywhere` every rank runs `save` at this step if rank 0 finds it due, and nobody waits. The default
-        makes nobody wait, and lets rank 0 alone save: it knows no group.
-        """
-        del everywhere
-        if due and rank == 0:
-            save()
-
-    def slow_section(self) -> AbstractContextManager[None]:
-        """For user code in a step: `with coordinator.slow_section():` around what takes long, and is no hang.
-
-        An evaluation or a large file that one rank writes while the others wait in a collective, for example. On any
-        rank, on its training thread; its stack may stand still. How long the others wait is bounded by the time-out of
-        collectives alone. The default does nothing.
-        """
-        return nullcontext()
-
-    def peers(self) -> Peers | None:
-        """The present group, for saving and restoring together. None: it is not known, and rank 0 does it alone."""
-        return None
-
-    def somebody_leaves(self) -> bool:
-        """Whether a member of the present group was asked to leave the run, so that a checkpoint may be wanted."""
-        return False
-
-    # --- deadlines: only `train(..., lifetime=)` asks for these -------------------------------------------------------
-
-    #: With how few members the run can go on.
-    min_workers: int = 1
-
-    def deadline_is_near(self, own: bool) -> bool:
-        """Called after each committed step: whether the deadline of any rank of the group is near.
-
-        It may be said some steps after that rank has told of it (`own`), but after the same step on all ranks. The
-        default knows no group.
-        """
-        return own
-
-    def leave(self) -> None:  # noqa: B027 - a hook that only some coordinators have
-        """This worker has to go: it is to leave the run at the end of a step, while the others train on."""
-
-    def stop_early(self) -> None:  # noqa: B027 - as above
-        """All members of the group stop after this step, to go on in another start of the run, which is not closed."""

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import compiled, digest, random_state, wrapping
 from torchelastic.model.companions import level_companions

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 
-from torchelastic.coordinator import RetryableException
+from torchelastic.errors import RetryableException
 from torchelastic.rendezvous.loss import is_of_group
 
 #: So often the same failure is seen before it counts as deterministic.

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.rendezvous.records import Standing
 
 if TYPE_CHECKING:

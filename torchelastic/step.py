@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchelastic import metrics
-from torchelastic.coordinator import is_retryable
+from torchelastic.errors import is_retryable
 from torchelastic.state import State
 from torchelastic.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
     from torchelastic.train_loop import TrainLoop
-
-METRICS_GROUP = "torchelastic"
 
 
 class Step:
@@ -26,7 +22,7 @@ class Step:
         worker_stats: what it reported, or None.
     """
 
-    __slots__ = ("_entered", "_loop", "_snapshot", "_started_s", "committed", "is_last", "worker_stats")
+    __slots__ = ("_entered", "_loop", "_snapshot", "committed", "is_last", "worker_stats")
 
     def __init__(self, loop: TrainLoop) -> None:
         self.committed = self.is_last = False
@@ -34,7 +30,7 @@ class Step:
         self._entered = False
         self._loop = loop
         self._snapshot = loop.snapshot()
-        self._started_s = time.time()
+        loop.observer.step_begins()
 
     def returned(self, value: Any) -> None:
         """Take what a train step returned: None, a WorkerStats, or (state, worker_stats). Raises TypeError."""
@@ -69,32 +65,22 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[False] | bool:
-        publish_duration("train_step", self._started_s)
+        self._loop.observer.step_ends()
         if error is None:
             self.committed = self._loop.commit(self._snapshot)
             if self.is_last:
                 self.stop_training()
             return False
         if isinstance(error, StopIteration):
-            self._loop.meter.over()
+            self._loop.observer.training_done()
             self._loop.coordinator.signal_training_done()
             return True
         if not isinstance(error, Exception):
-            self._loop.meter.undone(type(error).__name__)
+            self._loop.observer.step_undone(type(error).__name__)
             return False  # Ctrl-C, exit, a generator being closed
         if not is_retryable(error):
             self._loop.coordinator.on_error(error)
-            self._loop.meter.undone(f"{type(error).__name__}: {error}")
+            self._loop.observer.step_undone(f"{type(error).__name__}: {error}")
             return False
         self._loop.undo(error, self._snapshot)
         return True
-
-
-def publish_duration(name: str, started_s: float) -> None:
-    """Publish how long something took as `<name>.duration.ms`.
-
-    Args:
-        name: of what took that long.
-        started_s: when it began, in Unix seconds.
-    """
-    metrics.publish_metric(METRICS_GROUP, f"{name}.duration.ms", metrics.get_elapsed_time_ms(started_s))

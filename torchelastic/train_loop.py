@@ -14,30 +14,24 @@ is raised as it is. The order of the calls is that of torchelastic 0.1.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchelastic.checkpoint.api import CheckpointManager
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
 from torchelastic.checkpoint.policy import SavePolicy
-from torchelastic.coordinator import (
-    Coordinator,
-    DrainedException,
-    NonRetryableException,
-    StopException,
-    is_retryable,
-)
-from torchelastic.data import waiting
+from torchelastic.coordinator import Coordinator
+from torchelastic.errors import DrainedException, NonRetryableException, StopException, is_retryable
 from torchelastic.ledger.meter import this_worker
+from torchelastic.loop_observer import telling
+from torchelastic.metrics.loop_durations import LoopDurations
 from torchelastic.rendezvous.launcher import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help
 from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step
-from torchelastic.step import Step, publish_duration
+from torchelastic.step import Step
 
 if TYPE_CHECKING:
     from torchelastic.lifetime.early_stop import Lifetime
-    from torchelastic.lifetime.in_loop import LoopLifetime
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +89,7 @@ def train(
             with step:
                 step.returned(train_step(loop.state))
     finally:
-        loop.finish_saves()
+        loop.observer.over()
     return loop.state
 
 
@@ -140,37 +134,39 @@ class TrainLoop:
         self.rank = -1
         self._world_size = 1
         self._checkpoints = LoopCheckpoints(coordinator, checkpoint)
-        self._lifetime = None if lifetime is None else _loop_lifetime(coordinator, self._checkpoints, lifetime)
+        self._save_if_due: Callable[[State], None] = self._checkpoints.after_step
+        meter = this_worker()
+        observers = [LoopDurations(), meter, self._checkpoints]
+        if lifetime is not None:
+            from torchelastic.lifetime.early_stop import lifetime_of
+            from torchelastic.lifetime.in_loop import LoopLifetime
+
+            deadlines = LoopLifetime(coordinator, self._checkpoints, lifetime_of(lifetime))
+            self._save_if_due = deadlines.after_step
+            observers.append(deadlines)
+        self.observer = telling(*observers)
         self._checkpoints.check(state)
         check_hooks(state, saves=self._checkpoints.manager is not None)
         self._max_failures = max_failures
         self._failures = RepeatedFailures()
         self._said_no_undo = False
-        self._synced_before = False
-        self.meter = this_worker()
-        self.meter.publish_to_parent()
-        self.meter.set_up_log()
-        waiting.listener = self.meter.waited_for_data
+        meter.publish_to_parent()
+        meter.set_up_log()
 
     def steps(self) -> Iterator[Step]:
         """Yield one step after the other until the run is over."""
         step: Step | None = None
         has_left = False
-        began_s = time.time()
         if self.coordinator.run_is_over:
             raise NonRetryableException(RUN_IS_OVER)
         try:
-            while not self.coordinator.should_stop_training():
-                self._give_up_after_too_many_failures()
-                if not self._form_group():
-                    continue
-                formed_s = time.time()
+            while self._next_group():
                 while not self.coordinator.should_stop_training():
                     step = Step(self)
                     yield step
                     if not step.has_committed() or step.is_last or self._must_leave_group(step):
                         break
-                publish_duration("inner_train_loop", formed_s)
+                self.observer.group_left()
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
             has_left = isinstance(stop, DrainedException)
@@ -180,14 +176,9 @@ class TrainLoop:
                 self._was_left()
             raise
         finally:
-            self.meter.over()
-            self.finish_saves()
-            if self._lifetime is not None:
-                self._lifetime.close()
+            self.observer.over()
         self.coordinator.run_is_over = True
-        publish_duration("outer_train_loop", began_s)
-        if self._lifetime is not None and has_left:
-            self._lifetime.has_left()
+        self.observer.returns(has_left=has_left)
 
     def stop_after(self, step: Step) -> None:
         """End the run for everybody after a step that was committed.
@@ -199,17 +190,11 @@ class TrainLoop:
         self._must_leave_group(step)
         try:
             self.coordinator.signal_training_done()
-            while not self.coordinator.should_stop_training():
-                self._give_up_after_too_many_failures()
-                if self._form_group():
-                    self.coordinator.signal_training_done()
+            while self._next_group():
+                self.coordinator.signal_training_done()
         except StopException as stop:
             log.info("the run is closed for this worker: %s", stop)
         self.coordinator.run_is_over = True
-
-    def finish_saves(self) -> None:
-        """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
-        self._checkpoints.close()
 
     def _was_left(self) -> None:
         self.coordinator.run_is_over = True
@@ -223,17 +208,23 @@ class TrainLoop:
 
     # --- the parts, in the order in which they happen ---------------------------------------------------------------
 
+    def _next_group(self) -> bool:
+        """Try until there is a group; False: the run is over. Raises StopException: it is for this worker."""
+        while not self.coordinator.should_stop_training():
+            self._give_up_after_too_many_failures()
+            if self._form_group():
+                return True
+        return False
+
     def _form_group(self) -> bool:
         """Rendezvous, process group, checkpoint, sync. False: it failed, try again. Raises StopException: no more."""
-        self.meter.gathers()
+        self.observer.group_wanted()
         snapshot = self.state.snapshot()
         check_can_roll_back(self.state, snapshot)
         try:
-            _, self.rank, world_size = self.coordinator.rendezvous_barrier()
-            self._world_size = world_size
+            _, self.rank, self._world_size = self.coordinator.rendezvous_barrier()
             self.coordinator.init_process_group()
-            peers = self.coordinator.peers()
-            self.meter.entered(-1 if peers is None else peers.round_number, self.rank, world_size)
+            self.observer.group_formed(self.coordinator, self.rank, self._world_size)
         except StopException:
             if self.coordinator.leaves_last():
                 self._checkpoints.leaves_last(self.state)
@@ -242,8 +233,11 @@ class TrainLoop:
             self._failed(error)  # there was no group yet, so there is nothing to undo
             return False
         try:
-            self._checkpoints.enter_group(self.state, self.rank, synced_before=self._synced_before)
-            self._sync(world_size)
+            self._checkpoints.enter_group(self.state, self.rank)
+            self.observer.sync_begins()
+            call_sync(self.state, self._world_size, self.rank)
+            self.observer.in_sync(self.state)
+            self.coordinator.state_changed(self.state, synced=True)
         except StopException:
             raise
         except Exception as error:  # noqa: BLE001 - sorted by type in _failed
@@ -252,36 +246,11 @@ class TrainLoop:
             return False
         return True
 
-    def _sync(self, world_size: int) -> None:
-        started_s = time.time()
-        call_sync(self.state, world_size, self.rank)
-        publish_duration("state_sync", started_s)
-        self._synced_before = True
-        self._checkpoints.is_level(self.state)
-        if self._lifetime is not None:
-            self._lifetime.enter_group(self.rank, world_size)
-        self.coordinator.state_changed(self.state, synced=True)
-        self._is_level()
-
-    def _is_level(self) -> None:
-        """For the ledger: with which step the group is level, where that is known, and where it came from."""
-        step: object = getattr(self.state, "step", None)
-        known = step if type(step) is int else -1
-        is_afresh = self.coordinator.nobody_has_progress()
-        source = "peer" if is_afresh is False else "checkpoint" if is_afresh and known > 0 else ""
-        end_step: object = getattr(self.state, "end_step", None)
-        self.meter.level(known, source, end_step if type(end_step) is int else -1)
-
     def _must_leave_group(self, step: Step) -> bool:
         """All that follows a committed step. Whatever fails in here costs a new group at most, never the step."""
         try:
             self.coordinator.monitor_progress(self.state, step.worker_stats)
-            if self._lifetime is None:
-                self._checkpoints.after_step(self.state)
-            else:
-                self._lifetime.after_step(self.state)
-                self._checkpoints.after_step(self.state, on_trial=self._lifetime.wants_trial())
-                self._lifetime.resumes()
+            self._save_if_due(self.state)
             leave = self.coordinator.should_rendezvous(self.state)
             if leave:
                 self.state.hand_over(self.coordinator.somebody_leaves())
@@ -307,9 +276,8 @@ class TrainLoop:
             return False
         self.state.commit()
         self._failures.committed()
-        self.meter.committed()
+        self.observer.step_committed()
         self.coordinator.step_committed()
-        self._checkpoints.step_committed()
         return True
 
     def undo(self, error: BaseException, snapshot: Any) -> None:
@@ -318,7 +286,7 @@ class TrainLoop:
         try:
             self._failed(error, in_user_code=True, is_undone=is_undone)
         finally:
-            self.meter.undone(f"{type(error).__name__}: {error}", is_undone=is_undone)
+            self.observer.step_undone(f"{type(error).__name__}: {error}", is_undone=is_undone)
         self.roll_back(snapshot)
 
     def snapshot(self) -> Any:
@@ -373,12 +341,3 @@ class TrainLoop:
             )
             self.coordinator.on_error(error)
             raise error from last_error
-
-
-def _loop_lifetime(
-    coordinator: Coordinator, checkpoints: LoopCheckpoints, given: Literal["auto"] | Lifetime
-) -> LoopLifetime:
-    from torchelastic.lifetime.early_stop import lifetime_of
-    from torchelastic.lifetime.in_loop import LoopLifetime
-
-    return LoopLifetime(coordinator, checkpoints, lifetime_of(given))

@@ -52,12 +52,12 @@ def killed(process: subprocess.Popen[str]) -> None:
 def _train(socket_path: str, *, saves: bool) -> None:
     meter = this_worker()
     meter.publish(socket_path)
-    meter.gathers()
+    meter.group_wanted()
     meter.entered(1, 0, 1)
     meter.level(0)
     print("begun", flush=True)
     while True:
-        meter.committed()
+        meter.step_committed()
         if saves:
             with meter.saving("memory"):
                 pass

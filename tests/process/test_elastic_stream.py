@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import torchelastic
 from tests.process.forked_ranks import run_ranks, values
-from torchelastic.data import ElasticStream, EpochStream, waiting
+from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
+from torchelastic.ledger import Account, this_worker
 
 PRELOAD = ("tests.process.test_elastic_stream",)
 
@@ -291,18 +292,19 @@ def test_spawned_workers_read_the_same() -> None:
     stream.close()
 
 
-def test_the_wait_for_data_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_data_is_counted() -> None:
     def slow(_shard: int, _num_shards: int, position: int) -> Iterator[int]:
         for number in range(position, 9):
             time.sleep(0.01)
             yield number
 
-    waits_ns: list[int] = []
-    monkeypatch.setattr(waiting, "listener", waits_ns.append)
+    meter = this_worker()
+    meter.level(0)
+    before_ns = meter.tally().totals[Account.DATA_WAIT]
     stream = ElasticStream(slow, 2, global_batch_size=2)
     next(stream)
-    assert len(waits_ns) == 1
-    assert waits_ns[0] >= 2 * 2 * 10_000_000, "two shards, and one sample ahead in each"
+    waited_ns = meter.tally().totals[Account.DATA_WAIT] - before_ns
+    assert waited_ns >= 2 * 2 * 10_000_000, "two shards, and one sample ahead in each"
 
 
 def test_a_read_that_fails_can_be_tried_again_and_loses_nothing(workers: int) -> None:

@@ -16,13 +16,13 @@ from torch.utils.data import Dataset
 
 from tests.process.ledger_workers import killed, started
 from torchelastic.agent.bookkeeping import exit_code_of
-from torchelastic.data import ElasticBatchSampler, ElasticLoader, waiting
+from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.ledger import page as page_module
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Event, LedgerFormatError, Straggler, to_dict
 from torchelastic.ledger.keeper import Keeper
-from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter
+from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
 from torchelastic.ledger.page import (
     EVENT_SLOTS,
     PAGE_BYTES,
@@ -243,7 +243,7 @@ def test_a_worker_without_an_agent_counts_and_publishes_nothing(
     meter.publish(str(tmp_path / "not-there" / "agent"))
     assert not meter.is_published
     meter.level(0)
-    meter.committed()
+    meter.step_committed()
     assert meter.tally().committed == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -263,7 +263,7 @@ def test_where_there_is_no_shared_memory_the_page_is_next_to_the_socket(
 
 
 def _commit_once(meter: Meter) -> None:
-    meter.committed()
+    meter.step_committed()
 
 
 def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_forked_child_leaves_its_parents_page_alone(socket_path: Path) -> None
     assert child.exitcode == 0
     keeper.poll()
     assert keeper.now().lives["host/0.0"].tally.committed == 0
-    meter.committed()
+    meter.step_committed()
     keeper.poll()
     assert keeper.now().lives["host/0.0"].tally.committed == 1
 
@@ -330,7 +330,7 @@ def test_how_a_child_has_ended_is_known_before_it_is_reaped() -> None:
         assert process.wait() == code
 
 
-def test_a_wait_for_a_batch_of_an_elastic_loader_is_data_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_batch_of_an_elastic_loader_is_data_wait() -> None:
     class Slow(Dataset[int]):
         def __len__(self) -> int:
             return 4
@@ -339,13 +339,13 @@ def test_a_wait_for_a_batch_of_an_elastic_loader_is_data_wait(monkeypatch: pytes
             time.sleep(0.02)
             return index
 
-    meter = Meter(time.monotonic_ns())
-    monkeypatch.setattr(waiting, "listener", meter.waited_for_data)
+    meter = this_worker()
     meter.level(0)
+    before_ns = meter.tally().totals[Account.DATA_WAIT]
     loader = ElasticLoader(Slow(), ElasticBatchSampler(4, 2, epochs=1, seed=0))
     for _ in range(2):
         next(loader)
-        meter.committed()
+        meter.step_committed()
     totals = meter.tally().totals
-    assert totals[Account.DATA_WAIT] >= 80_000_000
+    assert totals[Account.DATA_WAIT] - before_ns >= 80_000_000
     assert sum(totals) == meter.tally().since_ns - meter.tally().started_ns

@@ -184,14 +184,14 @@ def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, 
     for second in range(seconds):
         for _ in range(50):
             clock.now_ns += 20_000_000
-            meter.committed()
+            meter.step_committed()
         if second % 10 == 0:
             with meter.saving("memory"):
                 clock.now_ns += 3_000_000
         keeper.poll()
         if second % 600 == 599:
-            meter.undone("a peer was lost")
-            meter.gathers()
+            meter.step_undone("a peer was lost")
+            meter.group_wanted()
             meter.entered(second, 0, 1)
             meter.level(50 * second)
     size = len(json.dumps(book_to_dict(keeper.now())))

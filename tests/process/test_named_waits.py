@@ -11,11 +11,14 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tests.pure.worlds_of_one import Counter, InMemory, World
+from torchelastic.checkpoint.in_loop import BOUND_FACTOR, MIN_BOUND_S, LoopCheckpoints
+from torchelastic.group.peers import Alone
 from torchelastic.p2p import abandoned, keys
 from torchelastic.p2p.abandoned import AbandonedGroups
 from torchelastic.p2p.abortable import AbortableGroup
 from torchelastic.p2p.peers import GroupPeers
-from torchelastic.p2p.saving import BOUND_FACTOR, MIN_BOUND_S, SaveTurns
+from torchelastic.testing.clock import FakeClock
 
 
 @pytest.fixture
@@ -39,32 +42,74 @@ def test_a_wait_says_whom_it_waits_for_and_ends_with_its_bound(
     assert "waiting for rank 0 to save a checkpoint, for 0 s so far" in caplog.text
 
 
-def test_a_meeting_names_the_ranks_that_are_missing(store: TCPStore) -> None:
-    named: list[str] = []
+class RoundIsOverError(RuntimeError):
+    """What whoever waits is told in the end."""
 
-    def wait_for_key(_key: str, waited_for: Callable[[], str]) -> None:
-        named.append(waited_for())
 
-    group = cast("dist.ProcessGroup", None)
+def peers_at(store: TCPStore, rank: int, world_size: int, looks: int = 3) -> GroupPeers:
+    """One rank of a round that breaks after so many looks at it."""
+    left = [None] * looks
+
+    def raise_if_broken() -> None:
+        if not left:
+            raise RoundIsOverError
+        left.pop()
+
+    return GroupPeers(cast("dist.ProcessGroup", None), store, rank, world_size, 1, raise_if_broken)
+
+
+def test_a_meeting_names_the_ranks_that_are_missing(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keys, "LOOK_S", 0.1)
     for rank in (1, 3):
-        GroupPeers(group, store, rank, 4, 1, wait_for_key).barrier()
-    assert named == [
-        "ranks 0, 2, 3 to reach the same point of saving or restoring a checkpoint",
-        "ranks 0, 2 to reach the same point of saving or restoring a checkpoint",
-    ]
+        with pytest.raises(RoundIsOverError):
+            peers_at(store, rank, 4).barrier()
+    assert "waiting for ranks 0, 2, 3 to reach the same point of saving or restoring a checkpoint" in caplog.text
+    assert "waiting for ranks 0, 2 to reach the same point of saving or restoring a checkpoint" in caplog.text
 
 
-def test_a_save_is_bounded_by_the_slowest_one_so_far(store: TCPStore) -> None:
-    now_s, bounds = [0.0], list[float | None]()
+class Rank1(Alone):
+    """Rank 1 of two, the other of which saves after each step, for 100 s; notes for how long it would be waited for."""
 
-    def wait_for_key(_key: str, _waited_for: Callable[[], str], bound_s: float | None) -> None:
-        bounds.append(bound_s)
-        now_s[0] += 100.0
+    rank, world_size = 1, 2
 
-    turns = SaveTurns(wait_for_key, lambda: now_s[0])
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.clock, self.bounds = clock, list[float | None]()
+
+    def rank_0_says(self, value: bool) -> bool:
+        assert not value, "a rank that is not asked finds nothing due"
+        return True
+
+    def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None:
+        self.bounds.append(bound_s)
+        self.clock.advance(100.0)
+
+
+def test_a_save_is_bounded_by_the_slowest_one_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, world, manager = FakeClock(), World(), InMemory()
+    peers = Rank1(clock)
+    monkeypatch.setattr(world, "peers", lambda: peers)
+    checkpoints = LoopCheckpoints(world, manager, clock)
+    checkpoints.enter_group(Counter(), 1)
     for _ in range(2):
-        turns.run(store, 1, nothing, everywhere=False)
-    assert bounds == [None, max(MIN_BOUND_S, BOUND_FACTOR * 100.0)]
+        checkpoints.after_step(Counter())
+    assert peers.bounds == [None, max(MIN_BOUND_S, BOUND_FACTOR * 100.0)]
+    assert manager.saved == [], "rank 0 does it"
+
+
+def test_who_waits_for_rank_0_says_so_and_goes_on_when_it_is_done(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keys, "LOOK_S", 0.1)
+    rank_0, rank_1 = peers_at(store, 0, 2), peers_at(store, 1, 2, looks=20)
+    rank_0.wait_for_rank_0("to save a checkpoint", None)
+    rank_1.wait_for_rank_0("to save a checkpoint", None)
+    assert not caplog.text, "it is done"
+    with pytest.raises(RuntimeError, match=r"waited .* s for rank 0 to save a checkpoint"):
+        rank_1.wait_for_rank_0("to save a checkpoint", 0.5)  # the second time, which rank 0 has not come to
+    assert "waiting for rank 0 to save a checkpoint" in caplog.text
 
 
 class Held:

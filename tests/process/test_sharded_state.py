@@ -19,7 +19,7 @@ import torchelastic
 from torchelastic import CoordinatorP2P, ElasticBatchSampler, ModelState, ShardedState
 from torchelastic.checkpoint import DiskTier, FileSystemCheckpointManager, TieredCheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone
 from torchelastic.rendezvous.records import Standing
 from torchelastic.sharded import FullShard, HybridShard

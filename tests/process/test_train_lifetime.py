@@ -156,6 +156,11 @@ class TwoPeers:
             return [own, [[float("-inf"), *own[0][1:]], "", self.other_host or own[2]]]
         return [own, own]
 
+    def rank_0_says(self, value: bool) -> bool:
+        return value
+
+    def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None: ...
+
 
 class WorldOfTwo(World):
     other_host = "another host"

@@ -34,15 +34,15 @@ Happening = tuple[Callable[[Meter], object], Callable[[Tally, int], Tally]]
 
 def told(what: str, number: int) -> Happening:
     if what == "gathers":
-        return Meter.gathers, lambda t, at: t.left(at, Account.RE_FORM if t.round >= 0 else Account.IDLE)
+        return Meter.group_wanted, lambda t, at: t.left(at, Account.RE_FORM if t.round >= 0 else Account.IDLE)
     if what == "enters":
         return lambda m: m.entered(number, 1, 3), lambda t, at: t.entered(at, number, 1, 3)
     if what == "is level":
         return lambda m: m.level(number), lambda t, at: t.level(at, number)
     if what == "commits":
-        return Meter.committed, Tally.commits
+        return Meter.step_committed, Tally.commits
     if what == "undoes":
-        return Meter.undone, Tally.undoes
+        return Meter.step_undone, Tally.undoes
     if what == "waits as a spare":
         return (
             Meter.waits_as_spare,
@@ -140,12 +140,12 @@ def test_a_block_spent_on_something_ends_where_it_began_unless_the_step_was_undo
     with meter.saving():
         clock.now_ns = 10
     clock.now_ns = 30
-    meter.committed()
+    meter.step_committed()
     assert meter.tally().totals[Account.SAVE_STALL] == 10
     assert meter.tally().totals[Account.PRODUCTIVE] == 20
     with meter.spent_on(Account.DATA_WAIT):
         clock.now_ns = 35
-        meter.undone("a peer was lost")
+        meter.step_undone("a peer was lost")
         clock.now_ns = 40
     assert meter.tally().account is Account.RE_FORM
 

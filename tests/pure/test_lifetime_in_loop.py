@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.worlds_of_one import Counter, InMemory, World
 from torchelastic.checkpoint.in_loop import LoopCheckpoints
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.lifetime import STOPPED_EARLY, DeadlineAt, Lifetime, StoppedEarly, nearest
 from torchelastic.lifetime.in_loop import LoopLifetime
 from torchelastic.lifetime.sources import Notice, Notices
@@ -31,9 +31,9 @@ class Run:
         self.checkpoints = checkpoints
         chosen = Lifetime(**{"reserve_s": 5.0, "deadline": nearest([at]), **settings})
         self.lifetime = LoopLifetime(self.world, checkpoints, chosen, clock=self.clock, environment={})
-        checkpoints.enter_group(self.state, 0, synced_before=False)
-        checkpoints.is_level(self.state)
-        self.lifetime.enter_group(0, 1)
+        checkpoints.enter_group(self.state, 0)
+        for one in (checkpoints, self.lifetime):
+            one.in_sync(self.state)
 
     def steps(self, durations_s: Iterator[float]) -> StoppedEarly:
         """Trains until it is stopped."""
@@ -45,8 +45,6 @@ class Run:
                 self.lifetime.after_step(self.state)
             except StoppedEarly as stop:
                 return stop
-            self.checkpoints.after_step(self.state, on_trial=self.lifetime.wants_trial())
-            self.lifetime.resumes()
         raise AssertionError("it was never stopped")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import DistStoreError
 
-from torchelastic.coordinator import RetryableException
+from torchelastic.errors import RetryableException
 from torchelastic.rendezvous.loss import is_of_group
 from torchelastic.repeated_failures import RepeatedFailures, fingerprint, new_process_may_help
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import torchelastic
-from torchelastic import train_loop
+from torchelastic import metrics, train_loop
 from torchelastic.checkpoint import Checkpoint, CheckpointManager
 from torchelastic.coordinator import Coordinator
+from torchelastic.loop_observer import LoopObserver, telling
 from torchelastic.state import check_train_step
 from torchelastic.step import Step
-from torchelastic.train_loop import train
+from torchelastic.train_loop import TrainLoop, train
 
 
 class ScriptedCoordinator(Coordinator):
@@ -660,3 +661,71 @@ def test_a_coordinator_that_looks_for_no_hangs_takes_slow_sections_all_the_same(
     with coordinator.slow_section(), coordinator.slow_section():
         pass
     assert coordinator.calls == []
+
+
+# --- what the loop says of itself -------------------------------------------------------------------------------------
+
+
+def heard_by(events: list[str]) -> LoopObserver:
+    """An observer that notes every event by its name."""
+    names = [name for name in vars(LoopObserver) if not name.startswith("_")]
+    hooks = {name: lambda *_, _name=name, **__: events.append(_name) for name in names}
+    observer: LoopObserver = type("Hears", (LoopObserver,), hooks)()
+    return observer
+
+
+def test_an_observer_hears_of_a_group_a_failure_and_the_end_in_this_order() -> None:
+    events: list[str] = []
+    loop = TrainLoop(ScriptedCoordinator(), Counter(), None, None)
+    loop.observer = telling(loop.observer, heard_by(events))
+    train_step = count_to(2, {1: RuntimeError("once")})
+    for step in loop.steps():
+        with step:
+            train_step(loop.state)  # type: ignore[arg-type]  # it is a Counter
+    group = ["group_wanted", "group_formed", "sync_begins", "in_sync"]
+    assert events == [
+        *group, "step_begins", "step_ends", "step_undone", "group_left",
+        *group, *2 * ["step_begins", "step_ends", "step_committed"],
+        "step_begins", "step_ends", "training_done", "group_left", "over", "returns",
+    ]  # fmt: skip
+
+
+def test_who_is_told_with_others_hears_after_those_before_and_only_what_it_listens_to() -> None:
+    heard: list[str] = []
+
+    class First(LoopObserver):
+        def step_committed(self) -> None:
+            heard.append("first")
+
+    class Second(LoopObserver):
+        def step_committed(self) -> None:
+            heard.append("second")
+
+        def over(self) -> None:
+            heard.append("over")
+
+    both = telling(First(), LoopObserver(), Second())
+    both.step_committed()
+    both.over()
+    both.step_begins()
+    assert heard == ["first", "second", "over"]
+
+
+def test_the_durations_of_0_1_are_published() -> None:
+    class Kept(metrics.MetricHandler):
+        def emit(self, metric_data: metrics.MetricData) -> None:
+            assert metric_data.value >= 0
+            names.append(metric_data.name)
+
+    names: list[str] = []
+    metrics.configure(Kept(), "torchelastic")
+    try:
+        train(ScriptedCoordinator(), count_to(3, {2: RuntimeError("once")}), Counter())
+    finally:
+        metrics.configure(metrics.NullMetricHandler(), "torchelastic")
+    assert {name: names.count(name) for name in names} == {
+        "state_sync.duration.ms": 2,
+        "train_step.duration.ms": 5,  # the one that failed, and the one that ended the run
+        "inner_train_loop.duration.ms": 2,
+        "outer_train_loop.duration.ms": 1,
+    }

@@ -7,7 +7,8 @@ from typing import Any
 
 import torchelastic
 from torchelastic.checkpoint import Checkpoint, CheckpointManager
-from torchelastic.coordinator import Coordinator, DrainedException
+from torchelastic.coordinator import Coordinator
+from torchelastic.errors import DrainedException
 from torchelastic.testing.clock import FakeClock
 
 

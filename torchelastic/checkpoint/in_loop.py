@@ -15,6 +15,7 @@ from torchelastic.checkpoint.policy import SaveDecision, SavePolicy
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager
 from torchelastic.group.peers import Alone, Peers
+from torchelastic.loop_observer import LoopObserver
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
 
@@ -29,10 +30,13 @@ ONLY_TIER = "durable"
 #: What was restored is durable somewhere.
 _RESTORED = ""
 
+#: Rank 0 is waited for so long, and so many times as long as the slowest save so far; the first one has no bound.
+MIN_BOUND_S, BOUND_FACTOR = 300.0, 10.0
+
 _NOT_ASKED = SaveDecision(False, "rank 0 decides")
 
 
-class LoopCheckpoints:
+class LoopCheckpoints(LoopObserver):
     """The checkpoints of one run, on one rank; all methods are called on the training thread.
 
     A manager of 0.1 saves on rank 0 and is durable before the next step; an elastic one (`TieredCheckpointManager`)
@@ -71,8 +75,9 @@ class LoopCheckpoints:
         self._step = 0
         self._durable: dict[str, int] = {}  # the newest step, by tier
         self._tried_step = -1
-        self._was_loaded = False
+        self._was_loaded = self._synced_before = False
         self._has_ended = False
+        self._slowest_s: float | None = None
 
     def check(self, state: State) -> None:
         """Find a state that this manager cannot save, before anything is trained.
@@ -119,13 +124,12 @@ class LoopCheckpoints:
 
     # --- a group ------------------------------------------------------------------------------------------------------
 
-    def enter_group(self, state: State, rank: int, *, synced_before: bool) -> None:
+    def enter_group(self, state: State, rank: int) -> None:
         """A group stands: load a checkpoint if nobody has progress. Every rank calls it, before the sync.
 
         Args:
             state: is set on rank 0 only; the sync brings the others level.
             rank: of this worker.
-            synced_before: whether this process has been level with a group before.
         """
         self._rank = rank
         manager = self.manager
@@ -135,8 +139,8 @@ class LoopCheckpoints:
         if rank == 0:
             self._take_over(manager)
         if isinstance(manager, ElasticCheckpointManager):
-            self._enter_with_all(manager, state, is_wanted, synced_before=synced_before)
-        elif rank == 0 and (not synced_before if is_wanted is None else is_wanted):
+            self._enter_with_all(manager, state, is_wanted)
+        elif rank == 0 and (not self._synced_before if is_wanted is None else is_wanted):
             loaded = api.load_latest(manager, state)
             if loaded is not None:
                 self._schedule.began(self._step)
@@ -152,13 +156,11 @@ class LoopCheckpoints:
             except OSError as error:  # the disk may be full, and may have room again when the next save is due
                 log.warning("a paused worker of an older group may still publish a checkpoint: %s", error)
 
-    def _enter_with_all(
-        self, manager: ElasticCheckpointManager, state: State, is_wanted: bool | None, *, synced_before: bool
-    ) -> None:
+    def _enter_with_all(self, manager: ElasticCheckpointManager, state: State, is_wanted: bool | None) -> None:
         self._peers = self._coordinator.peers() or Alone()
         if self._peers.world_size == 1 and self._rank != 0:
             return  # the group is not known: rank 0 does it all
-        self._step, source_was_level = self._peers.all_gather([self._step, synced_before])[0]
+        self._step, source_was_level = self._peers.all_gather([self._step, self._synced_before])[0]
         manager.enter_group(self._peers)
         if is_wanted or (is_wanted is None and not source_was_level):
             restored = manager.restore(state, self._peers)
@@ -166,8 +168,9 @@ class LoopCheckpoints:
                 self._step = self._durable[_RESTORED] = restored
                 self._schedule.began(restored)
 
-    def is_level(self, state: State) -> None:
-        """All members have been brought level: from here on all ranks count the same steps."""
+    def in_sync(self, state: State) -> None:
+        """From here on all ranks count the same steps."""
+        self._synced_before = True
         step = getattr(state, "step", None)
         if type(step) is int and step >= 0:
             self._step = step
@@ -204,15 +207,13 @@ class LoopCheckpoints:
             decision = SaveDecision(True, "a deadline is known, and not yet how long a save takes")
         if decision:
             log.info("saving step %d: %s", self._step, decision.because)
-        if isinstance(manager, ElasticCheckpointManager):
-            self._coordinator.save_together(
-                decision.save,
-                self._rank,
-                lambda: self._save_share(manager, state, self._peers, leaves or on_trial),
-                everywhere=True,
-            )
-        else:
-            self._coordinator.save_together(decision.save, self._rank, lambda: self._save_whole(manager, state))
+        if not self._rank_0_says(decision.save):
+            return
+        with self._coordinator.saving():
+            if isinstance(manager, ElasticCheckpointManager):
+                self._save_share(manager, state, self._peers, leaves or on_trial)
+            else:
+                self._save_on_rank_0(manager, state)
 
     def save_last(self, state: State, patience_s: float) -> tuple[str, ...]:
         """Save the step that was committed last, to every tier, and wait; every rank calls it after that step.
@@ -233,11 +234,15 @@ class LoopCheckpoints:
         saved_in, tried_before = self._saved_in(), self._tried_step == self._step
         is_due = not saved_in if tried_before else not set(self.save_times_s) <= set(saved_in)
         self._tried_step = self._step
-        if isinstance(manager, ElasticCheckpointManager):
-            save = partial(self._save_share_and_wait, manager, state, patience_s)
-            self._coordinator.save_together(is_due, self._rank, save, everywhere=True)
-        elif manager is not None:
-            self._coordinator.save_together(is_due, self._rank, lambda: self._save_whole(manager, state))
+        if manager is None or not self._rank_0_says(is_due):
+            return self._saved_in()
+        with self._coordinator.saving():
+            if isinstance(manager, ElasticCheckpointManager):
+                self._save_share(manager, state, self._peers, True)
+                if manager.wait(patience_s):
+                    manager.end_run()  # rank 0, which has the notes of all, waits until they were read
+            else:
+                self._save_on_rank_0(manager, state)
         return self._saved_in()
 
     def leaves_last(self, state: State) -> None:
@@ -249,13 +254,13 @@ class LoopCheckpoints:
             self._take_over(manager)
             self._save_whole(manager, state)
 
-    def close(self) -> None:
-        """The run is over for this worker: wait, for a bounded time, until its last save is done."""
+    def over(self) -> None:
+        """Wait, for a bounded time, for saves that still run in the background: with the process they would end."""
         if isinstance(self.manager, ElasticCheckpointManager) and not self._has_ended:
             self.manager.end_run()
 
     def gives_up(self) -> None:
-        """The time is over: `close` waits for nothing any more."""
+        """The time is over: `over` waits for nothing any more."""
         self._has_ended = True
 
     def _decide(self, manager: CheckpointManager, *, wanted: bool, leaves: bool) -> SaveDecision:
@@ -268,10 +273,19 @@ class LoopCheckpoints:
             stop_requested=leaves,
         )
 
-    def _save_share_and_wait(self, manager: ElasticCheckpointManager, state: State, patience_s: float) -> None:
-        self._save_share(manager, state, self._peers, True)
-        if manager.wait(patience_s):
-            manager.end_run()  # rank 0, which has the notes of all, waits until they were read
+    def _rank_0_says(self, is_due: bool) -> bool:
+        """Whether this rank saves, as rank 0 has found it due; rank 0 alone does where the group is not known."""
+        peers = self._coordinator.peers()
+        return is_due and self._rank == 0 if peers is None else peers.rank_0_says(is_due)
+
+    def _save_on_rank_0(self, manager: CheckpointManager, state: State) -> None:
+        """The others go on when it is durable: what follows may change what is being written."""
+        began_s = self._clock()
+        if self._rank == 0:
+            self._save_whole(manager, state)
+        bound_s = None if self._slowest_s is None else max(MIN_BOUND_S, BOUND_FACTOR * self._slowest_s)
+        (self._coordinator.peers() or Alone()).wait_for_rank_0("to save a checkpoint", bound_s)
+        self._slowest_s = max(self._slowest_s or 0.0, self._clock() - began_s)
 
     def _save_share(self, manager: ElasticCheckpointManager, state: State, peers: Peers, leaves: bool) -> None:
         self._schedule.began(self._step)

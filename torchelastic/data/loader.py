@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torchelastic.data import waiting
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.order import mixed_seed
 from torchelastic.data.worker_processes import WorkerProcesses
+from torchelastic.ledger.meter import this_worker
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ElasticLoader(Iterator[Any]):
             assert self._running is not None
             began_ns = time.monotonic_ns()
             batch = next(self._running)
-            waiting.has_waited(began_ns)
+            this_worker().waited_for_data(time.monotonic_ns() - began_ns)
         except BaseException as error:
             # A worker may be gone, or be in the middle of another batch: begin again with a fresh set.
             self.close()

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from torchelastic.data import waiting
 from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, require_rank, units_of_rank, weight_of
 from torchelastic.data.sources.api import Source, of_epoch
 from torchelastic.data.stream_course import ShardPlace, StreamCourse, samples_between
 from torchelastic.data.stream_exchange import StreamExchange
 from torchelastic.data.stream_reading import Drawn, StreamReader, StreamReading
+from torchelastic.ledger.meter import this_worker
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class ElasticStream(Iterator[Any]):
     def _read(self, course: StreamCourse, shards: Sequence[int]) -> Drawn:
         began_ns = time.monotonic_ns()
         drawn = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
-        waiting.has_waited(began_ns)
+        this_worker().waited_for_data(time.monotonic_ns() - began_ns)
         return drawn
 
     def _batch(self, drawn: Drawn) -> Any:

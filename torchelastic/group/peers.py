@@ -31,6 +31,9 @@ class Peers(Protocol):
     def all_gather(self, value: Any) -> list[Any]:
         """What each rank says, by rank; JSON can hold it."""
 
+    def rank_0_says(self, value: bool) -> bool:
+        """What rank 0 has given."""
+
     def send(self, data: memoryview, rank: int) -> None:
         """Give bytes to one rank, which calls `receive`."""
 
@@ -39,6 +42,14 @@ class Peers(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has called it, however long one of them works before it does."""
+
+    def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None:
+        """Return when rank 0 has called it, however long it works before it does.
+
+        Args:
+            purpose: what rank 0 works at, for a warning: "to save a checkpoint".
+            bound_s: RuntimeError after so long; None: wait for as long as the group stands.
+        """
 
     def mailbox(self) -> Mailbox:
         """The notes of this group; called once."""
@@ -62,6 +73,10 @@ class Alone:
         """See `Peers`."""
         return [json.loads(json.dumps(value))]
 
+    def rank_0_says(self, value: bool) -> bool:
+        """See `Peers`."""
+        return value
+
     def send(self, data: memoryview, rank: int) -> None:
         """Never called: there is nobody else."""
         raise RuntimeError(f"there is no rank {rank} to send {data.nbytes} bytes to: this worker is alone")
@@ -71,6 +86,9 @@ class Alone:
         raise RuntimeError(f"there is no rank {rank} to receive {into.nbytes} bytes from: this worker is alone")
 
     def barrier(self) -> None:
+        """See `Peers`."""
+
+    def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None:
         """See `Peers`."""
 
     def mailbox(self) -> Mailbox:

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import (
@@ -29,6 +30,11 @@ from torchelastic.ledger.page import PageWriter, page_paths
 from torchelastic.ledger.process_start import process_started_ns
 from torchelastic.ledger.tally import Tally
 from torchelastic.log_lines import Position, set_up_worker_log
+from torchelastic.loop_observer import LoopObserver
+
+if TYPE_CHECKING:
+    from torchelastic.coordinator import GroupMembership
+    from torchelastic.state import State
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +44,7 @@ LEDGER_VARIABLE = "TORCHELASTIC_LEDGER"
 _PRODUCTIVE, _RE_FORM = int(Account.PRODUCTIVE), int(Account.RE_FORM)
 
 
-class Meter:
+class Meter(LoopObserver):
     """The counts of this process. Every method is for the training thread.
 
     Args:
@@ -47,7 +53,7 @@ class Meter:
     """
 
     __slots__ = (
-        "_account", "_clock_ns", "_committed", "_has_entered", "_page", "_pending_ns", "_rank", "_round",
+        "_account", "_clock_ns", "_committed", "_has_entered", "_is_fresh", "_page", "_pending_ns", "_rank", "_round",
         "_since_ns", "_started_ns", "_step", "_totals", "_undone", "_world_size",
     )  # fmt: skip
 
@@ -60,6 +66,7 @@ class Meter:
         self._step = self._round = self._rank = -1
         self._committed = self._undone = self._world_size = 0
         self._has_entered = False
+        self._is_fresh: bool | None = None
         self._page: PageWriter | None = None
 
     @property
@@ -110,7 +117,7 @@ class Meter:
 
     # --- what happens to the worker -----------------------------------------------------------------------------------
 
-    def gathers(self) -> None:
+    def group_wanted(self) -> None:
         """It asks for a group: waits to be let in, or, where it was in one before, forms it anew."""
         self._leave(Account.RE_FORM if self._has_entered else Account.IDLE)
 
@@ -125,6 +132,11 @@ class Meter:
         """Whether it was in a group before, and has waited as a spare since."""
         return self._has_entered and self._account == Account.IDLE
 
+    def group_formed(self, membership: GroupMembership, rank: int, world_size: int) -> None:
+        """See `LoopObserver`."""
+        peers, self._is_fresh = membership.peers(), membership.nobody_has_progress()
+        self.entered(-1 if peers is None else peers.round_number, rank, world_size)
+
     def entered(self, round_: int, rank: int, world_size: int) -> None:
         """The group stands."""
         now_ns = self._close()
@@ -133,6 +145,13 @@ class Meter:
         self._write()
         is_first, self._has_entered = not self._has_entered, True
         self._note(Join(at_ns=now_ns, world_size=world_size, is_first=is_first))
+
+    def in_sync(self, state: State) -> None:
+        """See `LoopObserver`."""
+        steps = [getattr(state, name, None) for name in ("step", "end_step")]
+        step, end_step = (value if type(value) is int else -1 for value in steps)
+        source = "peer" if self._is_fresh is False else "checkpoint" if self._is_fresh and step > 0 else ""
+        self.level(step, source, end_step)
 
     def level(self, step: int, source: str = "", end_step: int = -1) -> None:
         """The state is that of the group: `step` steps, or -1 where that is not known; steps begin.
@@ -158,7 +177,7 @@ class Meter:
             )
         )
 
-    def committed(self) -> None:
+    def step_committed(self) -> None:
         """A step counts, and the next one begins. The one method that is called for every step."""
         now_ns = self._clock_ns()
         totals, passed_ns = self._totals, now_ns - self._since_ns
@@ -177,7 +196,7 @@ class Meter:
             if self._committed == 1:
                 self._note(FirstStep(at_ns=now_ns))
 
-    def undone(self, cause: str = "", *, is_undone: bool = True) -> None:
+    def step_undone(self, cause: str = "", *, is_undone: bool = True) -> None:
         """The step that was under way does not count; a new group is wanted. Where none was, only the latter.
 
         Args:
@@ -200,6 +219,8 @@ class Meter:
     def over(self) -> None:
         """There will be no further step."""
         self._leave(Account.IDLE)
+
+    training_done = over
 
     @contextlib.contextmanager
     def spent_on(self, account: Account) -> Iterator[None]:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
-from torchelastic.coordinator import Coordinator, NonRetryableException
+from torchelastic.coordinator import Coordinator
+from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.lifetime.deadline import nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
@@ -28,11 +29,13 @@ from torchelastic.lifetime.requeue import requeue_job, requeue_patience_s
 from torchelastic.lifetime.sample import AT_ONCE, REMAINING, Sample
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE
+from torchelastic.loop_observer import LoopObserver
 from torchelastic.metrics import publish_metric
 from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE, SOCKET_VARIABLE
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.in_loop import LoopCheckpoints
+    from torchelastic.coordinator import GroupMembership
     from torchelastic.state import State
 
 log = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ _MAX_SKIP = 4
 MAX_TRIES = 3
 
 
-class LoopLifetime:
+class LoopLifetime(LoopObserver):
     """The deadlines of one run, on one rank; all methods are called on the training thread.
 
     Args:
@@ -81,13 +84,13 @@ class LoopLifetime:
             self._times,
             lambda: saves.save_times_s,
             settings,
-            trial_below_s=0.0,  # a save on trial is made by the checkpoints, in the background: see `wants_trial`
+            trial_below_s=0.0,  # a save on trial is made by the checkpoints, in the background: see `_wants_trial`
             clock=clock,
         )
         self._job = variables.get(JOB_VARIABLE, "").strip()
         self._file = ProgressFile.from_environment(variables)
         self._resumed_step: int | None = None
-        self._rank = 0
+        self._rank, self._world_size = 0, 1
         self._began_s = self._next_sample_s = clock()
         self._remaining_s = math.inf
         self._is_near = False
@@ -99,23 +102,26 @@ class LoopLifetime:
 
     # --- in the loop --------------------------------------------------------------------------------------------------
 
-    def enter_group(self, rank: int, world_size: int) -> None:
-        """A group stands, and all are level."""
+    def group_formed(self, membership: GroupMembership, rank: int, world_size: int) -> None:  # noqa: ARG002 - part of the contract
+        """See `LoopObserver`."""
+        self._rank, self._world_size = rank, world_size
+
+    def in_sync(self, state: State) -> None:  # noqa: ARG002 - as above
+        """From here on steps are timed, and the deadlines of all count."""
         if self._resumed_step is None:
             self._resumed_step = self._saves.step
-            if rank == 0 and not self._saves.save_times_s:
+            if self._rank == 0 and not self._saves.save_times_s:
                 log.warning(
                     "lifetime= without a checkpoint manager: when a deadline comes, the run stops in time, and nothing "
                     "is saved. Give train() a checkpoint="
                 )
-        self._rank = rank
         self._is_near, self._skip = False, 0
         self._next_sample_s = self._due_s = -math.inf
-        self._monitor.enter_group(world_size)
-        self.resumes()
+        self._monitor.enter_group(self._world_size)
+        self._began_s = self._clock()
 
     def after_step(self, state: State) -> None:
-        """A step has been committed: see whether this worker, or the group, has to go.
+        """A step has been committed: see whether this worker, or the group, has to go, and save if it is due.
 
         Raises:
             StoppedEarly: the step is saved, and the run stops here for all of the group.
@@ -132,30 +138,28 @@ class LoopLifetime:
             self._skip -= 1
         else:
             self._decide(state)
+        self._saves.after_step(state, on_trial=self._wants_trial())
+        self._began_s = self._clock()  # the time since `now_s` is no part of a step
 
-    def wants_trial(self) -> bool:
+    def _wants_trial(self) -> bool:
         """Whether to save now only to know how long it takes; asked once after each step."""
         if self._has_tried or self._remaining_s > TRIAL_BELOW_S:
             return False
         self._has_tried = True
         return not all(self._saves.save_times_s.values())
 
-    def resumes(self) -> None:
-        """The next step begins; what has happened since `after_step` is no part of a step."""
-        self._began_s = self._clock()
-
-    def has_left(self) -> None:
-        """The loop has ended because this worker was asked to leave, and has left.
+    def returns(self, *, has_left: bool) -> None:
+        """See `LoopObserver`.
 
         Raises:
-            StoppedEarly: it was this that had asked for it.
+            StoppedEarly: it has left because of its deadline.
         """
-        if self._leaves is not None:
+        if has_left and self._leaves is not None:
             if self._requeues:
                 self._requeue()
             raise StoppedEarly(self._leaves, step=self._saves.step, others_go_on=True)
 
-    def close(self) -> None:
+    def over(self) -> None:
         """No more news of deadlines; signals mean what they meant before. Idempotent."""
         self._tell_progress(self._clock())
         close_all(self._sources)
@@ -236,7 +240,7 @@ class LoopLifetime:
         left_s = end_s - self._clock()
         self._saves.gives_up()
         self._coordinator.stop_early()
-        self.close()
+        self.over()
         publish_metric("torchelastic", "lifetime.given_up.ms", 1000.0 * left_s)
         in_time = f"{left_s:.1f} s before the deadline" if left_s >= 0.0 else f"{-left_s:.1f} s after the deadline"
         if has_manager and not tiers:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from torchelastic.coordinator import RetryableException
+from torchelastic.errors import RetryableException
 from torchelastic.model.carry import Sums, added, summed
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.model import tree_sum
 from torchelastic.model.tree_sum import Node
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.model import wrapping
 from torchelastic.model.reduction import Reduction
 from torchelastic.model.shards import LogicalShards

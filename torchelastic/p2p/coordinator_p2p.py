@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.coordinator import Coordinator, DrainedException, NonRetryableException, StopException
+from torchelastic.coordinator import Coordinator
+from torchelastic.errors import DrainedException, NonRetryableException, StopException
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import profile
@@ -22,7 +22,6 @@ from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
 from torchelastic.p2p.heartbeat import Heartbeat
-from torchelastic.p2p.keys import wait_for_key
 from torchelastic.p2p.options import (
     checked_backend,
     checked_init_method,
@@ -32,9 +31,8 @@ from torchelastic.p2p.options import (
     open_rendezvous,
     smallest_group,
 )
-from torchelastic.p2p.peers import peers_of
+from torchelastic.p2p.peers import GroupPeers
 from torchelastic.p2p.recovery_time import Recovery, RecoveryTimer, report
-from torchelastic.p2p.saving import SaveTurns
 from torchelastic.p2p.stragglers import StragglerPolicy, compare_rates
 from torchelastic.p2p.termination import leave_on_sigterm
 from torchelastic.p2p.watchdog import FORMING, Watchdog
@@ -113,7 +111,6 @@ class CoordinatorP2P(Coordinator):
         self._committed_steps = 0
         self._standing = Standing.FRESH
         self._failed = self._leaves_last = False
-        self._saves = SaveTurns(self._wait_for_key)
         self.last_recovery: Recovery | None = None
         self._timer = RecoveryTimer(time.monotonic)
         self._witness = LossWitness()
@@ -173,7 +170,6 @@ class CoordinatorP2P(Coordinator):
         self._witness.begins(self.rendezvous.joined)
         self._groups.timeout = self._watchdog.came_back(lost)
         self._timer.because(lost, was_spare=this_worker().is_spare)
-        self._saves.new_round()
         self._timer.reached("agree")
         self.is_worker_straggler, self._times_straggler = False, 0
         self._failed = False
@@ -196,8 +192,12 @@ class CoordinatorP2P(Coordinator):
         self._watchdog.enter("bringing the states in sync")
         group, number = (self._groups.control if self.world_size > 1 else None), self._joined_round
         self._agreement = StepAgreement(group)
-        self._peers = peers_of(
-            group, self.store, self.rank, self.world_size, number, self._wait_for_key, self.rendezvous.address
+        self._peers = (
+            Alone(number)
+            if group is None
+            else GroupPeers(
+                group, self.store, self.rank, self.world_size, number, self._raise_if_broken, self.rendezvous.address
+            )
         )
         self._timer.reached("re_form")
 
@@ -237,20 +237,11 @@ class CoordinatorP2P(Coordinator):
         """False: the state decides, or a subclass."""
         return False
 
-    def save_together(self, due: bool, rank: int, save: Callable[[], None], *, everywhere: bool = False) -> None:
-        """Rank 0 saves if it finds a checkpoint due; the others wait, however long it takes, and lose nothing by it.
-
-        With `everywhere` all save, and nobody waits for the others.
-        """
-        if self.world_size > 1:
-            flag = torch.tensor([int(due)])
-            dist.broadcast(flag, src=0, group=self._groups.control)
-            due = bool(flag[0])
-        if not due:
-            return
-        assert self.store is not None
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """No step is timed meanwhile, and the ledger counts the time as a save."""
         with self._watchdog.resting(), this_worker().saving():
-            self._saves.run(self.store, rank, save, everywhere=everywhere)
+            yield
 
     def peers(self) -> Peers:
         """The present group, for saving and restoring together; one object for as long as it stands."""
@@ -414,7 +405,3 @@ class CoordinatorP2P(Coordinator):
         self.stop_training = self.rendezvous.wait_closed()
         if self.stop_training:
             self._hang_up()
-
-    def _wait_for_key(self, key: str, waited_for: Callable[[], str], bound_s: float | None = None) -> None:
-        assert self.store is not None
-        wait_for_key(self.store, key, self._raise_if_broken, waited_for, bound_s)

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import listed
 from torchelastic.group.notes import Mailbox
-from torchelastic.group.peers import Alone, Peers
+from torchelastic.p2p.keys import wait_for_key
 
 #: How much one message carries: each has to arrive within the time-out of collectives.
 CHUNK_BYTES = 64 * 2**20
@@ -29,7 +29,7 @@ class GroupPeers:
         rank: of this worker.
         world_size: of the group.
         round_number: of the rendezvous.
-        wait_for_key: waits for a key of the store, given who is waited for; raises RuntimeError if the round breaks.
+        raise_if_broken: raises RuntimeError if the round is no more.
         address: at which the other hosts reach this one; empty: there are none.
     """
 
@@ -40,7 +40,7 @@ class GroupPeers:
         rank: int,
         world_size: int,
         round_number: int,
-        wait_for_key: Callable[[str, Callable[[], str]], None],
+        raise_if_broken: Callable[[], None],
         address: str = "",
     ) -> None:
         self.address = address or "127.0.0.1"
@@ -49,12 +49,18 @@ class GroupPeers:
         self.round_number = round_number
         self._group = group
         self._store = store
-        self._wait_for_key = wait_for_key
-        self._barriers = 0
+        self._raise_if_broken = raise_if_broken
+        self._barriers = self._turns = 0
 
     def all_gather(self, value: Any) -> list[Any]:
         """What each rank says, by rank; JSON can hold it."""
         return [json.loads(each) for each in all_gather_texts(self._group, json.dumps(value).encode(), _waited)]
+
+    def rank_0_says(self, value: bool) -> bool:
+        """What rank 0 has given: one broadcast, which costs little beside a step."""
+        flag = torch.tensor([int(value)])
+        dist.broadcast(flag, src=0, group=self._group)
+        return bool(flag[0])
 
     def send(self, data: memoryview, rank: int) -> None:
         """Give bytes to one rank, in messages of at most `CHUNK_BYTES`."""
@@ -80,7 +86,16 @@ class GroupPeers:
             ranks = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
             return f"{listed(ranks)} to reach the same point of saving or restoring a checkpoint"
 
-        self._wait_for_key(key, missing)
+        wait_for_key(self._store, key, self._raise_if_broken, missing)
+
+    def wait_for_rank_0(self, purpose: str, bound_s: float | None) -> None:
+        """As `barrier`, for rank 0 alone."""
+        self._turns += 1
+        key = f"rank_0_is_done/{self._turns}"
+        if self.rank == 0:
+            self._store.set(key, "1")
+        else:
+            wait_for_key(self._store, key, self._raise_if_broken, lambda: f"rank 0 {purpose}", bound_s)
 
     def mailbox(self) -> Mailbox:
         """Notes in the store of the round, on a connection of their own, so that no wait holds them up."""
@@ -111,21 +126,6 @@ class _StoreMailbox:
 
     def drop(self, key: str) -> None:
         self._store.delete_key(f"note/{key}")
-
-
-def peers_of(
-    group: dist.ProcessGroup | None,
-    store: Store,
-    rank: int,
-    world_size: int,
-    round_number: int,
-    wait_for_key: Callable[[str, Callable[[], str]], None],
-    address: str,
-) -> Peers:
-    """The peers of a group; where there is none (None), this worker is alone. Arguments as for `GroupPeers`."""
-    if group is None:
-        return Alone(round_number)
-    return GroupPeers(group, store, rank, world_size, round_number, wait_for_key, address)
 
 
 def _waited(work: dist.Work | None) -> None:

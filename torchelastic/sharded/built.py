@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.tensors import dtype_named
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.model import random_state
 from torchelastic.model.compiled import plain_name
 from torchelastic.model.optimizers import Optimizers

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.tiered.restoring import StoredParts
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.built import PARAMETERS, Built, plain
 from torchelastic.sharded.commit_rule import ChosenState
 from torchelastic.sharded.companions import from_bytes, to_bytes

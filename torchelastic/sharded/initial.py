@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.tensors import box_of
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.parts import memory_of
 
 Initialize = Callable[[torch.nn.Module], object]

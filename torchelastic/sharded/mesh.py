@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 
 #: Given the world size: the mesh of all ranks. Called on every rank of every new group, inside the group.
 MeshRule = Callable[[int], DeviceMesh]

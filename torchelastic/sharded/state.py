@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchelastic.checkpoint.tiered.restoring import StoredParts
-from torchelastic.coordinator import NonRetryableException, RetryableException
+from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
 from torchelastic.model.several import refuse_stateless

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchelastic.coordinator import NonRetryableException
+from torchelastic.errors import NonRetryableException
 
 
 class Weighting:

@@ -1,0 +1,27 @@
+"""The exceptions with which user code, the train loop and a coordinator talk to each other."""
+
+from __future__ import annotations
+
+
+class StopException(Exception):  # noqa: N818 - a name of the public API
+    """The run is over for this worker, and that is fine: `train` returns."""
+
+
+class DrainedException(StopException):
+    """This worker was asked to leave the run and has left it; the others go on, if there are enough of them."""
+
+
+class NonRetryableException(Exception):  # noqa: N818 - a name of the public API
+    """Trying again cannot help: `train` raises it."""
+
+
+class RetryableException(RuntimeError):  # noqa: N818 - a name of the public API
+    """For user code: undo this step on every worker and try it again."""
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether a failed step is undone and repeated: RuntimeErrors are, but not those that only a programmer can mend.
+
+    All errors of collectives and of a full GPU memory are RuntimeErrors in torch.
+    """
+    return isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError))
