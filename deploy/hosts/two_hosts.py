@@ -3,7 +3,7 @@
     sudo .venv/bin/python deploy/hosts/two_hosts.py
 
 Each host is a set of network namespaces with its own name and address, etcd is on a third one, and on each host runs
-the command of docs/multi-node.md. Needs root (for the namespaces) and `ip`, `nsenter` and `unshare`; nothing is left
+the command of docs/launching.md. Needs root (for the namespaces) and `ip`, `nsenter` and `unshare`; nothing is left
 behind however this ends, but for the folder with logs and the report. The exit code is 0 only if no image was lost or
 trained twice, and the host that was away has trained before and after.
 """

@@ -18,18 +18,37 @@ PAGES = [*READ_IN_ORDER, *sorted((ROOT / "torchelastic").rglob("README.md")), *s
 UNDER_THE_LAUNCHER = {ROOT / "README.md"}
 
 
+def blocks_in(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return blocks_in(page.read_text())
+
+
+def blocks_of_sections(page: Path) -> dict[str, list[str]]:
+    """The examples of a reference page, by the section that they are in; each section is read by itself."""
+    sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    return {section.partition("\n")[0]: blocks_in(section) for section in sections if blocks_in(section)}
 
 
 #: tests/cluster/test_cookbook.py runs each recipe of the cookbook as a script of its own.
 WITH_EXAMPLES = [page for page in READ_IN_ORDER if blocks(page) and page.name != "cookbook.md"]
+SECTIONS_ALONE = ROOT / "docs" / "checkpoint-interfaces.md"
+SCRIPTS = {
+    **{str(page.relative_to(ROOT)): (page, blocks(page)) for page in WITH_EXAMPLES if page != SECTIONS_ALONE},
+    **{
+        f"{SECTIONS_ALONE.name}: {title}": (SECTIONS_ALONE, own)
+        for title, own in blocks_of_sections(SECTIONS_ALONE).items()
+    },
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    text = "\n".join(blocks(page))
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
+    page, of_page = SCRIPTS[name]
+    text = "\n".join(of_page)
     script = tmp_path / "page.py"
     script.write_text(text)
     command = [sys.executable, str(script)]

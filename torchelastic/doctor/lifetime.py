@@ -19,7 +19,7 @@ from torchelastic.lifetime.sources.signals import parse_signals
 NAME = "deadlines"
 #: An end that is nearer than this is worth a warning: there is hardly time to start and to save.
 NEAR_S = 300.0
-_REMEDY = "see docs/deadlines.md for the variables and what they hold"
+_REMEDY = "see docs/lifetime.md for the variables and what they hold"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ SHARED_MEMORY, MEMORY, FILES, PROCESSES, LOCKED = (
 )
 #: What docker gives a container that asks for nothing.
 DOCKER_SHM_BYTES = 64 * 2**20
-#: Two slots of each rank and two of each replica; a fifth with `async_save` under DDP (docs/memory.md).
+#: Two slots of each rank and two of each replica; a fifth with `async_save` under DDP (docs/checkpoint-interfaces.md).
 MEMORY_COPIES, ASYNC_COPIES = 4, 5
 #: What is left alone beside checkpoints; see `checkpoint.memory.room`.
 MARGIN_BYTES = 256 * 2**20

@@ -27,7 +27,7 @@ EXAMPLES = """examples:
   torchelastic report logs/ --compare ../yesterday/logs
   torchelastic report node1/logs node2/logs --json | jq .figures
 
-Give the --log-dir of every host's `torchelastic run`, or files of journals (ledger-*.jsonl). See docs/report.md.
+Give the --log-dir of every host's `torchelastic run`, or files of journals (ledger-*.jsonl). See docs/ledger.md.
 """
 
 

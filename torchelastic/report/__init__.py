@@ -1,6 +1,6 @@
 """One page about a run, made from its journals: what every second was spent on and what each failure cost.
 
-Names are loaded on first use (PEP 562); importing this package imports no torch. See docs/report.md.
+Names are loaded on first use (PEP 562); importing this package imports no torch. See docs/ledger.md.
 """
 
 from __future__ import annotations

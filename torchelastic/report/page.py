@@ -214,7 +214,7 @@ def _footer(report: Report) -> Element:
     return node(
         "footer",
         node("p", f"From {journals}. Clocks of hosts are tied by their time of the day. Written by torchelastic "
-             f"{__version__}; what the figures are is in its docs/ledger.md, what the page shows in docs/report.md."),
+             f"{__version__}; its docs/ledger.md explains the figures and the page."),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Local checkpoints and checkpoints in memory for Lightning; see docs/local-checkpoints.md and docs/lightning.md.
+"""Local checkpoints and checkpoints in memory for Lightning; see docs/lightning.md.
 
 Works with `lightning` and with `pytorch_lightning`. The classes are derived from those of the library that the program
 has imported (`lightning` if it has imported both); `classes_for` chooses by name. Neither is imported before a name is

@@ -1,4 +1,4 @@
-"""Checkpoints that lie on the hosts that train, and copies of them on other hosts; see docs/local-checkpoints.md.
+"""Checkpoints that lie on the hosts that train, and copies of them on other hosts; see docs/checkpoint-interfaces.md.
 
 Names are loaded on first use (PEP 562), so that importing this package costs nothing and never imports torch.
 """

@@ -60,7 +60,7 @@ class _Prepared:
 
 
 class LocalCheckpointManager(BaseCheckpointManager):
-    """Saves each rank's part on its own host, and on those of its clique; see docs/local-checkpoints.md.
+    """Saves each rank's part on its own host, and on those of its clique; see docs/checkpoint-interfaces.md.
 
     A save stops training for one copy into memory that is used again and again; checksums, the file and the copies to
     other hosts are the background's. While that still writes two saves, a third one waits for it. Nothing is read that

@@ -1,4 +1,4 @@
-"""Who says when this machine ends: schedulers, clouds, signals and files; see docs/deadlines.md.
+"""Who says when this machine ends: schedulers, clouds, signals and files; see docs/lifetime.md.
 
 Every source is a `torchelastic.lifetime.Deadline`. `detect` finds those that apply to this process. Names are loaded on
 first use (PEP 562); nothing here imports torch.

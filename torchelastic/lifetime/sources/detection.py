@@ -143,7 +143,7 @@ def detect(
     Sources that have to be asked are asked on a daemon thread, metadata services on another one; each is started if
     there are any. On the main thread
     SIGTERM becomes a notice if it still has its default action (a coordinator that is made later drains, and then
-    SIGTERM is its matter); in a SLURM job SIGUSR1 does too. See docs/deadlines.md for all of it and for the variables.
+    SIGTERM is its matter); in a SLURM job SIGUSR1 does too. See docs/lifetime.md for all of it and for the variables.
 
     Args:
         environment: variables; default: those of this process.
