@@ -80,7 +80,8 @@ def test_a_run_that_nobody_can_prove_dead_names_the_wait_at_once_and_goes_on_whe
     host, _, port = etcd.endpoint.rpartition(":")
     store = EtcdStore([(host, int(port))])
     (record,) = store.list_prefix(records.keys.processes).items
-    document = {**json.loads(record.value), "boot": "another"}  # as of another host: nothing can be proven here
+    document = json.loads(record.value)
+    document["place"]["boot"] = "another"  # as of another host: nothing can be proven here
     store.put(record.key, json.dumps(document).encode())
     store.close()
     wait_until(lambda: not records.members() and not records.leader(), 15, "the lease ends")

@@ -13,7 +13,8 @@ import pytest
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
 from tests.cluster.harness import ROOT, RunRecords, process_tree, wait_until
-from torchelastic.processes.identity import this_place
+from torchelastic.agent.process_record import ProcessRecord
+from torchelastic.processes.identity import Process, this_place
 from torchelastic.rendezvous.records import Member, encode_member
 from torchelastic.rendezvous.server import EtcdServer
 
@@ -23,7 +24,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 #: Whole numbers that `float()` does not take, numbers that `int()` does not take, and what no recursion gets out of.
 HUGE, INFINITE, DEEP = b"7" * 400, b"1e400", b"[" * 900 + b"]" * 900
 MEMBER = encode_member(Member("stranger", "nowhere", "h:1", patience_s=15.0))
-PLACE = this_place()
 
 
 def put(etcd: EtcdServer, key: str, value: bytes) -> None:
@@ -33,9 +33,7 @@ def put(etcd: EtcdServer, key: str, value: bytes) -> None:
 
 def about(pid: bytes) -> bytes:
     """What a former agent of this very host may have written, but for its pid."""
-    place = f'"boot":"{PLACE["boot"]}","namespace":"{PLACE["namespace"]}"'
-    text = f'{{{place},"agent":[PID,1],"lease":1,"members":{{}}}}'
-    return text.encode().replace(b"PID", pid)
+    return ProcessRecord(this_place(), Process(4711, 1), 1, {}).encode().replace(b'"pid":4711', b'"pid":' + pid)
 
 
 def test_members_and_agents_with_impossible_numbers_are_named_and_ignored_by_a_run_that_goes_on(

@@ -73,6 +73,9 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert record.is_of_this_place
 
 
+RECORD = json.loads(ProcessRecord(this_place(), Process(1, 2), 3, {}).encode())
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -83,10 +86,10 @@ def test_a_record_is_read_as_it_was_written() -> None:
         b"\x80\x04not json",
         b"[" * 100_000,
         b" " * 2_000_000,
-        json.dumps({**this_place(), "agent": [1, 2], "lease": 3, "members": {"a": [1]}}).encode(),
-        json.dumps({**this_place(), "agent": [1, 2], "lease": 3, "members": {"a": ["1", 2]}}).encode(),
-        json.dumps({**this_place(), "agent": [True, 2], "lease": 3, "members": {}}).encode(),
-        json.dumps({"agent": [1, 2], "lease": 3, "members": {}}).encode(),
+        json.dumps({**RECORD, "members": {"a": {"pid": 1}}}).encode(),
+        json.dumps({**RECORD, "members": {"a": {"pid": "1", "started_ticks": 2}}}).encode(),
+        json.dumps({**RECORD, "agent": {"pid": True, "started_ticks": 2}}).encode(),
+        json.dumps({name: value for name, value in RECORD.items() if name != "place"}).encode(),
     ],
     ids=["nothing", "list", "empty", "null", "not json", "bottomless", "huge", "short", "text", "bool", "no place"],
 )
