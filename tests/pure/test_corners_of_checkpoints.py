@@ -28,7 +28,6 @@ from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, S
 from torchelastic.checkpoint.policy.arguments import text
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.shards.header import (
-    Header,
     data_offset_bytes,
     decode_header,
     decode_preamble,
@@ -40,7 +39,6 @@ from torchelastic.checkpoint.shards.tree import flatten, unflatten
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
 from torchelastic.checkpoint.tiered.agreement import SaveAgreement
-from torchelastic.checkpoint.tiered.share import TreeShare
 from torchelastic.group.notes import Drawer, Notes, Patience
 from torchelastic.group.peers import Alone
 from torchelastic.testing.clock import FakeClock
@@ -257,13 +255,6 @@ def test_a_header_whose_tensors_end_behind_the_data_is_damaged() -> None:
         else:
             with pytest.raises(CorruptCheckpointError, match="end behind its data"):
                 decode_header(body, preamble)
-
-
-def test_the_header_of_a_share_has_its_structure_its_entries_and_what_is_said_of_it() -> None:
-    flat = flatten({"w": torch.zeros(3)})
-    entries = lay_out(flat, {}).entries
-    share = TreeShare(flat.structure, entries, [named.tensor for named in flat.tensors])
-    assert share.header({"step": 3}) == Header(flat.structure, entries, {"step": 3})
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

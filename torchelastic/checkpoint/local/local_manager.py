@@ -31,7 +31,7 @@ from torchelastic.checkpoint.restore_plan import Source, plan_reads
 from torchelastic.checkpoint.shards import ShardReader, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
@@ -108,7 +108,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._peers = PeerTopology(0, ("",))
         self._roots: list[str] = [""]
         self._cliques: list[list[int]] = [[]]
-        self._layout = RecurringLayout()
+        self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._dropped = _when_dropped(self, self._ranks)
         disk.make_folder(self._root)
 
@@ -235,7 +235,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _prepare(self, state_dict: TensorAwareStateDict) -> _Prepared:
         # the others wait for `timeout_s` to hear how it went
         self._files.wait_for_turn(self._timeout_s / 2)
-        header, sources = encode(state_dict, self._layout, allow_pickles=self._allow_pickles)
+        header, sources = encode(state_dict, self._layout)
         stage = self._files.take(header)
         try:
             stage.require_fitting(sources)

@@ -20,7 +20,7 @@ from torchelastic.checkpoint.replication.shelf import MemoryShelf
 from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig, meet
 from torchelastic.checkpoint.restore_plan import Id
 from torchelastic.checkpoint.shards.image import image_of, tensors_of
-from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.group.rank_group import RankGroup
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -224,7 +224,7 @@ class GroupWrapper:
 
 
 def _packed(state: TensorAwareStateDict, name: Any) -> torch.Tensor:
-    header, sources = encode(state, RecurringLayout(), allow_pickles=False)
+    header, sources = encode(state, RecurringLayout())
     named = {**header.meta, "name": list(name) if isinstance(name, tuple) else name}
     return image_of(type(header)(header.structure, header.entries, named), sources)
 
