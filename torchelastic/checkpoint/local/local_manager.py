@@ -265,7 +265,6 @@ class LocalCheckpointManager(BaseCheckpointManager):
             target=self._files.path_of(shard, self.rank),
             data_offset=stage.data_offset,
             header=header,
-            has_checksums=not is_async,
             generation=shard.save.generation,
             peers=self._peers,
             disk=self._disk,

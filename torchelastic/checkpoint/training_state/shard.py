@@ -61,16 +61,15 @@ class ShardMaker:
         def alike(names: Sequence[str]) -> list[str]:
             return [name for name in names if is_replicated and name.startswith(_REPLICATED)]
 
-        share, sources = self._layout.lay_out(dict(shared), {}, replicated=alike, rank=rank, world_size=world_size)
+        common, sources = self._layout.lay_out(dict(shared), {}, replicated=alike, rank=rank, world_size=world_size)
         flat = flatten({"own": {f"rank{rank}": dict(own)}}, allow_pickles=self._allow_pickles)
         if parts := [named.name for named in flat.tensors if named.is_shard]:
             raise TypeError(f"{parts[0]!r} is a part of a tensor (a DTensor): save its full_tensor() or to_local()")
-        end = max((entry.offset_bytes + entry.size_bytes for entry in share.entries), default=0)
-        begin = align(end, ALIGNMENT_BYTES)
+        begin = align(common.data_bytes, ALIGNMENT_BYTES)
         own_entries = [replace(e, offset_bytes=e.offset_bytes + begin) for e in place(flat.tensors)]
         devices = {named.name: named.tensor.device.type for named in flat.tensors if named.tensor.device.type != "cpu"}
         meta = {"kind": KIND, "version": VERSION, "rank": rank, "own": flat.structure, "devices": devices}
-        header = Header(share.structure, (*share.entries, *own_entries), meta)
+        header = Header(common.structure, (*common.entries, *own_entries), meta)
         return StateLayout(header, [*sources, *(named.tensor for named in flat.tensors)])
 
 
