@@ -39,7 +39,7 @@ from torchelastic.checkpoint.replication import (
 from torchelastic.checkpoint.replication.protocol import CHUNK, HEADER_BYTES, ReplicaConnection, encode_header
 from torchelastic.checkpoint.replication.receive import IncomingObject, digest_of
 from torchelastic.checkpoint.restore import first_good_copy
-from torchelastic.checkpoint.restore_plan import Source
+from torchelastic.checkpoint.restore_plan import ShardSource
 
 
 @contextmanager
@@ -89,7 +89,9 @@ def test_what_a_killed_sender_has_begun_is_given_back_and_may_come_from_another(
 def from_either(first: ReplicaClient, second: ReplicaClient, back: bytearray) -> IncomingObject:
     """As whoever restores asks them."""
     clients = [first, second]
-    return first_good_copy("x", [Source(0), Source(1)], lambda one: clients[one.rank].pull("x", lambda _: back))
+    return first_good_copy(
+        "x", [ShardSource(0), ShardSource(1)], lambda one: clients[one.rank].pull("x", lambda _: back)
+    )
 
 
 def test_another_holder_is_asked_when_one_is_killed_in_the_middle() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from torchelastic.checkpoint.local.choice import LocalCandidate, folders_of, lost_copies, nearness, to_prune
 from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.policy import KeepAll, KeepLast
-from torchelastic.checkpoint.restore_plan import Held, Source, candidates, plan_reads
+from torchelastic.checkpoint.restore_plan import Held, ShardSource, candidates, plan_reads
 
 OLD, NEW = LocalSave(1, 10, 2, "a" * 8), LocalSave(2, 5, 2, "b" * 8)
 
@@ -23,15 +23,15 @@ def test_two_saves_of_one_generation_are_not_mixed_up() -> None:
 
 
 def test_the_own_copy_is_read_first_then_the_host_then_the_others_in_turn() -> None:
-    sources = [Source(0, "0"), Source(1, "1"), Source(2, "2"), Source(3, "3")]
+    sources = [ShardSource(0, "0"), ShardSource(1, "1"), ShardSource(2, "2"), ShardSource(3, "3")]
     distance = nearness(["a", "a", "b", "c"])
 
-    def order(reader: int, sources: list[Source]) -> list[Source]:
+    def order(reader: int, sources: list[ShardSource]) -> list[ShardSource]:
         return list(plan_reads({0: sources}, {reader: [0]}, distance=distance)[reader][0])
 
     assert [source.rank for source in order(1, sources)] == [1, 0, 2, 3]
     assert [source.rank for source in order(2, sources)] == [2, 3, 0, 1]
-    assert order(1, [Source(0, "7"), Source(1, "1")]) == [Source(1, "1"), Source(0, "7")]
+    assert order(1, [ShardSource(0, "7"), ShardSource(1, "1")]) == [ShardSource(1, "1"), ShardSource(0, "7")]
 
 
 def test_who_lost_the_copies_that_it_keeps_for_others_makes_them_again() -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.replication.errors import ReplicationError
-from torchelastic.checkpoint.restore_plan import Source
+from torchelastic.checkpoint.restore_plan import ShardSource
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def newest_readable(
     return None
 
 
-def first_good_copy(shard: object, sources: Sequence[Source], take: Callable[[Source], Got]) -> Got:
+def first_good_copy(shard: object, sources: Sequence[ShardSource], take: Callable[[ShardSource], Got]) -> Got:
     """What `take` returns for the first source that has a good copy; the others are named in warnings.
 
     Args:

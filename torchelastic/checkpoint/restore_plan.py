@@ -27,7 +27,7 @@ Id = TypeVar("Id", bound=Identifier)
 
 
 @dataclass(frozen=True, order=True)
-class Source:
+class ShardSource:
     """Where a shard can be read.
 
     Attributes:
@@ -47,7 +47,7 @@ class Held(Generic[Save, Id]):
         save: which checkpoint it is.
         whole: all shards that it consists of, wherever they are.
         shards: those that can be read here.
-        place: see `Source`.
+        place: see `ShardSource`.
         is_committed: whether it is known here that the checkpoint was completed.
     """
 
@@ -71,7 +71,7 @@ class Candidate(Generic[Save, Id]):
 
     save: Save
     whole: tuple[Id, ...]
-    sources: Mapping[Id, tuple[Source, ...]]
+    sources: Mapping[Id, tuple[ShardSource, ...]]
     is_committed: bool
 
     @property
@@ -91,13 +91,13 @@ def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save,
     Args:
         held: by rank, what it can read; all ranks of the group that restores.
     """
-    found: dict[tuple[Save, tuple[Id, ...]], dict[Id, set[Source]]] = defaultdict(lambda: defaultdict(set))
+    found: dict[tuple[Save, tuple[Id, ...]], dict[Id, set[ShardSource]]] = defaultdict(lambda: defaultdict(set))
     committed: set[Save] = set()
     for rank, each in enumerate(held):
         for one in each:
             sources = found[one.save, tuple(one.whole)]
             for shard in set(one.shards) & set(one.whole):
-                sources[shard].add(Source(rank, one.place))
+                sources[shard].add(ShardSource(rank, one.place))
             if one.is_committed:
                 committed.add(one.save)
     return [
@@ -106,22 +106,22 @@ def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save,
     ]
 
 
-def own_first(reader: int, shard: Any, source: Source) -> bool:  # noqa: ARG001 - a `Distance`
+def own_first(reader: int, shard: Any, source: ShardSource) -> bool:  # noqa: ARG001 - a `Distance`
     """What a rank can read itself is nearest; all others are equally far."""
     return source.rank != reader
 
 
 #: How far a source is for a rank (reader, shard, source): anything that can be ordered.
-Distance = Callable[[int, Id, Source], Any]
+Distance = Callable[[int, Id, ShardSource], Any]
 
 
 def plan_reads(
-    sources: Mapping[Id, Collection[Source]],
+    sources: Mapping[Id, Collection[ShardSource]],
     wanted: Mapping[int, Iterable[Id]],
     *,
     distance: Distance[Id] = own_first,
     size_bytes: Mapping[Id, int] | None = None,
-) -> dict[int, dict[Id, tuple[Source, ...]]]:
+) -> dict[int, dict[Id, tuple[ShardSource, ...]]]:
     """Orders the sources of each shard for each rank that wants it: the nearest first, others for when it is damaged.
 
     Of equally near ones the one is asked that has least to give to others, then that of the lowest rank. Shards with
@@ -137,11 +137,11 @@ def plan_reads(
         For each rank and shard that was wanted the sources, best first; none where nobody has the shard.
     """
     given: dict[int, int] = defaultdict(int)
-    plan: dict[int, dict[Id, tuple[Source, ...]]] = {reader: {} for reader in wanted}
+    plan: dict[int, dict[Id, tuple[ShardSource, ...]]] = {reader: {} for reader in wanted}
     wishes = [(len(sources.get(shard, ())), reader, shard) for reader, shards in wanted.items() for shard in shards]
     for _, reader, shard in sorted(wishes):
 
-        def key(source: Source, reader: int = reader, shard: Id = shard) -> Any:
+        def key(source: ShardSource, reader: int = reader, shard: Id = shard) -> Any:
             return distance(reader, shard, source), given[source.rank], source
 
         plan[reader][shard] = ordered = tuple(sorted(sources.get(shard, ()), key=key))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.policy import KeepPolicy, KeptCheckpoint, prunable
 from torchelastic.checkpoint.policy.keeping import rising_s
-from torchelastic.checkpoint.restore_plan import Candidate, Distance, Source
+from torchelastic.checkpoint.restore_plan import Candidate, Distance, ShardSource
 
 #: A save, and who holds its shards, by the ranks that wrote them; the place of a source is the number of a rank folder
 #: on the host of that rank, which is not always its own.
@@ -22,8 +22,8 @@ def nearness(roots: Sequence[str]) -> Distance[int]:
         roots: per rank, what identifies the folder that its rank folders lie in; ranks of one host share one.
     """
 
-    def distance(reader: int, _: int, source: Source) -> tuple[int, int]:
-        if source == Source(reader, str(reader)):
+    def distance(reader: int, _: int, source: ShardSource) -> tuple[int, int]:
+        if source == ShardSource(reader, str(reader)):
             return 0, 0
         if roots[source.rank] == roots[reader]:
             return 1, 0

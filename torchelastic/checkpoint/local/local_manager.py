@@ -27,7 +27,7 @@ from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet
 from torchelastic.checkpoint.restore import first_good_copy
-from torchelastic.checkpoint.restore_plan import Source, plan_reads
+from torchelastic.checkpoint.restore_plan import ShardSource, plan_reads
 from torchelastic.checkpoint.shards import ShardReader, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
@@ -329,7 +329,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         held = self._found[shard.save].sources
         sources = plan_reads(held, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
 
-        def take(source: Source) -> Used:
+        def take(source: ShardSource) -> Used:
             is_here = roots[source.rank] == roots[self.rank]
             client = None if is_here else peers.client(source.rank, peers.retry.timeout_seconds)
             reader = open_copy(shard, files, folder=int(source.place), client=client, keep=keep)

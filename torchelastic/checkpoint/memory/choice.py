@@ -13,7 +13,7 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
 from torchelastic.checkpoint.memory.names import COMMIT_FILE
 from torchelastic.checkpoint.replication.placement import by_domain, missing_copies
-from torchelastic.checkpoint.restore_plan import Candidate, Held, Source, candidates, plan_reads
+from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, cop
     fetches = []
     for receiver, files in plan_reads(found.sources, wanted, size_bytes=sizes).items():
         for file, sources in files.items():
-            if Source(receiver) not in sources:
+            if ShardSource(receiver) not in sources:
                 fetches.append(Fetch(file, receiver, tuple(source.rank for source in sources), sizes[file]))
     holders_of = {file: tuple(source.rank for source in sources) for file, sources in found.sources.items()}
     replicas = _missing_copies(candidate, verified, fetches, roster, copies)

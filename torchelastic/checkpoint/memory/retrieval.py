@@ -20,7 +20,7 @@ from torchelastic.checkpoint.memory.received import ReceivedObjects, verify_rece
 from torchelastic.checkpoint.replication.client import pull_into
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.restore import first_good_copy
-from torchelastic.checkpoint.restore_plan import Source
+from torchelastic.checkpoint.restore_plan import ShardSource
 from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.metrics import publish_metric
@@ -77,11 +77,11 @@ class Retrieval:
             if not object_id.endswith(f"/{COMMIT_FILE}"):
                 verify_received(view, object_id)
 
-        def take(source: Source) -> None:
+        def take(source: ShardSource) -> None:
             pull = partial(self._replication.fetch, object_id, source.rank)
             pull_into(self._shelf.fetching(), object_id, pull, check)
 
-        first_good_copy(object_id, [Source(rank) for rank in holders], take)
+        first_good_copy(object_id, [ShardSource(rank) for rank in holders], take)
 
 
 @contextmanager

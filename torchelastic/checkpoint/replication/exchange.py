@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError
-from torchelastic.checkpoint.restore_plan import Id, Source, plan_reads
+from torchelastic.checkpoint.restore_plan import Id, ShardSource, plan_reads
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ def plan_of_wishes(
     rank: int | None = None,
 ) -> ExchangePlan[Id]:
     """The same where a rank may want several objects; see `retrieve_plan`."""
-    sources: dict[Id, set[Source]] = {}
+    sources: dict[Id, set[ShardSource]] = {}
     for holder, ids in available.items():
         for id_ in ids:
-            sources.setdefault(id_, set()).add(Source(holder))
+            sources.setdefault(id_, set()).add(ShardSource(holder))
     wishes = {id_ for each in wanted.values() for id_ in each}
     missing = sorted(wishes - sources.keys())
     if missing:

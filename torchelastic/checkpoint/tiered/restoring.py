@@ -18,7 +18,7 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.restore import newest_readable
-from torchelastic.checkpoint.restore_plan import Candidate, Source, candidates, plan_reads
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, plan_reads
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -203,7 +203,7 @@ class Restoring:
 
     def _reads(self, candidate: TierCandidate, faults: Sequence[FailedRead]) -> list[Read]:
         """Who reads each shard from where, in the order of the shards, passing over what has failed."""
-        bad = {(fault.read.shard_rank, Source(fault.read.reader, fault.read.tier)) for fault in faults}
+        bad = {(fault.read.shard_rank, ShardSource(fault.read.reader, fault.read.tier)) for fault in faults}
         left = {
             shard: [source for source in sources if (shard, source) not in bad]
             for shard, sources in candidate.sources.items()
@@ -215,7 +215,7 @@ class Restoring:
             raise CorruptCheckpointError(f"{candidate.save} is damaged: {why}")
         order = list(self._tiers)
 
-        def distance(reader: int, _: int, source: Source) -> tuple[int, bool]:
+        def distance(reader: int, _: int, source: ShardSource) -> tuple[int, bool]:
             return order.index(source.place), source.rank != reader
 
         # what stays with whoever reads it is best read by the rank of its own number
