@@ -311,16 +311,16 @@ import torch
 from torchelastic.checkpoint import BCPState
 from torchelastic.checkpoint.shards.stage import Stage
 
-checksums = Stage.checksums
+seal = Stage.seal
 
 
-def late(self, **how):
+def late(self, *how):
     while not executors._shutdown:  # the interpreter ends, and no executor takes any work from now on
         time.sleep(0.001)
-    return checksums(self, **how)
+    return seal(self, *how)
 
 
-Stage.checksums = late
+Stage.seal = late
 model = torch.nn.ParameterList([torch.full((3_000_000,), 1.0) for _ in range(4)])  # more than one thread would hash
 state = BCPState(model, None, get_extra_fn=lambda: {"iter_num": 7})
 print(state.maybe_resume_from_ckpt())

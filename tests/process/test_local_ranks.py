@@ -91,7 +91,7 @@ def load(root: Path, hosts: list[int] | None = None, strategy: LazyCliqueReplica
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchelastic.checkpoint.local")
+    logger = logging.getLogger("torchelastic.checkpoint")
     logger.addHandler(handler)
     manager = manager_at(root, hosts[dist.get_rank()] if hosts else None, repl_strategy=strategy)
     try:

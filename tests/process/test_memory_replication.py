@@ -429,7 +429,7 @@ def forget_to_initialize(root: str) -> list[Any]:
     replication = ReplicationManager()
     content = memoryview(b"x")
     with pytest.raises(ReplicationError, match=r"ReplicationManager.initialize\(\)"):
-        replication.fetch("a/b", [1 - dist.get_rank()], bytearray)
+        replication.fetch("a/b", 1 - dist.get_rank(), bytearray)
     return [
         replication.push("a/b", content),
         replication.spread("a/b", content),

@@ -28,7 +28,6 @@ from torchelastic.checkpoint.replication import (
     PeerStalledError,
     ReplicaRefusedError,
     ReplicaServer,
-    pull_from_any,
 )
 from torchelastic.checkpoint.replication.receive import digest_of
 
@@ -130,8 +129,6 @@ def test_nothing_but_the_strategies_and_the_manager_loads_torch() -> None:
 def test_what_nobody_has_is_said(server: ReplicaServer) -> None:
     with pytest.raises(NoReplicasAvailableError, match=f"127.0.0.1:{server.address[1]}: x is not here"):
         client_of(server).pull("x", bytearray)
-    with pytest.raises(NoReplicasAvailableError, match="nobody could give x: no holder is known"):
-        pull_from_any([], "x", bytearray)
 
 
 def test_nobody_listens(server: ReplicaServer) -> None:

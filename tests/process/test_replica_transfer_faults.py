@@ -27,18 +27,19 @@ from tests.process.replicas import (
     start,
     wait_until,
 )
+from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.replication import (
     CorruptReplicaError,
     DamagedFrameError,
-    NoReplicasAvailableError,
     PeerStalledError,
     ReplicaClient,
     ReplicaServer,
     ReplicationError,
-    pull_from_any,
 )
 from torchelastic.checkpoint.replication.protocol import CHUNK, HEADER_BYTES, ReplicaConnection, encode_header
-from torchelastic.checkpoint.replication.receive import digest_of
+from torchelastic.checkpoint.replication.receive import IncomingObject, digest_of
+from torchelastic.checkpoint.restore import first_good_copy
+from torchelastic.checkpoint.restore_plan import ShardSource
 
 
 @contextmanager
@@ -85,6 +86,14 @@ def test_what_a_killed_sender_has_begun_is_given_back_and_may_come_from_another(
         assert shelf.bytes_of("x") == content_of(1)
 
 
+def from_either(first: ReplicaClient, second: ReplicaClient, back: bytearray) -> IncomingObject:
+    """As whoever restores asks them."""
+    clients = [first, second]
+    return first_good_copy(
+        "x", [ShardSource(0), ShardSource(1)], lambda one: clients[one.rank].pull("x", lambda _: back)
+    )
+
+
 def test_another_holder_is_asked_when_one_is_killed_in_the_middle() -> None:
     back = bytearray(SIZE_BYTES)
     with running(SERVES_SLOWLY) as first, holder(content_of(1)) as second:
@@ -96,7 +105,7 @@ def test_another_holder_is_asked_when_one_is_killed_in_the_middle() -> None:
         slow = ReplicaClient(("127.0.0.1", port_of(first)), TOKEN, retry_s=0)
         killer = threading.Thread(target=kill_in_the_middle)
         killer.start()
-        pull_from_any([slow, client_of(second)], "x", lambda _: back)
+        from_either(slow, client_of(second), back)
         killer.join(PATIENCE_S)
         assert first.wait(PATIENCE_S) == -signal.SIGKILL
     assert back == content_of(1)
@@ -148,7 +157,7 @@ def test_a_stopped_holder_is_left_for_another_one() -> None:
     with running(SERVES_SLOWLY) as stopped, holder(content_of(1)) as good:
         slow = ReplicaClient(("127.0.0.1", port_of(stopped)), TOKEN, timeout_s=0.5)
         stopped.send_signal(signal.SIGSTOP)
-        pull_from_any([slow, client_of(good)], "x", lambda _: back)
+        from_either(slow, client_of(good), back)
     assert back == content_of(1)
 
 
@@ -247,8 +256,8 @@ def test_a_replica_that_went_bad_is_replaced_by_the_next() -> None:
     with holder(bad, digest_of(whole)) as first, holder(whole) as second:
         with pytest.raises(CorruptReplicaError, match=r"x arrived as it was sent .* take another replica"):
             client_of(first).pull("x", lambda _: back)
-        incoming = pull_from_any([client_of(first), client_of(second)], "x", lambda _: back)
+        incoming = from_either(client_of(first), client_of(second), back)
         assert back == whole
         assert incoming.digest == digest_of(whole)
-        with pytest.raises(NoReplicasAvailableError, match=r"nobody could give x: .*damaged where it came from"):
-            pull_from_any([client_of(first)], "x", lambda _: back)
+        with pytest.raises(CorruptCheckpointError, match=r"no good copy of x is left .*damaged where it came from"):
+            from_either(client_of(first), client_of(first), back)

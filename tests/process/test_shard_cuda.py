@@ -29,7 +29,7 @@ def staged(pool: SlotPool, tree: Any) -> tuple[Stage, Header, list[torch.Tensor]
 def finish(pool: SlotPool, stage: Stage, header: Header, pending: Pending, path: Path) -> Any:
     pending.wait()
     assert pending.done()
-    stage = pool.seal(stage, header.with_checksums(stage.checksums()))
+    stage = pool.seal(stage, header)
     pool.publish(stage, path)
     return load_tree(path)
 

@@ -55,7 +55,7 @@ def save_in_slots(folder: Path, disk: Disk) -> None:
         header = lay_out(flat, {})
         stage = pool.take(header)
         stage.copy([named.tensor for named in flat.tensors])
-        stage = pool.seal(stage, header.with_checksums(stage.checksums()))
+        stage = pool.seal(stage, header)
         pool.publish(stage, folder / f"slot-{number}")
         if number > 2:
             pool.retire(folder / f"slot-{number - 1}")

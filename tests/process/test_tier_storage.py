@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,27 @@ from tests.process.tier_saves import context_of, hidden_in, name_at, require_who
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.policy import KeepLast
 from torchelastic.checkpoint.replication import ReplicaShelf
+from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.shards import read_tree
-from torchelastic.checkpoint.store import DiskTier, DurableTier, Manifest, MemoryTier, Tier, TierContext
+from torchelastic.checkpoint.store import (
+    DiskTier,
+    DurableTier,
+    Manifest,
+    MemoryTier,
+    SaveId,
+    Tier,
+    TierContext,
+    TierEntry,
+)
 from torchelastic.checkpoint.store.durable import without_credentials
 from torchelastic.checkpoint.store.fence import OwnedError
-from torchelastic.checkpoint.store.selection import candidates
 
 KINDS = ["memory", "private", "shared", "file", "object"]
+
+
+def restorable(inventories: Sequence[Mapping[str, Sequence[TierEntry]]]) -> list[Candidate[SaveId, int]]:
+    held = [[entry.held(tier) for tier, each in mine.items() for entry in each] for mine in inventories]
+    return [candidate for candidate in candidates(held) if candidate.is_complete]
 
 
 @pytest.fixture
@@ -97,7 +111,7 @@ def test_a_missing_shard_is_damage_where_all_should_be(kind: str, place: Path) -
     (entry,) = tiers[0].inventory()
     assert entry.ranks == (0,)
     assert (entry.damage is None) == (kind == "private")
-    assert candidates([{"tier": [entry]}], ["tier"]) == []
+    assert restorable([{"tier": [entry]}]) == []
     close(tiers)
 
 
@@ -108,7 +122,7 @@ def test_what_was_not_committed_does_not_count_and_goes(kind: str, place: Path) 
     tiers[0].put(sealed(name_at(2), 0, 2))
     assert restore(tiers[0]) == 1
     inventories = [{"tier": tier.inventory()} for tier in tiers]
-    assert [candidate.name for candidate in candidates(inventories, ["tier"])] == [name_at(1)]
+    assert [candidate.save for candidate in restorable(inventories)] == [name_at(1)]
     for tier in tiers:
         tier.abandon(name_at(2))
     assert [entry.name for entry in tiers[0].inventory()] == [name_at(1)]
@@ -137,8 +151,8 @@ def test_a_host_that_dies_before_it_commits_has_its_shards_all_the_same(kind: st
     following = [tier_of(kind, place / host, keep=1) for host in "ab"]
     for rank, tier in enumerate(following):
         tier.prepare(TierContext("run", 1, 2, rank, 2))
-    (newest,) = candidates([{"tier": tier.inventory()} for tier in following], ["tier"])
-    shards = [following[read.reader].open(newest.name, read.shard_rank) for read in newest.reads]
+    (newest,) = restorable([{"tier": tier.inventory()} for tier in following])
+    shards = [following[each[0].rank].open(newest.save, shard) for shard, each in newest.sources.items()]
     assert require_whole(read_tree(shards)) == 2
     close(following)
 
@@ -277,9 +291,12 @@ def test_shards_of_several_hosts_and_tiers_are_one_checkpoint(place: Path) -> No
     hosts[1] = MemoryTier(place / "new")
     reachable = [{"memory": host, "disk": disk} for host in hosts]
     inventories = [{name: tier.inventory() for name, tier in tiers.items()} for tiers in reachable]
-    (chosen,) = candidates(inventories, ["memory", "disk"])
-    assert [read.tier for read in chosen.reads] == ["memory", "disk"]
-    shards = [reachable[read.reader][read.tier].open(chosen.name, read.shard_rank) for read in chosen.reads]
+    (chosen,) = restorable(inventories)
+    best = [
+        min(sources, key=lambda source: ["memory", "disk"].index(source.place)) for sources in chosen.sources.values()
+    ]
+    assert [source.place for source in best] == ["memory", "disk"]
+    shards = [reachable[each.rank][each.place].open(chosen.save, shard) for shard, each in enumerate(best)]
     assert require_whole(read_tree(shards)) == 5
     close([*hosts, disk])
 

@@ -19,7 +19,6 @@ from torchelastic.checkpoint.command.errors import underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.local.names import LocalSave, Shard
-from torchelastic.checkpoint.memory.choice import Roster
 from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
 from torchelastic.checkpoint.memory.ids import CheckpointId
 from torchelastic.checkpoint.memory.names import ShardName, save_id_of
@@ -29,7 +28,6 @@ from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, S
 from torchelastic.checkpoint.policy.arguments import text
 from torchelastic.checkpoint.schedule import SaveSchedule
 from torchelastic.checkpoint.shards.header import (
-    Header,
     data_offset_bytes,
     decode_header,
     decode_preamble,
@@ -38,11 +36,9 @@ from torchelastic.checkpoint.shards.header import (
     lay_out,
 )
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
-from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext, TierEntry
+from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
 from torchelastic.checkpoint.store.save_id import shard_file_name
-from torchelastic.checkpoint.store.selection import candidates
 from torchelastic.checkpoint.tiered.agreement import SaveAgreement
-from torchelastic.checkpoint.tiered.share import TreeShare
 from torchelastic.group.notes import Drawer, Notes, Patience
 from torchelastic.group.peers import Alone
 from torchelastic.testing.clock import FakeClock
@@ -91,11 +87,6 @@ def test_a_save_has_an_id_of_fixed_length_or_none(generation: int, nonce: int) -
 
 def test_an_id_of_a_checkpoint_is_a_path_to_whoever_opens_it() -> None:
     assert Path(CheckpointId("/dev/shm/jobs/145/")) == Path("/dev/shm/jobs/145")
-
-
-def test_the_ranks_of_a_folder_are_all_that_use_it() -> None:
-    roster = Roster(("a", "a", "b"), ("/x", "/y", "/x"))
-    assert [roster.ranks_of(folder) for folder in ("/x", "/y", "/z")] == [(0, 2), (1,), ()]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -163,13 +154,6 @@ def test_a_step_whose_beginning_nobody_saw_is_not_timed() -> None:
 
 
 # --- replicas and tiers -----------------------------------------------------------------------------------------------
-
-
-def test_shards_of_ranks_that_there_are_not_make_nothing_complete() -> None:
-    bad = TierEntry(NAME, 2, (0, 2, -1), is_committed=True)
-    assert candidates([{"disk": [bad]}], ["disk"]) == []
-    (found,) = candidates([{"disk": [bad, TierEntry(NAME, 2, (1,), is_committed=False)]}], ["disk"])
-    assert [read.shard_rank for read in found.reads] == [0, 1]
 
 
 def test_a_worker_alone_hears_itself_and_sends_nobody_anything() -> None:
@@ -271,13 +255,6 @@ def test_a_header_whose_tensors_end_behind_the_data_is_damaged() -> None:
         else:
             with pytest.raises(CorruptCheckpointError, match="end behind its data"):
                 decode_header(body, preamble)
-
-
-def test_the_header_of_a_share_has_its_structure_its_entries_and_what_is_said_of_it() -> None:
-    flat = flatten({"w": torch.zeros(3)})
-    entries = lay_out(flat, {}).entries
-    share = TreeShare(flat.structure, entries, [named.tensor for named in flat.tensors])
-    assert share.header({"step": 3}) == Header(flat.structure, entries, {"step": 3})
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

@@ -1,54 +1,49 @@
 from __future__ import annotations
 
-from torchelastic.checkpoint.local.choice import Holding, Survey, folders_of, to_prune
+from torchelastic.checkpoint.local.choice import LocalCandidate, folders_of, lost_copies, nearness, to_prune
 from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.policy import KeepAll, KeepLast
+from torchelastic.checkpoint.restore_plan import Held, ShardSource, candidates, plan_reads
 
 OLD, NEW = LocalSave(1, 10, 2, "a" * 8), LocalSave(2, 5, 2, "b" * 8)
 
 
-def report(*shards: Shard, folder: int = 0) -> list[tuple[Shard, int, float]]:
-    return [(shard, folder, 100.0 * shard.save.generation) for shard in shards]
-
-
-def test_a_save_is_complete_when_somebody_holds_every_part_of_the_world_that_saved_it() -> None:
-    survey = Survey.of([report(OLD.shard(0), NEW.shard(0)), report(OLD.shard(1))])
-    assert survey.complete() == [OLD]
-    assert survey.incomplete() == {NEW: [1]}
-    both = Survey.of([report(OLD.shard(0), OLD.shard(1), NEW.shard(0), NEW.shard(1))])
-    assert both.complete() == [NEW, OLD]
-    assert both.newest_generation == 2
-    assert Survey().complete() == []
-    assert Survey().newest_generation == -1
+def found(*held: list[Shard]) -> LocalCandidate:
+    """Per rank, which shards of the old save it has in its own folder."""
+    whole = range(OLD.world_size)
+    listed = [[Held(OLD, whole, [one.rank], str(rank)) for one in each] for rank, each in enumerate(held)]
+    (candidate,) = candidates(listed)
+    return candidate
 
 
 def test_two_saves_of_one_generation_are_not_mixed_up() -> None:
     one, other = LocalSave(2, 5, 2, "b" * 8), LocalSave(2, 5, 2, "c" * 8)
-    assert Survey.of([report(one.shard(0)), report(other.shard(1))]).complete() == []
+    both = candidates([[Held(one, range(2), [0])], [Held(other, range(2), [1])]])
+    assert [candidate.is_complete for candidate in both] == [False, False]
 
 
 def test_the_own_copy_is_read_first_then_the_host_then_the_others_in_turn() -> None:
-    shard = OLD.shard(0)
-    roots = ["a", "a", "b", "c"]
-    survey = Survey.of([report(shard), report(shard, folder=1), report(shard, folder=2), report(shard, folder=3)])
-    assert [place.rank for place in survey.places(shard, 1, roots)] == [1, 0, 2, 3]
-    assert [place.rank for place in survey.places(shard, 2, roots)] == [2, 3, 0, 1]
-    assert survey.places(OLD.shard(1), 0, roots) == []
-    left_over = Survey.of([report(shard, folder=7), report(shard, folder=1)])
-    assert left_over.places(shard, 1, roots) == [Holding(1, 1), Holding(0, 7)]
+    sources = [ShardSource(0, "0"), ShardSource(1, "1"), ShardSource(2, "2"), ShardSource(3, "3")]
+    distance = nearness(["a", "a", "b", "c"])
+
+    def order(reader: int, sources: list[ShardSource]) -> list[ShardSource]:
+        return list(plan_reads({0: sources}, {reader: [0]}, distance=distance)[reader][0])
+
+    assert [source.rank for source in order(1, sources)] == [1, 0, 2, 3]
+    assert [source.rank for source in order(2, sources)] == [2, 3, 0, 1]
+    assert order(1, [ShardSource(0, "7"), ShardSource(1, "1")]) == [ShardSource(1, "1"), ShardSource(0, "7")]
 
 
 def test_who_lost_the_copies_that_it_keeps_for_others_makes_them_again() -> None:
     cliques, roots = [[0, 1], [0, 1]], ["a", "b"]
-    whole = report(OLD.shard(0), OLD.shard(1))
-    assert Survey.of([whole, whole]).lost_copies(OLD, roots, cliques) == {}
-    assert Survey.of([whole, []]).lost_copies(OLD, roots, cliques) == {1: [OLD.shard(0)]}, "its own one it has loaded"
-    assert Survey.of([[], whole]).lost_copies(OLD, roots, cliques) == {0: [OLD.shard(1)]}
-    assert Survey.of([whole, []]).lost_copies(OLD, ["a", "a"], cliques) == {}, "both on one host, where one copy lies"
-    assert Survey.of([whole, []]).lost_copies(OLD, roots, [[0], [1]]) == {}, "nobody keeps copies"
-    alone = Survey.of([whole]).lost_copies(OLD, ["a"], [[]])
-    assert alone == {}
-    three = Survey.of([whole, [], []]).lost_copies(OLD, ["a", "b", "c"], [[0, 1], [1, 2], [2, 0]])
+    whole = [OLD.shard(0), OLD.shard(1)]
+    assert lost_copies(found(whole, whole), roots, cliques) == {}
+    assert lost_copies(found(whole, []), roots, cliques) == {1: [OLD.shard(0)]}, "its own one it has loaded"
+    assert lost_copies(found([], whole), roots, cliques) == {0: [OLD.shard(1)]}
+    assert lost_copies(found(whole, []), ["a", "a"], cliques) == {}, "both on one host, where one copy lies"
+    assert lost_copies(found(whole, []), roots, [[0], [1]]) == {}, "nobody keeps copies"
+    assert lost_copies(found(whole), ["a"], [[]]) == {}
+    three = lost_copies(found(whole, [], []), ["a", "b", "c"], [[0, 1], [1, 2], [2, 0]])
     assert three == {1: [OLD.shard(0)], 2: [OLD.shard(1)]}
 
 

@@ -10,7 +10,7 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict, TensorPlaceholder
 from torchelastic.checkpoint.local.encoding import decode, encode
 from torchelastic.checkpoint.shards import ShardOf
-from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 
 Pair = namedtuple("Pair", "left right")
 
@@ -102,7 +102,7 @@ def test_a_tensor_of_a_gpu_goes_back_to_this_processes_gpu_or_stays_where_there_
     wrapped = BasicTensorAwareStateDict({"w": torch.ones(1)})
     wrapped._devices = (torch.device("cuda:3"),)
     wrapped.restore_tensor_device()  # no GPU here: it stays, and nothing raises
-    header, sources = encode(wrapped, RecurringLayout(), allow_pickles=False)
+    header, sources = encode(wrapped, RecurringLayout())
     tensors = {entry.name: tensor for entry, tensor in zip(header.entries, sources, strict=True)}
     header.meta["devices"][0][0] = "cuda:3"
     decoded = decode(header, tensors, allow_pickles=False)

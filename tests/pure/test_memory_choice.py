@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import (
     RecoveryPlan,
     Roster,
-    candidates,
-    missing,
+    listed_in,
     objects_in,
     recovery_plan,
+    require_complete,
     verification_share,
 )
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep, meta_of
@@ -46,8 +48,7 @@ def held(candidate: CommitHead, shards: Mapping[str, str], commits: str) -> dict
     return found
 
 
-def fetched(plan: RecoveryPlan | None) -> dict[tuple[int, str], tuple[int, ...]]:
-    assert plan is not None
+def fetched(plan: RecoveryPlan) -> dict[tuple[int, str], tuple[int, ...]]:
     names = {file: str(rank) for rank, file in enumerate(plan.candidate.files)} | {COMMIT_FILE: "commit"}
     return {(fetch.receiver, names[fetch.file]): fetch.holders for fetch in plan.fetches}
 
@@ -68,28 +69,39 @@ def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[str, int]], roster:
 
 def test_candidates_are_ordered_by_generation_and_not_by_step() -> None:
     older, newer = candidate_of(2, generation=3, step=50), candidate_of(2, generation=4, step=20)
-    listings = {"a": [StoredStep(50, {}, older)], "b": [StoredStep(50, {}, older), StoredStep(20, {}, newer)]}
-    assert candidates(listings) == [newer, older]
+    listings = {
+        "folder-a": [StoredStep(50, {}, older)],
+        "folder-b": [StoredStep(50, {}, older), StoredStep(20, {}, newer)],
+    }
+    assert [candidate.save for candidate in listed_in(listings, roster_of("ab"))] == [newer, older]
 
 
 def test_saves_of_the_same_step_are_told_apart() -> None:
     before, again = candidate_of(2, generation=3), candidate_of(2, generation=4)
     steps = [step_of(before, (*before.files, *again.files), [100] * 4)]
-    assert candidates({"a": steps, "b": [StoredStep(20, {}, again)]}) == [again, before]
-    assert set(objects_in(steps, again)) == set(again.files)  # without a commit: the folder has that of the other one
-    assert set(objects_in(steps, before)) == {*before.files, COMMIT_FILE}
+    listings = {"folder-a": steps, "folder-b": [StoredStep(20, {}, again)]}
+    first, second = listed_in(listings, roster_of("ab"))
+    assert (first.save, second.save) == (again, before)
+    assert {file: [source.rank for source in each] for file, each in first.sources.items()} == {
+        again.files[0]: [0],
+        again.files[1]: [0],
+        COMMIT_FILE: [1],  # the folder of rank 0 has that of the other one
+    }
+    assert set(second.sources) == {*before.files, COMMIT_FILE}
 
 
-def test_what_nobody_holds_is_missing() -> None:
+def test_what_nobody_holds_is_named() -> None:
     candidate = candidate_of(3)
-    assert missing(candidate, held(candidate, {"a": "0", "b": "2"}, "")) == [candidate.files[1], COMMIT_FILE]
-    assert missing(candidate, held(candidate, {"a": "01", "b": "2"}, "b")) == []
+    (listed,) = listed_in({"folder-a": [step_of(candidate, candidate.files[:1], [100])]}, roster_of("a"))
+    with pytest.raises(CorruptCheckpointError, match=f"nobody has a good copy of {candidate.files[1]}"):
+        require_complete(listed)
 
 
-def test_without_one_object_there_is_no_plan() -> None:
+@pytest.mark.parametrize(("shards", "commits", "lost"), [({"a": "0", "b": "0"}, "ab", 1), ({"a": "01"}, "", 2)])
+def test_without_one_object_there_is_no_plan(shards: dict[str, str], commits: str, lost: int) -> None:
     candidate = candidate_of(2)
-    assert recovery_plan(candidate, held(candidate, {"a": "0", "b": "0"}, "ab"), roster_of("ab")) is None
-    assert recovery_plan(candidate, held(candidate, {"a": "01", "b": "01"}, ""), roster_of("ab")) is None
+    with pytest.raises(CorruptCheckpointError, match=f"nobody has a good copy of {candidate.objects[lost]}"):
+        recovery_plan(candidate, held(candidate, shards, commits), roster_of("ab"))
 
 
 # --- who fetches ------------------------------------------------------------------------------------------------------
@@ -98,7 +110,6 @@ def test_without_one_object_there_is_no_plan() -> None:
 def test_with_everything_in_place_nothing_is_fetched_and_nothing_copied() -> None:
     candidate = candidate_of(2)
     plan = recovery_plan(candidate, held(candidate, {"a": "01", "b": "01"}, "ab"), roster_of("ab"))
-    assert plan is not None
     assert (plan.fetches, plan.replicas) == ((), ())
     assert set(plan.holders.values()) == {(0, 1)}
 
@@ -140,17 +151,14 @@ def test_after_the_loss_of_a_host_its_replicas_are_made_again_elsewhere() -> Non
     candidate, roster = candidate_of(2), roster_of("ab")
     verified = held(candidate, {"a": "01", "b": ""}, "a")
     plan = recovery_plan(candidate, verified, roster)
-    assert plan is not None
     assert [(copy.receiver, copy.file, copy.holders) for copy in plan.replicas] == [(1, candidate.files[0], (0,))]
 
 
 def test_a_single_host_and_no_copies_wanted_are_no_reason_to_fail() -> None:
     candidate = candidate_of(2)
     alone = recovery_plan(candidate, held(candidate, {"a": "01"}, "a"), roster_of("aa"))
-    assert alone is not None
     assert alone.replicas == ()
     none = recovery_plan(candidate, held(candidate, {"a": "01", "b": "1"}, "ab"), roster_of("ab"), copies=0)
-    assert none is not None
     assert none.replicas == ()
 
 
@@ -159,7 +167,6 @@ def test_two_folders_that_are_lost_together_do_not_count_as_two_hosts() -> None:
     roster = Roster(("rack-1", "rack-1", "rack-2"), ("folder-a", "folder-b", "folder-c"))
     verified = held(candidate, {"a": "012", "b": "012", "c": "2"}, "abc")
     plan = recovery_plan(candidate, verified, roster)
-    assert plan is not None
     assert {(copy.receiver, copy.file) for copy in plan.replicas} == {(2, candidate.files[0]), (2, candidate.files[1])}
 
 
@@ -180,10 +187,12 @@ def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_
     situation: tuple[CommitHead, dict[str, dict[str, int]], Roster, int],
 ) -> None:
     candidate, verified, roster, copies = situation
-    plan = recovery_plan(candidate, verified, roster, copies)
-    assert (plan is None) == bool(missing(candidate, verified))
-    if plan is None:
+    there = {file for files in verified.values() for file in files}
+    if set(candidate.objects) - there:
+        with pytest.raises(CorruptCheckpointError):
+            recovery_plan(candidate, verified, roster, copies)
         return
+    plan = recovery_plan(candidate, verified, roster, copies)
     before = {folder: set(verified.get(folder, {})) for folder in roster.sharers}
     found = after(plan, verified, roster)
     wanted = min(copies + 1, len(set(roster.hosts)))

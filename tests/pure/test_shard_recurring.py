@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.shards.header import lay_out
-from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 
 Tree = dict[str, Any]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.shards import Box, ShardOf, unflatten
-from torchelastic.checkpoint.shards.header import NO_CHECKSUM
+from torchelastic.checkpoint.shards.header import NO_CHECKSUM, Header
+from torchelastic.checkpoint.shards.layout import RecurringLayout, parts_of_rank
 from torchelastic.checkpoint.shards.recall import outline_of, recall
 from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.shards.tree import flatten
-from torchelastic.checkpoint.tiered.share import Sharing, parts_of_rank
 
 
 def weights(names: Sequence[str]) -> Collection[str]:
@@ -30,13 +30,19 @@ def make_tree(fill: float = 0.0) -> dict[str, Any]:
     }
 
 
-def taken(sharing: Sharing, tree: Any, rank: int = 0, world_size: int = 1) -> Any:
-    """The tree that the copied tensors of one rank make, alone."""
-    share = sharing.take(tree, weights, rank, world_size)
-    for entry, source in zip(share.entries, share.sources, strict=True):
+def take(
+    layout: RecurringLayout, tree: Any, rank: int = 0, world_size: int = 1
+) -> tuple[Header, Sequence[torch.Tensor]]:
+    return layout.lay_out(tree, {}, replicated=weights, rank=rank, world_size=world_size)
+
+
+def taken(layout: RecurringLayout, tree: Any) -> Any:
+    """The tree that the copied tensors of a rank alone make."""
+    header, sources = take(layout, tree)
+    for entry, source in zip(header.entries, sources, strict=True):
         assert (entry.box.sizes, entry.dtype) == (tuple(source.shape), dtype_name(source.dtype)), "it fits its place"
-    copies = {entry.name: source.detach().clone() for entry, source in zip(share.entries, share.sources, strict=True)}
-    return unflatten(share.structure, copies)
+    copies = {entry.name: source.detach().clone() for entry, source in zip(header.entries, sources, strict=True)}
+    return unflatten(header.structure, copies)
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------
@@ -62,38 +68,39 @@ def test_what_is_not_replicated_is_rank_0s_and_what_is_a_part_is_each_ranks_own(
 
 
 def test_only_rank_0_writes_the_plain_values() -> None:
-    assert Sharing().take(make_tree(), weights, 1, 2).structure is None
-    assert Sharing().take(make_tree(), weights, 0, 2).structure is not None
+    (first, _), (second, _) = (take(RecurringLayout(), make_tree(), rank, 2) for rank in (0, 1))
+    assert first.structure is not None
+    assert second.structure is None
 
 
 # --- again and again --------------------------------------------------------------------------------------------------
 
 
 def test_a_second_share_has_the_values_of_now_and_the_entries_of_before() -> None:
-    sharing = Sharing()
-    first = sharing.take(make_tree(1.0), weights, 0, 2)
+    layout = RecurringLayout()
+    first, _ = take(layout, make_tree(1.0), 0, 2)
     tree = make_tree(2.0)  # other tensor objects, other plain values
-    second = sharing.take(tree, weights, 0, 2)
+    second, sources = take(layout, tree, 0, 2)
     assert second.entries is first.entries, "nothing was laid out anew"
-    assert all(bool((source == 2.0).all()) for source in second.sources)
-    assert taken(sharing, make_tree(5.0))["own"][1] == {"x": (1, 5.0)}
+    assert all(bool((source == 2.0).all()) for source in sources)
+    assert taken(layout, make_tree(5.0))["own"][1] == {"x": (1, 5.0)}
     assert {entry.checksum for entry in second.entries} == {NO_CHECKSUM}
 
 
 def test_an_earlier_structure_is_not_changed_by_a_later_one() -> None:
-    sharing = Sharing()
-    first = sharing.take(make_tree(1.0), weights, 0, 1)
-    kept = {entry.name: source.clone() for entry, source in zip(first.entries, first.sources, strict=True)}
-    sharing.take(make_tree(2.0), weights, 0, 1)
+    layout = RecurringLayout()
+    first, sources = take(layout, make_tree(1.0))
+    kept = {entry.name: source.clone() for entry, source in zip(first.entries, sources, strict=True)}
+    take(layout, make_tree(2.0))
     assert unflatten(first.structure, kept)["step"] == 1
 
 
 def test_nothing_of_the_state_is_kept_alive() -> None:
     import weakref
 
-    sharing, tree = Sharing(), make_tree()
+    layout, tree = RecurringLayout(), make_tree()
     alive = weakref.ref(tree["weights"]["a"])
-    sharing.take(tree, weights, 1, 2)
+    take(layout, tree, 1, 2)
     del tree
     assert alive() is None
 
@@ -124,11 +131,11 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_between_two_saves_is_saved_as_it_is_now(change: str) -> None:
-    sharing = Sharing()
-    sharing.take(make_tree(1.0), weights, 0, 1)
+    layout = RecurringLayout()
+    take(layout, make_tree(1.0))
     tree = make_tree(2.0)
     CHANGES[change](tree)
-    found, expected = taken(sharing, tree), taken(Sharing(), tree)
+    found, expected = taken(layout, tree), taken(RecurringLayout(), tree)
     assert repr(found) == repr(expected)
     assert type(found["own"]) is type(tree["own"])
     if not isinstance(tree["step"], torch.Tensor):
@@ -150,10 +157,10 @@ def test_tensors_that_share_memory_are_told_from_those_that_do_not_any_more() ->
 def test_two_views_of_one_memory_are_two_tensors() -> None:
     flat = torch.arange(6.0)
     tree = {"flat": flat, "head": flat[:2], "square": flat[:4].view(2, 2)}
-    sharing = Sharing()
-    sharing.take(tree, weights, 0, 1)
+    layout = RecurringLayout()
+    take(layout, tree)
     flat.mul_(10)
-    found = taken(sharing, tree)
+    found = taken(layout, tree)
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         "flat": [0.0, 10.0, 20.0, 30.0, 40.0, 50.0],
         "head": [0.0, 10.0],
@@ -163,30 +170,30 @@ def test_two_views_of_one_memory_are_two_tensors() -> None:
 
 def test_a_conjugated_view_is_told_from_its_memory() -> None:
     value = torch.tensor([1 + 2j])
-    sharing = Sharing()
-    sharing.take({"z": value}, weights, 0, 1)
-    assert sharing.take({"z": value.conj()}, weights, 0, 1).sources[0].tolist() == [1 - 2j]
-    assert sharing.take({"z": value}, weights, 0, 1).sources[0].tolist() == [1 + 2j]
+    layout = RecurringLayout()
+    take(layout, {"z": value})
+    assert take(layout, {"z": value.conj()})[1][0].tolist() == [1 - 2j]
+    assert take(layout, {"z": value})[1][0].tolist() == [1 + 2j]
 
 
 def test_a_tensor_whose_memory_was_replaced_under_the_same_object_is_found() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    sharing = Sharing()
-    sharing.take({"weights": {"p": parameter}}, weights, 0, 1)
+    layout = RecurringLayout()
+    take(layout, {"weights": {"p": parameter}})
     parameter.data = torch.full((3,), 7.0)
-    assert taken(sharing, {"weights": {"p": parameter}})["weights"]["p"].tolist() == [7.0] * 3
+    assert taken(layout, {"weights": {"p": parameter}})["weights"]["p"].tolist() == [7.0] * 3
 
 
 def test_a_state_with_other_kinds_of_tensors_is_taken_apart_anew_each_time() -> None:
     sparse = torch.eye(3).to_sparse()
-    sharing = Sharing()
+    layout = RecurringLayout()
     for factor in (1, 2):
-        found = taken(sharing, {"s": sparse * factor, "n": 1})
+        found = taken(layout, {"s": sparse * factor, "n": 1})
         assert torch.equal(found["s"].to_dense(), factor * torch.eye(3))
 
 
 def test_another_group_gets_other_shares() -> None:
-    sharing = Sharing()
-    of_two = sharing.take(make_tree(), weights, 0, 2)
-    of_one = sharing.take(make_tree(), weights, 0, 1)
+    layout = RecurringLayout()
+    of_two, _ = take(layout, make_tree(), 0, 2)
+    of_one, _ = take(layout, make_tree())
     assert sum(entry.size_bytes for entry in of_one.entries) > sum(entry.size_bytes for entry in of_two.entries)

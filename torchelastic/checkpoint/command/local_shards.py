@@ -11,8 +11,8 @@ from typing import Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, still_there
-from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.command.shard_checks import contents_of, damages_of, described_part
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.shards.loading import read_tree
@@ -48,14 +48,7 @@ class LocalShards(Format):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares every shard, also the copies of other ranks'."""
-        lines = []
-        for path in found.shards:
-            try:
-                with ShardReader(path) as shard:
-                    lines += damage_of(shard, advance)
-            except CorruptCheckpointError as error:
-                lines.append(str(error))
-        return lines
+        return damages_of([partial(ShardReader, path) for path in found.shards], advance)
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all ranks, if they have saved parts; else each has saved a state of its own."""
@@ -86,7 +79,6 @@ class LocalShards(Format):
                     saved_s = float(shard.header.meta.get("saved_s", saved_s))
             except CheckpointError as error:
                 damage = str(error)
-        absent = save.world_size - len(files)
         here = ", ".join(map(str, sorted(files)))
         return FoundCheckpoint(
             format=self,
@@ -97,7 +89,7 @@ class LocalShards(Format):
             saved_s=saved_s,
             size_bytes=sum(status.st_size for status in statuses),
             damage=damage,
-            partial=f"only the shards of rank(s) {here} of {save.world_size} are here" if absent else None,
+            partial=described_part(files, save.world_size),
             shards=paths,
             facts={"session": session, "generation": save.generation, "ranks here": here},
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
-from torchelastic.checkpoint.command.shard_checks import damage_of
+from torchelastic.checkpoint.command.shard_checks import damages_of, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
@@ -20,8 +20,6 @@ from torchelastic.checkpoint.shards.reading import ShardReader
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-
-    from torchelastic.checkpoint.memory.commit import CommitHead
 
 
 class MemorySteps(Format):
@@ -74,13 +72,7 @@ class MemorySteps(Format):
             commit = read_commit(found.path)
         except CorruptCheckpointError as error:
             return [str(error)]
-        lines = []
-        for path in found.shards:
-            try:
-                with ShardReader(path) as shard:
-                    lines += damage_of(shard, advance)
-            except CorruptCheckpointError as error:
-                lines.append(str(error))
+        lines = damages_of([partial(ShardReader, path) for path in found.shards], advance)
         for name, content in commit.extras.items():
             file = found.path / name
             if not file.is_file() or file.read_bytes() != content:
@@ -132,7 +124,7 @@ class MemorySteps(Format):
             saved_s=saved_s,
             size_bytes=sum(sizes.values()),
             damage=damage,
-            partial=_partial(commit, here) if commit else None,
+            partial=described_part(map(_rank_of, here), commit.world_size) if commit else None,
             shards=tuple(folder / file for file in here),
             facts=facts,
         )
@@ -156,11 +148,10 @@ class _LocalFiles:
         return self.open(_, file)  # there is no other copy: reading it again names what is damaged
 
 
-def _partial(commit: CommitHead, here: list[str]) -> str | None:
-    if len(here) == len(commit.files):
-        return None
-    ranks = ", ".join(str(name.rank) for file in here if (name := ShardName.find(file)) is not None)
-    return f"only the shards of rank(s) {ranks or 'none'} of {commit.world_size} are here"
+def _rank_of(file: str) -> int:
+    name = ShardName.find(file)
+    assert name is not None  # a commit names nothing else
+    return name.rank
 
 
 def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, bytes]]:

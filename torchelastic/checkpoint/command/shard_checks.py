@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
 from torchelastic.checkpoint.command.format import Advance, Contents, TensorRow
+from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.shards.batches import over_batches
 from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Entry, decode_preamble
@@ -28,7 +29,27 @@ def contents_of(shards: Sequence[ShardReader]) -> Contents:
     return Contents(structure, list(rows.values()))
 
 
-def damage_of(shard: ShardReader, advance: Advance) -> list[str]:
+def damages_of(openers: Iterable[Callable[[], ShardReader]], advance: Advance) -> list[str]:
+    """Compares every shard with its checksums, and goes on behind what is damaged; a line for each damage."""
+    lines = []
+    for opened in openers:
+        try:
+            with opened() as shard:
+                lines += _damage_of(shard, advance)
+        except CorruptCheckpointError as error:
+            lines.append(str(error))
+    return lines
+
+
+def described_part(ranks: Iterable[int], world_size: int) -> str | None:
+    """What is here of a checkpoint, of which the rest may be elsewhere; None for all of it."""
+    here = sorted(set(ranks))
+    if len(here) == world_size:
+        return None
+    return f"only the shards of rank(s) {', '.join(map(str, here)) or 'none'} of {world_size} are here"
+
+
+def _damage_of(shard: ShardReader, advance: Advance) -> list[str]:
     """Compares every tensor of a shard with its checksum; one line for each that differs."""
     entries = shard.header.entries
     with shard.view() as view:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint
-from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.command.shard_checks import contents_of, damages_of
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.header import encode_preamble
 from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
 
@@ -32,11 +33,7 @@ class ShardFile(Format):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares header and tensors."""
-        try:
-            with ShardReader(found.path) as shard:
-                return damage_of(shard, advance)
-        except CorruptCheckpointError as error:
-            return [str(error)]
+        return damages_of([partial(ShardReader, found.path)], advance)
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """All of it, if it is whole."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, still_there
-from torchelastic.checkpoint.command.shard_checks import contents_of, damage_of
+from torchelastic.checkpoint.command.shard_checks import contents_of, damages_of, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.store.inventory import describe_cut
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
@@ -47,14 +47,7 @@ class FolderOfShards(Format):
             manifest = read_manifest(found.path)
         except CorruptCheckpointError as error:
             return [str(error)]
-        lines = []
-        for record in manifest.shards:
-            try:
-                with open_shard(found.path, record) as shard:
-                    lines += damage_of(shard, advance)
-            except CorruptCheckpointError as error:
-                lines.append(str(error))
-        return lines
+        return damages_of([partial(open_shard, found.path, record) for record in manifest.shards], advance)
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards."""
@@ -112,10 +105,7 @@ def _look_at_shards(folder: Path, manifest: Manifest, sizes: Mapping[str, int | 
         return None, describe_cut(folder, cut[0], sizes)
     if not here:
         return None, f"none of its {manifest.world_size} shards is in {folder}"
-    if len(here) == manifest.world_size:
-        return None, None
-    ranks = ", ".join(str(record.rank) for record in here)
-    return f"only the shards of rank(s) {ranks} of {manifest.world_size} are here", None
+    return described_part((record.rank for record in here), manifest.world_size), None
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.local.choice import Survey
+from torchelastic.checkpoint.local.choice import LocalCandidate
 from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard, check_iteration, check_session_id
 from torchelastic.checkpoint.local.shard_folder import HeldShard
+from torchelastic.checkpoint.restore import newest_readable
+from torchelastic.checkpoint.restore_plan import Held, candidates
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 
@@ -68,7 +70,7 @@ class BaseCheckpointManager(ABC):
         self._ranks = RankGroup(process_group, timeout_s)
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
-        self._survey = Survey()
+        self._found: dict[LocalSave, LocalCandidate] = {}  # the newest first
         self._complete: dict[LocalSave, float] = {}
         self._unreadable: dict[LocalSave, str] = {}  # and why
         self._pending: dict[LocalSave, int] = {}  # begun and not finalised; how many later ones were finalised since
@@ -262,17 +264,25 @@ class BaseCheckpointManager(ABC):
             [(shard, int(folder), float(saved_s)) for name, folder, saved_s in each if (shard := Shard.parse(name))]
             for each in reports
         ]
-        self._survey = survey = Survey.of(known)
-        self._generation = max(self._generation, survey.newest_generation)
-        self._complete = {save: survey.saved_s[save] for save in survey.complete() if save not in self._unreadable}
+        held = [
+            [Held(one.save, range(one.save.world_size), [one.rank], str(folder)) for one, folder, _ in each]
+            for each in known
+        ]
+        self._found = {candidate.save: candidate for candidate in candidates(held)}
+        self._generation = max([self._generation, *(save.generation for save in self._found)])
+        saved_s = {shard.save: saved_s for each in known for shard, _, saved_s in each}
+        self._complete = {save: saved_s[save] for save in self._found if self._is_loadable(save)}
         self.globally_available_ids = {
             rank: sorted({CkptID(shard.save.iteration, shard.rank, self.session_id) for shard, _, _ in each})
             for rank, each in enumerate(known)
         }
         newest = self._newest()
-        for save, missing in survey.incomplete().items():
-            if newest is None or save > newest:
-                log.warning("%s cannot be loaded: nobody holds the part(s) of %s", save, listed(missing))
+        for save, candidate in self._found.items():
+            if candidate.missing and (newest is None or save > newest):
+                log.warning("%s cannot be loaded: nobody holds the part(s) of %s", save, listed(candidate.missing))
+
+    def _is_loadable(self, save: LocalSave) -> bool:
+        return self._found[save].is_complete and save not in self._unreadable
 
     def _newest(self) -> LocalSave | None:
         return max(self._complete, default=None)
@@ -300,37 +310,31 @@ class BaseCheckpointManager(ABC):
         Returns:
             What `attempt` returned; the list is empty if there is no such checkpoint.
         """
-        for save in sorted(self._complete, reverse=True):
+
+        def read(save: LocalSave) -> list[Loaded]:
             check(save)
-            if loaded := self._try(call, save, attempt):
-                self.latest_iteration = save.iteration
-                return loaded
-        self.latest_iteration = -1
-        return []
+            try:
+                loaded = self._ranks.own_on_all(f"{call} of iteration {save.iteration}", partial(attempt, save))
+            except CheckpointError:
+                raise
+            except Exception as error:  # a bug of the program: an older one helps nobody
+                raise CheckpointError(f"{save} could not be loaded: {type(error).__name__}: {error}") from error
+            self.latest_iteration = save.iteration
+            return [loaded]
 
-    def _try(self, call: str, save: LocalSave, attempt: Callable[[LocalSave], Loaded]) -> list[Loaded]:
-        """What `attempt` returned, in a list; an empty one if any rank has found the checkpoint to be damaged."""
-        loaded: list[Loaded] = []
-
-        def work() -> None:
-            loaded.append(attempt(save))
-
-        try:
-            self._ranks.run_on_all(f"{call} of iteration {save.iteration}", work)
-        except CorruptCheckpointError as error:
+        def pass_over(save: LocalSave, error: CorruptCheckpointError) -> None:
             log.warning("%s cannot be loaded (%s); looking for an older one", save, error)
             self._unreadable[save] = f"{save} is damaged ({error})"
             del self._complete[save]
-            return []
-        except CheckpointError:
-            raise
-        except Exception as error:  # a bug of the program: an older one helps nobody
-            raise CheckpointError(f"{save} could not be loaded: {type(error).__name__}: {error}") from error
-        return loaded
+
+        loaded = newest_readable(sorted(self._complete, reverse=True), read, pass_over)
+        if loaded is None:
+            self.latest_iteration = -1
+        return loaded or []
 
     def _nothing_to_load(self) -> str:
-        damaged = [self._unreadable[save] for save in self._survey.complete() if save in self._unreadable]
-        incomplete = [f"{save} lacks {listed(missing)}" for save, missing in self._survey.incomplete().items()]
+        damaged = [self._unreadable[save] for save in self._found if save in self._unreadable]
+        incomplete = [f"{save} lacks {listed(one.missing)}" for save, one in self._found.items() if one.missing]
         reasons = "; ".join([*damaged, *incomplete]) or "no rank holds any part of one"
         return (
             f"there is no local checkpoint of session {self.session_id!r} that {self.world_size} rank(s) could load: "

@@ -1,4 +1,4 @@
-"""Pure: what can be loaded, from whom, and what may go, given what every rank holds. The same on every rank."""
+"""Pure: which copy of a shard is nearest, which copies are lost, and what may go. The same on every rank."""
 
 from __future__ import annotations
 
@@ -8,106 +8,49 @@ from dataclasses import dataclass, field
 from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.policy import KeepPolicy, KeptCheckpoint, prunable
 from torchelastic.checkpoint.policy.keeping import rising_s
+from torchelastic.checkpoint.restore_plan import Candidate, Distance, ShardSource
+
+#: A save, and who holds its shards, by the ranks that wrote them; the place of a source is the number of a rank folder
+#: on the host of that rank, which is not always its own.
+LocalCandidate = Candidate[LocalSave, int]
 
 
-@dataclass(frozen=True, order=True)
-class Holding:
-    """A place where a shard lies.
+def nearness(roots: Sequence[str]) -> Distance[int]:
+    """How far a copy is: in the rank's own folder, on its host, or with one of the others, each starting anew.
 
-    Attributes:
-        rank: who reports it, and gives it away.
-        folder: the rank folder that it lies in, on that rank's host; not always the rank's own, see `roots`.
+    Args:
+        roots: per rank, what identifies the folder that its rank folders lie in; ranks of one host share one.
     """
 
-    rank: int
-    folder: int
+    def distance(reader: int, _: int, source: ShardSource) -> tuple[int, int]:
+        if source == ShardSource(reader, str(reader)):
+            return 0, 0
+        if roots[source.rank] == roots[reader]:
+            return 1, 0
+        return 2, (source.rank - reader) % len(roots)  # so that not everybody asks the lowest rank first
+
+    return distance
 
 
-@dataclass(frozen=True)
-class Survey:
-    """Who holds what, as all ranks have told each other.
+def lost_copies(
+    candidate: LocalCandidate, roots: Sequence[str], cliques: Sequence[Collection[int]]
+) -> dict[int, list[Shard]]:
+    """The shards that ranks are to hold for others, and of which nothing lies on their hosts any more.
 
-    Attributes:
-        holdings: of each shard, where it lies; at least one place each.
-        saved_s: when each save began, in seconds of wall time.
+    Args:
+        candidate: a complete one. Where another number of ranks has saved it, shard s counts as that of rank s modulo
+            today's.
+        roots: see `nearness`.
+        cliques: per rank, who keeps copies of its shards, itself included.
     """
-
-    holdings: Mapping[Shard, tuple[Holding, ...]] = field(default_factory=dict)
-    saved_s: Mapping[LocalSave, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, reports: Sequence[Iterable[tuple[Shard, int, float]]]) -> Survey:
-        """Puts the reports of all ranks together.
-
-        Args:
-            reports: per rank, the shards that it holds, the folder of each, and when it was saved.
-        """
-        found: dict[Shard, set[Holding]] = {}
-        times: dict[LocalSave, float] = {}
-        for rank, report in enumerate(reports):
-            for shard, folder, saved_s in report:
-                found.setdefault(shard, set()).add(Holding(rank, folder))
-                times[shard.save] = max(saved_s, times.get(shard.save, saved_s))
-        return cls({shard: tuple(sorted(places)) for shard, places in found.items()}, times)
-
-    @property
-    def newest_generation(self) -> int:
-        """The largest that anybody has seen; -1 if there is none."""
-        return max((shard.save.generation for shard in self.holdings), default=-1)
-
-    def complete(self) -> list[LocalSave]:
-        """The saves of which every shard lies somewhere, newest first."""
-        ranks_of: dict[LocalSave, set[int]] = {}
-        for shard in self.holdings:
-            ranks_of.setdefault(shard.save, set()).add(shard.rank)
-        return sorted((save for save, ranks in ranks_of.items() if len(ranks) == save.world_size), reverse=True)
-
-    def incomplete(self) -> dict[LocalSave, list[int]]:
-        """The other saves, and the ranks whose shards are missing."""
-        complete = set(self.complete())
-        saves = {shard.save for shard in self.holdings} - complete
-        return {
-            save: [rank for rank in range(save.world_size) if save.shard(rank) not in self.holdings]
-            for save in sorted(saves, reverse=True)
-        }
-
-    def places(self, shard: Shard, reader: int, roots: Sequence[str]) -> list[Holding]:
-        """Where a rank should look for a shard: its own folder, then its host, then the others, each starting anew.
-
-        Args:
-            shard: what is wanted.
-            reader: who wants it.
-            roots: per rank, what identifies the folder that its rank folders lie in; ranks of one host share one.
-        """
-
-        def distance(place: Holding) -> tuple[int, int]:
-            if place == Holding(reader, reader):
-                return 0, 0
-            if roots[place.rank] == roots[reader]:
-                return 1, 0
-            return 2, (place.rank - reader) % len(roots)  # so that not everybody asks the lowest rank first
-
-        return sorted(self.holdings.get(shard, ()), key=distance)
-
-    def lost_copies(
-        self, save: LocalSave, roots: Sequence[str], cliques: Sequence[Collection[int]]
-    ) -> dict[int, list[Shard]]:
-        """The shards that ranks are to hold for others, and of which nothing lies on their hosts any more.
-
-        Args:
-            save: a complete one. Where another number of ranks has saved it, shard s counts as that of rank s modulo
-                today's.
-            roots: see `places`.
-            cliques: per rank, who keeps copies of its shards, itself included.
-        """
-        lost: dict[int, list[Shard]] = {}
-        for shard in map(save.shard, range(save.world_size)):
-            owner = shard.rank % len(roots)
-            has_it = {roots[place.rank] for place in self.holdings.get(shard, ())}
-            for keeper in sorted(set(cliques[owner]) - {owner}):
-                if roots[keeper] not in has_it:
-                    lost.setdefault(keeper, []).append(shard)
-        return lost
+    lost: dict[int, list[Shard]] = {}
+    for shard, sources in candidate.sources.items():
+        owner = shard % len(roots)
+        has_it = {roots[source.rank] for source in sources}
+        for keeper in sorted(set(cliques[owner]) - {owner}):
+            if roots[keeper] not in has_it:
+                lost.setdefault(keeper, []).append(candidate.save.shard(shard))
+    return lost
 
 
 def folders_of(rank: int, roots: Sequence[str], present: Iterable[int]) -> list[int]:
@@ -118,7 +61,7 @@ def folders_of(rank: int, roots: Sequence[str], present: Iterable[int]) -> list[
 
     Args:
         rank: who asks.
-        roots: see `Survey.places`.
+        roots: see `nearness`.
         present: the rank folders that are there.
     """
     sharers = [other for other, root in enumerate(roots) if root == roots[rank]]

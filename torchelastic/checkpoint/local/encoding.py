@@ -13,20 +13,17 @@ from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from torchelastic.checkpoint.shards import unflatten
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 
 _CLASS, _DEVICES = "state_class", "devices"
 
 
-def encode(
-    state: TensorAwareStateDict, layout: RecurringLayout, *, allow_pickles: bool
-) -> tuple[Header, list[torch.Tensor]]:
+def encode(state: TensorAwareStateDict, layout: RecurringLayout) -> tuple[Header, list[torch.Tensor]]:
     """Takes a state apart; copies no tensor, and leaves the state as it was.
 
     Args:
         state: not hollow.
         layout: of this state, if it is saved again and again; else a new one.
-        allow_pickles: pickle what is neither plain nor a tensor.
 
     Returns:
         The layout of the shard, with what `decode` needs to know, and the tensors in the order of its entries.
@@ -42,7 +39,7 @@ def encode(
     if state.is_hollow:
         raise RuntimeError("the tensors of this state were taken out: insert_tensors() before it is saved")
     meta = {_CLASS: state.class_name(), _DEVICES: _encode_devices([tensor.device for tensor in state.tensors])}
-    return layout.lay_out(state.to_tree(), meta, allow_pickles=allow_pickles)
+    return layout.lay_out(state.to_tree(), meta)
 
 
 def decode(header: Header, tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool) -> TensorAwareStateDict:

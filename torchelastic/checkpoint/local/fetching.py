@@ -1,79 +1,46 @@
-"""Finds a good copy of a shard: here, in a folder beside, or with another rank."""
+"""Opens a copy of a shard: here, in a folder beside, or with another rank."""
 
 from __future__ import annotations
 
 import logging
 import mmap
 import os
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.local.choice import Holding
 from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.local.shard_folder import ShardFolder
 from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
-from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.writing import hidden_path
 
 log = logging.getLogger(__name__)
 
-Used = TypeVar("Used")
 
-
-def from_any(
-    shard: Shard,
-    places: Sequence[Holding],
-    use: Callable[[ShardReader], Used],
-    *,
-    files: ShardFolder,
-    peers: PeerTopology,
-    roots: Sequence[str],
-    keep: bool,
-) -> Used:
-    """Opens a shard at the first of several places where it can be used; the bad ones are named in warnings.
+def open_copy(
+    shard: Shard, files: ShardFolder, *, folder: int, client: ReplicaClient | None, keep: bool
+) -> ShardReader:
+    """Opens one copy of a shard.
 
     Args:
         shard: which.
-        places: where it lies, best first.
-        use: reads and checks it; the reader stays open. A `CorruptCheckpointError` means: try the next place.
         files: of this rank.
-        peers: how the others are reached.
-        roots: see `Survey.places`.
+        folder: the rank folder of this host in which it lies.
+        client: of the rank that has it, if that is on another host.
         keep: what is fetched from another host is kept here, in place of a damaged copy.
 
-    Returns:
-        What `use` returned.
-
     Raises:
-        CorruptCheckpointError: no place has a good copy; tells why of each.
+        CorruptCheckpointError: this copy cannot be had; another one may.
     """
-    failures = []
-    for place in places:
-        reader: ShardReader | None = None
-        try:
-            if roots[place.rank] == roots[files.rank]:
-                reader = ShardReader(files.path_of(shard, place.folder))
-            else:
-                client = peers.client(place.rank, peers.retry.timeout_seconds)
-                reader = (_fetch if keep else _fetch_unnamed)(shard, client, files)
-            return use(reader)
-        except CorruptCheckpointError as error:
-            reason = str(error)
-        except CheckpointError as error:
-            if reader is not None:
-                raise  # it is not damaged: no other copy would do better
-            reason = str(error)
-        if reader is not None:
-            reader.close()
-        failures.append(f"rank {place.rank}: {reason}")
-        log.warning("%s is of no use at rank %d: %s", shard, place.rank, reason)
-    raise CorruptCheckpointError(f"no good copy of {shard} is left ({'; '.join(failures) or 'nobody holds one'})")
+    try:
+        if client is None:
+            return ShardReader(files.path_of(shard, folder))
+        return (_fetch if keep else _fetch_unnamed)(shard, client, files)
+    except CheckpointError as error:
+        raise CorruptCheckpointError(str(error)) from error
 
 
 def _fetch(shard: Shard, client: ReplicaClient, files: ShardFolder) -> ShardReader:

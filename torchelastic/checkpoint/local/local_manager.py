@@ -13,23 +13,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.local.choice import folders_of, to_prune
+from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, to_prune
 from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
-from torchelastic.checkpoint.local.fetching import from_any
+from torchelastic.checkpoint.local.fetching import open_copy
 from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard
 from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
 from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet
+from torchelastic.checkpoint.restore import first_good_copy
+from torchelastic.checkpoint.restore_plan import ShardSource, plan_reads
 from torchelastic.checkpoint.shards import ShardReader, read_into
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
@@ -106,7 +108,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._peers = PeerTopology(0, ("",))
         self._roots: list[str] = [""]
         self._cliques: list[list[int]] = [[]]
-        self._layout = RecurringLayout()
+        self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._dropped = _when_dropped(self, self._ranks)
         disk.make_folder(self._root)
 
@@ -233,7 +235,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _prepare(self, state_dict: TensorAwareStateDict) -> _Prepared:
         # the others wait for `timeout_s` to hear how it went
         self._files.wait_for_turn(self._timeout_s / 2)
-        header, sources = encode(state_dict, self._layout, allow_pickles=self._allow_pickles)
+        header, sources = encode(state_dict, self._layout)
         stage = self._files.take(header)
         try:
             stage.require_fitting(sources)
@@ -263,7 +265,6 @@ class LocalCheckpointManager(BaseCheckpointManager):
             target=self._files.path_of(shard, self.rank),
             data_offset=stage.data_offset,
             header=header,
-            has_checksums=not is_async,
             generation=shard.save.generation,
             peers=self._peers,
             disk=self._disk,
@@ -299,7 +300,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._from_any(shard, _verified, keep=True).close()
 
     def _make_copies_again(self, call: str, save: LocalSave) -> None:
-        lost = self._survey.lost_copies(save, self._roots, self._cliques)
+        lost = lost_copies(self._found[save], self._roots, self._cliques)
 
         def fetch() -> None:
             for shard in lost.get(self.rank, ()):
@@ -323,8 +324,22 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return self._from_any(shard, use, keep=keep)
 
     def _from_any(self, shard: Shard, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
-        places = self._survey.places(shard, self.rank, self._roots)
-        return from_any(shard, places, use, files=self._files, peers=self._peers, roots=self._roots, keep=keep)
+        """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then."""
+        files, peers, roots = self._files, self._peers, self._roots
+        held = self._found[shard.save].sources
+        sources = plan_reads(held, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
+
+        def take(source: ShardSource) -> Used:
+            is_here = roots[source.rank] == roots[self.rank]
+            client = None if is_here else peers.client(source.rank, peers.retry.timeout_seconds)
+            reader = open_copy(shard, files, folder=int(source.place), client=client, keep=keep)
+            try:
+                return use(reader)
+            except CorruptCheckpointError:
+                reader.close()
+                raise
+
+        return first_good_copy(shard, sources, take)
 
 
 def _when_dropped(

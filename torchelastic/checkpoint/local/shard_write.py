@@ -24,7 +24,6 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaBusyError,
 )
 from torchelastic.checkpoint.replication.topology import PeerTopology
-from torchelastic.checkpoint.shards.batches import checksums_in
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.stage import Stage, seal
@@ -47,8 +46,7 @@ class ShardWrite:
         hidden: the file that the tensors were copied into.
         target: the name that it gets.
         data_offset: where the data begins in it, in bytes.
-        header: of the shard.
-        has_checksums: whether they are in the header; else they are computed here.
+        header: of the shard; checksums that it lacks are computed here.
         generation: of the save.
         peers: the ranks, and which of them get a copy.
         disk: what touches files.
@@ -59,7 +57,6 @@ class ShardWrite:
     target: Path
     data_offset: int
     header: Header
-    has_checksums: bool
     generation: int
     peers: PeerTopology
     disk: Disk
@@ -114,11 +111,8 @@ class ShardWrite:
 
     def _seal(self, view: memoryview) -> int:
         """Writes header and preamble, the preamble last, and returns how long the shard is."""
-        header = self.header
-        if not self.has_checksums:
-            header = header.with_checksums(checksums_in(view, header.entries, self.data_offset))
         try:
-            return seal(view, header, self.data_offset, self.disk)
+            return seal(view, self.header, self.data_offset, self.disk)
         except ValueError as error:
             raise CheckpointError(f"this save has far more plain values than the last: {error}") from error
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
 from torchelastic.checkpoint.memory.names import COMMIT_FILE
-from torchelastic.checkpoint.replication.exchange import retrieve_plan
-from torchelastic.checkpoint.replication.placement import missing_copies
+from torchelastic.checkpoint.replication.placement import by_domain, missing_copies
+from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,10 @@ class Roster:
     hosts: tuple[str, ...]
     folders: tuple[str, ...]
 
-    def ranks_of(self, folder: str) -> tuple[int, ...]:
-        """The ranks that use a folder; the first of them acts for all."""
-        return tuple(rank for rank, other in enumerate(self.folders) if other == folder)
-
     @property
-    def sharers(self) -> dict[str, tuple[int, ...]]:
-        """`ranks_of` all folders, in the order of their first ranks."""
-        found: dict[str, list[int]] = {}
-        for rank, folder in enumerate(self.folders):
-            found.setdefault(folder, []).append(rank)
-        return {folder: tuple(ranks) for folder, ranks in found.items()}
+    def sharers(self) -> dict[str, list[int]]:
+        """The ranks that use each folder; the first of them acts for all."""
+        return by_domain(self.folders)
 
 
 @dataclass(frozen=True)
@@ -76,11 +70,25 @@ class RecoveryPlan:
 
 #: Of each folder the objects of one checkpoint that were verified there, with their sizes in bytes (commit: 0).
 Verified = Mapping[str, Mapping[str, int]]
+#: A checkpoint, and which ranks can read its objects.
+MemoryCandidate = Candidate[CommitHead, str]
 
 
-def candidates(listings: Mapping[str, Sequence[StoredStep]]) -> list[CommitHead]:
+def listed_in(listings: Mapping[str, Sequence[StoredStep]], roster: Roster) -> list[MemoryCandidate]:
     """The checkpoints of which there is a commit, newest first; by folder what is there."""
-    return sorted({one.commit for steps in listings.values() for one in steps if one.commit}, reverse=True)
+    heads = {one.commit for steps in listings.values() for one in steps if one.commit}
+    here = {folder: {head: objects_in(steps, head) for head in heads} for folder, steps in listings.items()}
+    return candidates([[_held(head, here[folder][head]) for head in heads] for folder in roster.folders])
+
+
+def require_complete(candidate: MemoryCandidate) -> None:
+    """Raises CorruptCheckpointError if an object of a checkpoint is nowhere."""
+    if not candidate.is_complete:
+        raise CorruptCheckpointError(f"nobody has a good copy of {', '.join(candidate.missing[:8])}")
+
+
+def _held(candidate: CommitHead, files: Collection[str]) -> Held[CommitHead, str]:
+    return Held(candidate, candidate.objects, files)
 
 
 def objects_in(steps: Sequence[StoredStep], candidate: CommitHead) -> dict[str, int]:
@@ -89,17 +97,6 @@ def objects_in(steps: Sequence[StoredStep], candidate: CommitHead) -> dict[str, 
     if candidate not in (one.commit for one in steps):
         here.pop(COMMIT_FILE, None)  # it is that of another save of the same step
     return dict(sorted(((file, here[file]) for file in candidate.objects if file in here), key=lambda x: (-x[1], x[0])))
-
-
-def missing(candidate: CommitHead, held: Mapping[str, Collection[str]]) -> list[str]:
-    """The objects of a checkpoint that are in no folder.
-
-    Args:
-        candidate: the checkpoint.
-        held: its objects by folder.
-    """
-    there = {file for files in held.values() for file in files}
-    return [file for file in candidate.objects if file not in there]
 
 
 def verification_share(
@@ -122,7 +119,7 @@ def verification_share(
     return shares[rank]
 
 
-def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, copies: int = 1) -> RecoveryPlan | None:
+def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, copies: int = 1) -> RecoveryPlan:
     """Plans the recovery of a checkpoint: every folder gets the commit, and the shards of its ranks that exist now.
 
     Shards of ranks that do not exist any more stay where they are; those of new ranks do not exist. Who gives what is
@@ -134,23 +131,21 @@ def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, cop
         roster: the ranks that are there now.
         copies: on how many other hosts each shard is to be in the end; fewer if there are fewer.
 
-    Returns:
-        The plan; None if an object is held by nobody.
+    Raises:
+        CorruptCheckpointError: an object is held by nobody; names it.
     """
-    if missing(candidate, verified):
-        return None
+    (found,) = candidates([[_held(candidate, verified.get(folder, {}))] for folder in roster.folders])
+    require_complete(found)
     sizes = {file: size_bytes for files in verified.values() for file, size_bytes in files.items()}
-    available = {rank: list(verified.get(folder, {})) for rank, folder in enumerate(roster.folders)}
-    own = {rank: next(iter(candidate.files_of([rank])), None) for rank in available}
-    first = {ranks[0]: COMMIT_FILE for ranks in roster.sharers.values()}
+    wanted = {rank: candidate.files_of([rank]) for rank in range(len(roster.folders))}
+    for ranks in roster.sharers.values():
+        wanted[ranks[0]].append(COMMIT_FILE)
     fetches = []
-    for wanted in (own, first):
-        plan = retrieve_plan(available, wanted, size_bytes=sizes)
-        for entry in plan.entries:
-            if entry.sender != entry.receiver:
-                holders = plan.candidates(entry.receiver, entry.id_)
-                fetches.append(Fetch(entry.id_, entry.receiver, holders, sizes[entry.id_]))
-    holders_of = {file: tuple(rank for rank in available if file in available[rank]) for file in candidate.objects}
+    for receiver, files in plan_reads(found.sources, wanted, size_bytes=sizes).items():
+        for file, sources in files.items():
+            if ShardSource(receiver) not in sources:
+                fetches.append(Fetch(file, receiver, tuple(source.rank for source in sources), sizes[file]))
+    holders_of = {file: tuple(source.rank for source in sources) for file, sources in found.sources.items()}
     replicas = _missing_copies(candidate, verified, fetches, roster, copies)
     return RecoveryPlan(candidate, tuple(fetches), replicas, holders_of)
 

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import (
+    MemoryCandidate,
     RecoveryPlan,
     Roster,
-    candidates,
-    missing,
-    objects_in,
+    listed_in,
     recovery_plan,
+    require_complete,
     verification_share,
 )
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
@@ -37,6 +37,7 @@ from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.memory.retrieval import Retrieval, make_replicas
 from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.manager import ReplicationManager
+from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.group.rank_group import begun
 from torchelastic.metrics import publish_metric
@@ -186,24 +187,30 @@ class DefaultCheckpointLoader(CheckpointLoader):
         """
         call = f"get_latest_complete_checkpoint(.../{_name_of(checkpoint_base_container)})"
         container, roster, listings = self._survey(checkpoint_base_container, call)
-        for candidate in candidates(listings):
+
+        def read(candidate: MemoryCandidate) -> CheckpointContainerId:
             plan = self._verified_plan(container, candidate, roster, listings, call)
-            if plan is None or not self._execute(container, plan, call):
-                continue
+            if failures := self._execute(container, plan, call):
+                raise CorruptCheckpointError("; ".join(failures[:4]))
             self._finish(container, plan, roster, call)
-            return CheckpointContainerId(container.folder_of(candidate.step))
-        return None
+            return CheckpointContainerId(container.folder_of(candidate.save.step))
+
+        def pass_over(candidate: MemoryCandidate, error: CorruptCheckpointError) -> None:
+            if self._replication.rank == 0:
+                log.warning("step %d cannot be recovered: %s", candidate.save.step, error)
+
+        return newest_readable(listed_in(listings, roster), read, pass_over)
 
     def get_candidate_checkpoints(
         self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
     ) -> list[CheckpointContainerId]:
         """The checkpoints of which every object is on some host, newest first; nothing is verified. Collective."""
         call = f"get_candidate_checkpoints(.../{_name_of(checkpoint_base_container)})"
-        container, _, listings = self._survey(checkpoint_base_container, call)
+        container, roster, listings = self._survey(checkpoint_base_container, call)
         return [
-            CheckpointContainerId(container.folder_of(candidate.step))
-            for candidate in candidates(listings)
-            if not missing(candidate, {folder: objects_in(steps, candidate) for folder, steps in listings.items()})
+            CheckpointContainerId(container.folder_of(candidate.save.step))
+            for candidate in listed_in(listings, roster)
+            if candidate.is_complete
         ]
 
     def get_checkpoint_objects_by_rank(
@@ -224,7 +231,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
     ) -> bool:
         """Fetches what a plan says, of `choice.recovery_plan`; whether all ranks could. Collective."""
         container = self._objects.container(checkpoint_base_container)
-        return self._execute(container, plan, f"retrieve_checkpoint({container.name}, {plan.candidate.step})")
+        return not self._execute(container, plan, f"retrieve_checkpoint({container.name}, {plan.candidate.step})")
 
     def wait_for_replicas(self, timeout_s: float) -> bool:
         """Waits until this rank has made the replicas that were missing at the last recovery. Not a collective.
@@ -249,7 +256,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         container = self._objects.container(base)
         roster = Roster(tuple(str(host) for host, _ in told), tuple(str(folder) for _, folder in told))
         folder = roster.folders[self._replication.rank]
-        is_first = roster.ranks_of(folder)[0] == self._replication.rank
+        is_first = roster.sharers[folder][0] == self._replication.rank
 
         def list_here() -> list[Any]:
             return [one.told() for one in list_container(container)] if is_first else []
@@ -263,37 +270,26 @@ class DefaultCheckpointLoader(CheckpointLoader):
     def _verified_plan(
         self,
         container: Container,
-        candidate: CommitHead,
+        listed: MemoryCandidate,
         roster: Roster,
         listings: Mapping[str, Sequence[StoredStep]],
         call: str,
-    ) -> RecoveryPlan | None:
-        here = {folder: objects_in(steps, candidate) for folder, steps in listings.items()}
-        if self._lacks(candidate, here):
-            return None
-        rank = self._replication.rank
+    ) -> RecoveryPlan:
+        """How to recover a checkpoint from its good copies. Raises: CorruptCheckpointError if there are too few."""
+        require_complete(listed)
+        candidate, rank = listed.save, self._replication.rank
         folder = roster.folders[rank]
-        share = verification_share(listings[folder], candidate, roster.ranks_of(folder), rank)
+        share = verification_share(listings[folder], candidate, roster.sharers[folder], rank)
         told = self._replication.run_on_all(
             f"{call}, verifying step {candidate.step}", lambda: verify(container, candidate, share)
         )
         verified: dict[str, dict[str, int]] = {}
         for other, good in enumerate(told):
             verified.setdefault(roster.folders[other], {}).update(good)
-        if self._lacks(candidate, verified):
-            return None
         return recovery_plan(candidate, verified, roster, self._replication.copies)
 
-    def _lacks(self, candidate: CommitHead, held: Mapping[str, Mapping[str, int]]) -> bool:
-        lacking = missing(candidate, held)
-        if lacking and self._replication.rank == 0:
-            log.warning(
-                "step %d cannot be recovered: nobody has a good copy of %s", candidate.step, ", ".join(lacking[:8])
-            )
-        return bool(lacking)
-
-    def _execute(self, container: Container, plan: RecoveryPlan, call: str) -> bool:
-        """Whether all ranks could fetch what they need."""
+    def _execute(self, container: Container, plan: RecoveryPlan, call: str) -> list[str]:
+        """Has all ranks fetch what they need; why those could not that could not."""
         own = [fetch for fetch in plan.fetches if fetch.receiver == self._replication.rank]
         step = plan.candidate.step
 
@@ -308,17 +304,13 @@ class DefaultCheckpointLoader(CheckpointLoader):
                     failed.append(f"rank {fetch.receiver} could not fetch {fetch.file}: {error}"[:500])
             return failed
 
-        failures = [
-            text for told in self._replication.run_on_all(f"{call}, fetching step {step}", fetch_all) for text in told
-        ]
-        if failures and self._replication.rank == 0:
-            log.warning("step %d cannot be recovered: %s", step, "; ".join(failures[:4]))
-        return not failures
+        told = self._replication.run_on_all(f"{call}, fetching step {step}", fetch_all)
+        return [text for each in told for text in each]
 
     def _finish(self, container: Container, plan: RecoveryPlan, roster: Roster, call: str) -> None:
         """Everybody has what is needed: it may replace what is older, and lost replicas are made again."""
         rank, candidate = self._replication.rank, plan.candidate
-        is_first = roster.ranks_of(roster.folders[rank])[0] == rank
+        is_first = roster.sharers[roster.folders[rank]][0] == rank
 
         def settle_here() -> None:
             if is_first:

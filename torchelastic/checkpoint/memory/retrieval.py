@@ -12,13 +12,15 @@ from pathlib import Path
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.memory.choice import Fetch
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.received import ReceivedObjects, verify_received
 from torchelastic.checkpoint.replication.client import pull_into
 from torchelastic.checkpoint.replication.manager import ReplicationManager
+from torchelastic.checkpoint.restore import first_good_copy
+from torchelastic.checkpoint.restore_plan import ShardSource
 from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.metrics import publish_metric
@@ -55,8 +57,7 @@ class Retrieval:
             Where it is; None for a commit.
 
         Raises:
-            NoReplicasAvailableError: nobody gives it.
-            CorruptCheckpointError: all copies are damaged.
+            CorruptCheckpointError: nobody gives it, or all copies are damaged.
             CheckpointError: there is no room for it.
         """
         name = ObjectName(container.name, step, file)
@@ -71,22 +72,16 @@ class Retrieval:
 
     def _receive(self, object_id: str, holders: Sequence[int]) -> None:
         """Asks the holders until a copy is good: a holder's disk may have gone bad since it verified its copy."""
-        left = list(holders)
-        while True:
-            try:
-                return self._receive_once(object_id, left)
-            except CorruptCheckpointError as error:
-                if len(left) < 2:
-                    raise
-                log.warning("the copy of %s that rank %d gave is of no use: %s", object_id, left[0], error)
-                left.pop(0)
 
-    def _receive_once(self, object_id: str, holders: Sequence[int]) -> None:
         def check(view: memoryview) -> None:
             if not object_id.endswith(f"/{COMMIT_FILE}"):
                 verify_received(view, object_id)
 
-        pull_into(self._shelf.fetching(), object_id, partial(self._replication.fetch, object_id, holders), check)
+        def take(source: ShardSource) -> None:
+            pull = partial(self._replication.fetch, object_id, source.rank)
+            pull_into(self._shelf.fetching(), object_id, pull, check)
+
+        first_good_copy(object_id, [ShardSource(rank) for rank in holders], take)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
 from torchelastic.checkpoint.memory.staged_state import CopiedState, copy_into, find_copy, tensors_only
 from torchelastic.checkpoint.replication.errors import ReplicationError
-from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS, checksums_in
+from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
 from torchelastic.checkpoint.shards.image import read_header
@@ -71,8 +71,7 @@ class StagedItems:
         target: where the shard goes.
         path: the slot's file; None if this rank has nothing to write.
         data_offset: where the data begin in it.
-        header: of the shard, without checksums.
-        checksums: of the entries, if they are known.
+        header: of the shard; checksums that it lacks are computed by `write`.
         disk: what touches files.
         threads: how many compute checksums.
         replication: sends it to the partners; None: nobody does.
@@ -84,7 +83,6 @@ class StagedItems:
     path: Path | None
     data_offset: int
     header: Header
-    checksums: Sequence[str] | None
     disk: Disk
     threads: int = DEFAULT_THREADS
     replication: ReplicationManager | None = None
@@ -109,8 +107,7 @@ class StagedItems:
         is_own = self.held is not None and self._pid == os.getpid()
         try:
             with self._view(self.path) as view:
-                checksums = self.checksums or checksums_in(view, self.header.entries, self.data_offset, self.threads)
-                end = seal(view, self.header.with_checksums(checksums), self.data_offset, self.disk)
+                end = seal(view, self.header, self.data_offset, self.disk, self.threads)
                 if self.replication is not None and self.replication.partners:
                     with view[:end] as content:
                         self.replication.push(self.target.object_id, content)
@@ -163,15 +160,13 @@ class _Placed:
 
     Attributes:
         held: the slot.
-        header: of the shard, without checksums.
+        header: of the shard; with checksums, if they are known.
         names: of the entry of each item, in the order of `Resolved.items`.
-        checksums: of the entries, if they are known.
     """
 
     held: HeldSlot
     header: Header
     names: Sequence[str]
-    checksums: Sequence[str] | None = None
 
 
 def stage_items(
@@ -200,7 +195,7 @@ def stage_items(
     """
     disk = slots.container.disk
     if not resolved.names:
-        return StagedItems([], target, None, 0, Header(None, ()), (), disk)
+        return StagedItems([], target, None, 0, Header(None, ()), disk)
     copied = find_copy([tensor for _, tensor in resolved.tensors])
     placed = _in_copy(resolved, copied, target, slots) if copied is not None else None
     is_new = placed is None
@@ -217,7 +212,6 @@ def stage_items(
         placed.held.stage.slot.path,
         placed.held.stage.data_offset,
         placed.header,
-        placed.checksums,
         disk,
         threads,
         replication,
@@ -249,8 +243,9 @@ def _in_slot(
         held.give_back()
         raise
     header = Header(None, (*layout.entries[:-1], *pickled), target.name.meta(target.step))
-    known = (*checksums, *digests) if checksums is not None else None
-    return _Placed(held, header, resolved.names, known)
+    if checksums is not None:
+        header = header.with_checksums((*checksums, *digests))
+    return _Placed(held, header, resolved.names)
 
 
 def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots: Slots) -> _Placed | None:

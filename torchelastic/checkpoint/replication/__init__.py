@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.replication.client import ReplicaClient, pull_from_any
+    from torchelastic.checkpoint.replication.client import ReplicaClient
     from torchelastic.checkpoint.replication.errors import (
         AuthenticationError,
         CorruptReplicaError,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 #: The module of each name; to add one, name it here and above.
 _NAMES_OF_HOME = {
-    "client": ("ReplicaClient", "pull_from_any"),
+    "client": ("ReplicaClient",),
     "errors": (
         "AuthenticationError",
         "CorruptReplicaError",
@@ -105,7 +105,6 @@ __all__ = [
     "TransferError",
     "parse_group_sequence",
     "partners",
-    "pull_from_any",
     "retrieve_plan",
 ]
 

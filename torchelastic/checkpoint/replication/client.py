@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,12 +13,10 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_ran
 from torchelastic.checkpoint.replication.errors import (
     CorruptReplicaError,
     DamagedFrameError,
-    NoReplicasAvailableError,
     PeerLostError,
     PeerStalledError,
     ProtocolError,
     ReplicaBusyError,
-    ReplicationError,
 )
 from torchelastic.checkpoint.replication.protocol import (
     CHUNK_BYTES,
@@ -155,18 +153,14 @@ class ReplicaClient:
             ValueError: this is no id.
         """
         incoming = IncomingObject(check_object_id(object_id), destination)
-        self._pull(incoming)
-        return incoming
-
-    def _pull(self, incoming: IncomingObject) -> None:
-        """Fetches an object, of which another peer may have sent the beginning; see `pull`."""
         for attempt in self._attempts():
             with attempt, self._connected() as connection:
-                connection.send({"op": "pull", "id": incoming.object_id})
+                connection.send({"op": "pull", "id": object_id})
                 answer = connection.receive()
                 incoming.announce(number_in(answer, "size"), text_in(answer, "digest"))
                 connection.receive_object(incoming)
                 incoming.finish()
+        return incoming
 
     def ids(self) -> list[str]:
         """What the peer has, sorted; raises as `pull` does."""
@@ -220,30 +214,6 @@ class ReplicaClient:
             yield connection
         finally:
             connection.close()
-
-
-def pull_from_any(clients: Sequence[ReplicaClient], object_id: str, destination: Destination) -> IncomingObject:
-    """Fetches an object from the first of several holders that can give it.
-
-    Args:
-        clients: the holders, best first (see `ExchangePlan.candidates`).
-        object_id: its name.
-        destination: see `ReplicaClient.pull`; called once.
-
-    Raises:
-        NoReplicasAvailableError: none of them could; tells why of each.
-        ValueError: this is no id.
-    """
-    incoming = IncomingObject(check_object_id(object_id), destination)
-    failures = []
-    for client in clients:
-        try:
-            client._pull(incoming)
-        except ReplicationError as error:
-            failures.append(str(error))
-        else:
-            return incoming
-    raise NoReplicasAvailableError(f"nobody could give {object_id}: {'; '.join(failures) or 'no holder is known'}")
 
 
 def pull_into(

@@ -5,22 +5,12 @@ Every rank computes the same plan from the same two tables, so nobody has to be 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic
 
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError
-
-
-class Identifier(Protocol):
-    """What may name an object: hashable, and ordered among its like (str, int, tuples of these)."""
-
-    def __hash__(self) -> int: ...
-
-    def __lt__(self, other: Any, /) -> bool: ...
-
-
-Id = TypeVar("Id", bound=Identifier)
+from torchelastic.checkpoint.restore_plan import Id, ShardSource, plan_reads
 
 
 @dataclass(frozen=True)
@@ -112,32 +102,38 @@ def retrieve_plan(
         NoReplicasAvailableError: nobody holds some of what is wanted; names all of it.
         ValueError: `size_bytes` is given and leaves out an object that is wanted.
     """
-    holders: dict[Id, list[int]] = {}
-    for holder in sorted(available):
-        for id_ in set(available[holder]):
-            holders.setdefault(id_, []).append(holder)
-    wishes = {receiver: id_ for receiver, id_ in sorted(wanted.items()) if id_ is not None}
-    missing = sorted({id_ for id_ in wishes.values() if id_ not in holders})
+    wishes = {receiver: [] if id_ is None else [id_] for receiver, id_ in wanted.items()}
+    return plan_of_wishes(available, wishes, size_bytes=size_bytes, rank=rank)
+
+
+def plan_of_wishes(
+    available: Mapping[int, Collection[Id]],
+    wanted: Mapping[int, Sequence[Id]],
+    *,
+    size_bytes: Mapping[Id, int] | None = None,
+    rank: int | None = None,
+) -> ExchangePlan[Id]:
+    """The same where a rank may want several objects; see `retrieve_plan`."""
+    sources: dict[Id, set[ShardSource]] = {}
+    for holder, ids in available.items():
+        for id_ in ids:
+            sources.setdefault(id_, set()).add(ShardSource(holder))
+    wishes = {id_ for each in wanted.values() for id_ in each}
+    missing = sorted(wishes - sources.keys())
     if missing:
         raise NoReplicasAvailableError(
             f"no member holds {', '.join(map(repr, missing))}; load an older checkpoint of which every shard is still "
             f"held by somebody, or one from durable storage"
         )
-    unsized = sorted({id_ for id_ in wishes.values() if size_bytes is not None and id_ not in size_bytes})
+    unsized = sorted(wishes - size_bytes.keys()) if size_bytes is not None else []
     if unsized:
         raise ValueError(
             f"size_bytes lacks {', '.join(map(repr, unsized))}; give the size of each wanted object, or none"
         )
-    load: dict[int, int] = dict.fromkeys(available, 0)
-    order: dict[int, tuple[int, ...]] = {}
-    for receiver, id_ in sorted(wishes.items(), key=lambda wish: (len(holders[wish[1]]), wish[0])):
-        others = sorted((load[holder], holder) for holder in holders[id_] if holder != receiver)
-        order[receiver] = tuple(holder for _, holder in others)
-        if receiver in holders[id_]:
-            order[receiver] = (receiver, *order[receiver])
-        else:
-            load[order[receiver][0]] += 1 if size_bytes is None else size_bytes[id_]
+    reads = plan_reads(sources, wanted, size_bytes=size_bytes)
     plan: ExchangePlan[Id] = ExchangePlan(rank)
-    for receiver, id_ in wishes.items():
-        plan.plan(order[receiver][0], receiver, id_, fallbacks=order[receiver][1:])
+    for receiver in sorted(reads):
+        for id_ in wanted[receiver]:
+            first, *others = (source.rank for source in reads[receiver][id_])
+            plan.plan(first, receiver, id_, fallbacks=others)
     return plan

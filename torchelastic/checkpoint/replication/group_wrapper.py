@@ -15,16 +15,15 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
 from torchelastic.checkpoint.local.encoding import decode, encode
-from torchelastic.checkpoint.replication.exchange import ExchangePlan, Identifier
+from torchelastic.checkpoint.replication.exchange import ExchangePlan
 from torchelastic.checkpoint.replication.shelf import MemoryShelf
 from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig, meet
+from torchelastic.checkpoint.restore_plan import Id
 from torchelastic.checkpoint.shards.image import image_of, tensors_of
-from torchelastic.checkpoint.shards.recurring import RecurringLayout
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.group.rank_group import RankGroup
 
 DEFAULT_TIMEOUT_S = 600.0
-
-Id = TypeVar("Id", bound=Identifier)
 Self = TypeVar("Self", bound="GroupWrapper")
 
 
@@ -225,7 +224,7 @@ class GroupWrapper:
 
 
 def _packed(state: TensorAwareStateDict, name: Any) -> torch.Tensor:
-    header, sources = encode(state, RecurringLayout(), allow_pickles=False)
+    header, sources = encode(state, RecurringLayout())
     named = {**header.meta, "name": list(name) if isinstance(name, tuple) else name}
     return image_of(type(header)(header.structure, header.entries, named), sources)
 

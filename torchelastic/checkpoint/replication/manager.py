@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.client import ReplicaClient, pull_from_any, pull_into
+from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
 from torchelastic.checkpoint.replication.receive import Destination, IncomingObject
 from torchelastic.checkpoint.replication.server import ReplicaServer
@@ -242,21 +242,19 @@ class ReplicationManager:
             taken = list(threads.map(lambda ranks: self._push_to_one(ranks, object_id, content), by_host.values()))
         return [host for host, is_taken in zip(by_host, taken, strict=True) if not is_taken]
 
-    def fetch(self, object_id: str, holders: Sequence[int], destination: Destination) -> IncomingObject:
-        """Fetches an object from the first of several ranks that can give it.
+    def fetch(self, object_id: str, holder: int, destination: Destination) -> IncomingObject:
+        """Fetches an object from a rank.
 
         Args:
             object_id: its name.
-            holders: best first; the own rank is passed over.
+            holder: who has it.
             destination: called once with the size in bytes; returns the buffer to receive into.
 
         Raises:
-            NoReplicasAvailableError: none of them could; tells why of each.
+            ReplicationError: it cannot give it.
             CheckpointError: what `destination` raised.
         """
-        if not self.is_initialized and self.world_size > 1:
-            raise NoReplicasAvailableError(f"{object_id} cannot be fetched before ReplicationManager.initialize()")
-        return pull_from_any([self._client(rank) for rank in holders if rank != self.rank], object_id, destination)
+        return self._client(holder).pull(object_id, destination)
 
     def async_replicate(self, buffer_io: Any) -> list[Future[int]]:
         """Pushes a closed object in the background.

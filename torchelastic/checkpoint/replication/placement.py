@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from torchelastic.checkpoint.replication.exchange import Id
+from torchelastic.checkpoint.restore_plan import Id
 
 
 def parse_group_sequence(replication_jump: int, replication_factor: int, world_size: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from torchelastic.checkpoint.local.names import CkptID
-from torchelastic.checkpoint.replication.exchange import ExchangePlan, retrieve_plan
+from torchelastic.checkpoint.replication.exchange import ExchangePlan, plan_of_wishes
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
 from torchelastic.checkpoint.replication.placement import holders_of, parse_group_sequence
 
@@ -153,16 +153,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         group = self.local_group
         wishes = [[CkptID(*id_) for id_ in each] for each in group.all_gather_object([list(id_) for id_ in wanted])]
         available = {rank: globally_available_ids.get(rank, ()) for rank in group.ranks}
-        plan: ExchangePlan[CkptID] = ExchangePlan(group.my_global_rank)
-        for number in range(max(map(len, wishes), default=0)):
-            some = {
-                rank: each[number] if number < len(each) else None
-                for rank, each in zip(group.ranks, wishes, strict=True)
-            }
-            for entry in (part := retrieve_plan(available, some)).entries:
-                others = part.candidates(entry.receiver, entry.id_)[1:]
-                plan.plan(entry.sender, entry.receiver, entry.id_, fallbacks=others)
-        return plan
+        return plan_of_wishes(available, dict(zip(group.ranks, wishes, strict=True)), rank=group.my_global_rank)
 
     def retrieve_execute(
         self, plan: ExchangePlan[CkptID], my_data: Mapping[CkptID, TensorAwareStateDict]

@@ -39,7 +39,7 @@ class Pending:
         return all(event.query() for event in self._events.values())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Returns when all bytes are in the slot; for a background thread, before `Stage.checksums`.
+        """Returns when all bytes are in the slot; for a background thread, before `Stage.seal`.
 
         It waits for the copy alone, not for the device, and lets the interpreter lock go.
         """

@@ -109,6 +109,11 @@ class Header:
         """How many bytes the tensors have, without the gaps."""
         return sum(entry.size_bytes for entry in self.entries)
 
+    @property
+    def lacks_checksums(self) -> bool:
+        """Whether the checksum of a tensor is still to come."""
+        return any(entry.checksum == NO_CHECKSUM for entry in self.entries)
+
     def with_checksums(self, checksums: Sequence[str]) -> Header:
         """The same header with the checksums that were computed, in the order of the entries."""
         pairs = zip(self.entries, checksums, strict=True)

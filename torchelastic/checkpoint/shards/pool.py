@@ -82,12 +82,13 @@ class SlotPool:
         with self._lock:
             return max((stage.slot.capacity_bytes for stage in self._free), default=0)
 
-    def seal(self, stage: Stage, header: Header) -> Stage:
+    def seal(self, stage: Stage, header: Header, threads: int | None = None) -> Stage:
         """Seals a stage that was taken; for the background, on any thread.
 
         Args:
             stage: with all tensors copied.
-            header: the layout of the stage with checksums and meta.
+            header: see `Stage.seal`.
+            threads: see `Stage.seal`.
 
         Returns:
             The stage that was sealed: this one, or a larger one where the header has outgrown its slot.
@@ -96,12 +97,12 @@ class SlotPool:
             CheckpointError: a larger slot is needed, and there is no room for it; the stage is still held.
         """
         if stage.has_room_for(header):
-            stage.seal(header)
+            stage.seal(header, threads)
             return stage
         path = hidden_path(self.folder) if self.folder else None
         larger = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
         larger.copy(stage.places)
-        larger.seal(header)
+        larger.seal(header, threads)
         with self._lock:
             self._drop(stage)
         return larger

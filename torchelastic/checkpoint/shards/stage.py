@@ -113,20 +113,23 @@ class Stage:
 
         return over_batches(self.header.entries, work, threads)
 
-    def checksums(self, threads: int | None = None) -> list[str]:
-        """The checksums of what is in the slot; for the background, since it lets the interpreter lock go."""
-        return checksums_in(self.slot.view(), self.header.entries, self.data_offset, threads)
-
-    def seal(self, header: Header) -> int:
+    def seal(self, header: Header, threads: int | None = None) -> int:
         """Makes a shard of what was copied: writes the header, then the preamble; returns the length of the shard.
 
         Args:
-            header: the layout of this stage with checksums and meta.
+            header: the layout of this stage with meta; checksums that it lacks are computed. For the background, since
+                that lets the interpreter lock go.
+            threads: how many compute them.
 
         Raises:
             ValueError: the header has grown out of its reserve; `SlotPool.seal` moves to a larger slot then.
         """
-        return seal(self.slot.view(), header, self.data_offset, self.slot.disk)
+        return seal(self.slot.view(), header, self.data_offset, self.slot.disk, threads)
+
+    @property
+    def shard(self) -> memoryview:
+        """All bytes of the shard, once it is sealed."""
+        return self.slot.view()[: self.data_offset + self.header.data_bytes]
 
     def _hash(self, index: int) -> str:
         return f"{xxhash.xxh3_64_intdigest(self._bytes_of(index)):016x}"
@@ -158,8 +161,10 @@ class Stage:
         return self.header.entries is header.entries or self.header.entries == header.entries
 
 
-def seal(memory: memoryview, header: Header, data_offset: int, disk: Disk) -> int:
+def seal(memory: memoryview, header: Header, data_offset: int, disk: Disk, threads: int | None = None) -> int:
     """Makes a shard of memory that holds its tensors; see `Stage.seal`."""
+    if header.lacks_checksums:
+        header = header.with_checksums(checksums_in(memory, header.entries, data_offset, threads))
     encoded = encode_header(header)
     if PREAMBLE_BYTES + len(encoded) > data_offset:
         raise ValueError(f"a header of {len(encoded)} bytes does not fit in front of the data at {data_offset}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
+from torchelastic.checkpoint.restore_plan import Held
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.inventory import CheckpointInfo
@@ -82,7 +83,6 @@ class TierEntry:
         world_size: how many shards it has in all.
         ranks: whose shards can be read here, ascending.
         is_committed: whether the manifest is here. A checkpoint counts if that is so anywhere.
-        size_bytes: of these shards together.
         damage: why something that should be here cannot be read; None if nothing is known of that. What is in `ranks`
             is readable all the same.
     """
@@ -91,15 +91,17 @@ class TierEntry:
     world_size: int
     ranks: tuple[int, ...]
     is_committed: bool = True
-    size_bytes: int = 0
     damage: str | None = None
 
     @classmethod
     def of(cls, info: CheckpointInfo) -> TierEntry:
         """What is told of a checkpoint in one place."""
         ranks = tuple(sorted(info.shards))
-        size_bytes = sum(info.shards.values())
-        return cls(info.name, info.world_size, ranks, info.manifest is not None, size_bytes, info.damage)
+        return cls(info.name, info.world_size, ranks, info.manifest is not None, info.damage)
+
+    def held(self, tier: str) -> Held[SaveId, int]:
+        """The same for the choice of what is restored, in the tier of this name."""
+        return Held(self.name, range(self.world_size), self.ranks, tier, self.is_committed)
 
     def as_plain(self) -> dict[str, Any]:
         """What JSON can hold, for sending; `from_plain` is the inverse."""
@@ -108,7 +110,6 @@ class TierEntry:
             "world_size": self.world_size,
             "ranks": list(self.ranks),
             "is_committed": self.is_committed,
-            "size_bytes": self.size_bytes,
             "damage": self.damage,
         }
 
@@ -120,7 +121,6 @@ class TierEntry:
             int(plain["world_size"]),
             tuple(int(rank) for rank in plain["ranks"]),
             bool(plain["is_committed"]),
-            int(plain["size_bytes"]),
             None if plain["damage"] is None else str(plain["damage"]),
         )
 

@@ -113,11 +113,9 @@ class Finisher:
             agreement.stored(name, tier, None, why_not)
 
     def _seal(self, save: TieredSave) -> SealedShard:
-        header = save.header.with_checksums(save.stage.checksums())
-        save.stage = save.pool.seal(save.stage, header)
+        save.stage = save.pool.seal(save.stage, save.header)
         context = save.agreement.context
-        data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
-        return SealedShard(save.name, context.rank, context.world_size, data, save.stage)
+        return SealedShard(save.name, context.rank, context.world_size, save.stage.shard, save.stage)
 
     def _publish(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         """One tier. A failure is that of this tier: the others go on."""

@@ -14,6 +14,7 @@ from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.kinds import ForeignCheckpointsError
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.memory import MemoryTier
@@ -25,7 +26,6 @@ from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.finishing import Finisher, TieredSave
 from torchelastic.checkpoint.tiered.replicas import Replicas
 from torchelastic.checkpoint.tiered.restoring import Restoring
-from torchelastic.checkpoint.tiered.share import Sharing
 from torchelastic.checkpoint.tiered.streams import (
     STREAMS,
     TREE,
@@ -110,7 +110,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._replicas = _replicas_of(self.tiers, replicas, host)
         self._finisher = Finisher(self.tiers, self._failed, monotonic, self._replicas)
         self._turns = TierTurns(self.tiers, monotonic)
-        self._sharing = Sharing(allow_pickles=allow_pickles)
+        self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._epoch: int | None = None
         self._generation = 0
         self._peers: Peers | None = None
@@ -235,15 +235,17 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._reserve(name)
         try:
-            tree, sharing, kind = state.checkpoint_tree(), self._sharing, TREE
+            tree, layout, kind = state.checkpoint_tree(), self._layout, TREE
             if tree is None:
                 # streams have no form that recurs
-                tree, sharing, kind = streams_of(state, peers.rank), Sharing(), STREAMS
-            share = sharing.take(tree, state.replicated, peers.rank, peers.world_size)
-            header = share.header({"kind": kind, "checkpoint": str(name), "rank": peers.rank})
+                tree, layout, kind = streams_of(state, peers.rank), RecurringLayout(), STREAMS
+            meta = {"kind": kind, "checkpoint": str(name), "rank": peers.rank}
+            header, sources = layout.lay_out(
+                tree, meta, replicated=state.replicated, rank=peers.rank, world_size=peers.world_size
+            )
             stage = self._stage_for(header)
             try:
-                stage.copy(share.sources)
+                stage.copy(sources)
             except BaseException:
                 self._pool.give_back(stage)
                 raise

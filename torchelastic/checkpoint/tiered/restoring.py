@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -17,16 +17,34 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.restore import newest_readable
+from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, plan_reads
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tree import tensor_names, unflatten
 from torchelastic.checkpoint.store.save_id import SaveId
-from torchelastic.checkpoint.store.selection import Candidate, Read, candidates
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
 from torchelastic.group.peers import Peers
 
 log = logging.getLogger(__name__)
+
+TierCandidate = Candidate[SaveId, int]
+
+
+@dataclass(frozen=True, order=True)
+class Read:
+    """One shard on its way.
+
+    Attributes:
+        shard_rank: whose shard it is, counted in the group that wrote it.
+        reader: the rank that reads it from the tier, counted in the group that restores.
+        tier: the name of the tier.
+    """
+
+    shard_rank: int
+    reader: int
+    tier: str
 
 
 @dataclass(frozen=True)
@@ -83,18 +101,6 @@ class FailedRead:
         return cls(Read(int(shard_rank), int(reader), str(tier)), bool(is_damage), str(why))
 
 
-def reads_without(candidate: Candidate, bad: Collection[Read]) -> list[Read] | None:
-    """Where each shard is read from, passing over what has failed; None if there is nothing left for one. Pure."""
-    chosen = []
-    for read in candidate.reads:
-        left = (one for one in (read, *candidate.alternatives.get(read.shard_rank, ())) if one not in bad)
-        first = next(left, None)
-        if first is None:
-            return None
-        chosen.append(first)
-    return chosen
-
-
 class Restoring:
     """One restore; every rank of a group has one and calls `run`, on the training thread.
 
@@ -126,12 +132,12 @@ class Restoring:
             RuntimeError: a peer is lost.
         """
         inventories, unreadable = self._exchange()
-        found = candidates(inventories, list(self._tiers))
-        self._note_incomplete(inventories, found)
-        for candidate in found:
-            restored = self._restore(candidate)
-            if restored is not None:
-                return restored
+        found = candidates([[entry.held(tier) for tier, entry in inventory] for inventory in inventories])
+        self._note_incomplete([entry for inventory in inventories for _, entry in inventory], found)
+        complete = (candidate for candidate in found if candidate.is_complete)
+        restored = newest_readable(complete, self.restore_one, lambda _, damage: self._damage(str(damage)))
+        if restored is not None:
+            return restored
         if self._damages:
             raise CorruptCheckpointError(
                 f"no checkpoint can be loaded: {'; '.join(self._damages)}. Restore one of them from a copy; to start "
@@ -141,47 +147,34 @@ class Restoring:
             raise CheckpointError(f"it cannot be told whether there is a checkpoint: {'; '.join(unreadable)}")
         return None
 
-    def restore_one(self, candidate: Candidate) -> Restored:
-        """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
-        restored = self._restore(candidate)
-        if restored is None:
-            raise CorruptCheckpointError("; ".join(self._damages))
-        return restored
-
-    def _exchange(self) -> tuple[list[dict[str, list[TierEntry]]], list[str]]:
-        entries: dict[str, list[dict[str, Any]]] = {}
+    def _exchange(self) -> tuple[list[list[tuple[str, TierEntry]]], list[str]]:
+        """What each rank can read in which tier, and what cannot be told."""
+        mine: list[list[Any]] = []
         unreadable = []
         for name, tier in self._tiers.items():
             if tier.is_shared and self._peers.rank != 0:
                 continue  # rank 0 reads it for all
             try:
-                entries[name] = [entry.as_plain() for entry in tier.inventory()]
+                mine += [[name, entry.as_plain()] for entry in tier.inventory()]
             except CheckpointError as error:
                 unreadable.append(f"rank {self._peers.rank}, {name} tier: {error}")
         self._peers.barrier()
-        said = self._peers.all_gather([entries, unreadable])
-        inventories = [
-            {name: [TierEntry.from_plain(plain) for plain in plains] for name, plains in inventory.items()}
-            for inventory, _ in said
-        ]
+        said = self._peers.all_gather([mine, unreadable])
+        inventories = [[(str(name), TierEntry.from_plain(plain)) for name, plain in entries] for entries, _ in said]
         if self._as_parts:  # rank 0 has only looked for all: each reads its share
-            for name in (name for name, tier in self._tiers.items() if tier.is_shared):
-                for inventory in inventories:
-                    inventory[name] = inventories[0].get(name, [])
+            shared = [(name, entry) for name, entry in inventories[0] if self._tiers[name].is_shared]
+            inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
         return inventories, [text for _, texts in said for text in texts]
 
-    def _note_incomplete(self, inventories: Sequence[dict[str, list[TierEntry]]], found: Sequence[Candidate]) -> None:
+    def _note_incomplete(self, entries: Sequence[TierEntry], found: Sequence[TierCandidate]) -> None:
         """What was published once and cannot be put together any more is damage, as far as this group can tell."""
-        entries = [entry for inventory in inventories for entries in inventory.values() for entry in entries]
-        complete = {candidate.name for candidate in found}
-        for name in sorted({entry.name for entry in entries if entry.is_committed} - complete, reverse=True):
-            of_name = [entry for entry in entries if entry.name == name]
-            world_size = max(entry.world_size for entry in of_name)
-            missing = sorted(set(range(world_size)) - {rank for entry in of_name for rank in entry.ranks})
-            why = [entry.damage for entry in of_name if entry.damage]
-            self._damage(
-                f"{name} lacks the shards of rank(s) {', '.join(map(str, missing))}" + "".join(map(": {}".format, why))
-            )
+        for candidate in found:
+            if candidate.is_committed and candidate.missing:
+                why = [entry.damage for entry in entries if entry.name == candidate.save and entry.damage]
+                missing = ", ".join(map(str, candidate.missing))
+                self._damage(
+                    "".join([f"{candidate.save} lacks the shards of rank(s) {missing}", *map(": {}".format, why)])
+                )
 
     def _damage(self, text: str) -> None:
         self._damages.append(text)
@@ -190,14 +183,11 @@ class Restoring:
 
     # --- one checkpoint -----------------------------------------------------------------------------------------------
 
-    def _restore(self, candidate: Candidate) -> Restored | None:
-        """Try all copies of its shards; None if it is damaged for good."""
+    def restore_one(self, candidate: TierCandidate) -> Restored:
+        """Read this checkpoint, from whatever copies are intact. Raises as `run`."""
         faults: list[FailedRead] = []
         while True:
-            reads = reads_without(candidate, {fault.read for fault in faults})
-            if reads is None:
-                self._give_up(candidate, faults)
-                return None
+            reads = self._reads(candidate, faults)
             with ExitStack() as stack:
                 opened, new_faults = self._open(candidate, reads, stack)
                 if not new_faults:
@@ -208,17 +198,35 @@ class Restoring:
                     if restored is not None:
                         return restored
             for fault in new_faults:
-                log.warning("%s: %s", candidate.name, fault.why)
+                log.warning("%s: %s", candidate.save, fault.why)
             faults += new_faults
 
-    def _give_up(self, candidate: Candidate, faults: Sequence[FailedRead]) -> None:
-        why = "; ".join(fault.why for fault in faults)
-        if not all(fault.is_damage for fault in faults):
-            raise CheckpointError(f"the checkpoint {candidate.name} cannot be read: {why}")
-        self._damage(f"{candidate.name} is damaged: {why}")
+    def _reads(self, candidate: TierCandidate, faults: Sequence[FailedRead]) -> list[Read]:
+        """Who reads each shard from where, in the order of the shards, passing over what has failed."""
+        bad = {(fault.read.shard_rank, ShardSource(fault.read.reader, fault.read.tier)) for fault in faults}
+        left = {
+            shard: [source for source in sources if (shard, source) not in bad]
+            for shard, sources in candidate.sources.items()
+        }
+        if not all(left.values()):
+            why = "; ".join(fault.why for fault in faults)
+            if not all(fault.is_damage for fault in faults):
+                raise CheckpointError(f"the checkpoint {candidate.save} cannot be read: {why}")
+            raise CorruptCheckpointError(f"{candidate.save} is damaged: {why}")
+        order = list(self._tiers)
+
+        def distance(reader: int, _: int, source: ShardSource) -> tuple[int, bool]:
+            return order.index(source.place), source.rank != reader
+
+        # what stays with whoever reads it is best read by the rank of its own number
+        wanted = {shard: [shard] for shard in left} if self._as_parts else {0: list(left)}
+        plan = plan_reads(left, wanted, distance=distance)
+        return sorted(
+            Read(shard, best.rank, best.place) for each in plan.values() for shard, (best, *_) in each.items()
+        )
 
     def _open(
-        self, candidate: Candidate, reads: Sequence[Read], stack: ExitStack
+        self, candidate: TierCandidate, reads: Sequence[Read], stack: ExitStack
     ) -> tuple[dict[Read, ShardReader], list[FailedRead]]:
         opened: dict[Read, ShardReader] = {}
         faults = []
@@ -226,11 +234,10 @@ class Restoring:
             if read.reader != self._peers.rank:
                 continue
             try:
-                opened[read] = stack.enter_context(self._tiers[read.tier].open(candidate.name, read.shard_rank))
+                opened[read] = stack.enter_context(self._tiers[read.tier].open(candidate.save, read.shard_rank))
             except CheckpointError as error:
                 faults.append(FailedRead(read, isinstance(error, CorruptCheckpointError), str(error)))
-        self._peers.barrier()  # a download may take its time
-        return opened, [FailedRead.from_plain(each) for told in self._peers.all_gather(_plain(faults)) for each in told]
+        return opened, self._told(candidate, faults)[0]
 
     def _bring(self, reads: Sequence[Read], opened: dict[Read, ShardReader], stack: ExitStack) -> list[ShardReader]:
         """All shards on rank 0, in the order of the reads; on the others nothing."""
@@ -259,7 +266,7 @@ class Restoring:
         return stack.enter_context(ShardReader(f"/proc/self/fd/{descriptor}"))
 
     def _read(
-        self, candidate: Candidate, reads: Sequence[Read], shards: Sequence[ShardReader]
+        self, candidate: TierCandidate, reads: Sequence[Read], shards: Sequence[ShardReader]
     ) -> tuple[Restored | None, list[FailedRead]]:
         kind, tree, faults, why = None, None, [], ""
         if self._peers.rank == 0:
@@ -271,16 +278,11 @@ class Restoring:
                 why = "" if faults else str(error)
             except CheckpointError as error:
                 why = str(error)
-        self._peers.barrier()
-        told, why = self._peers.all_gather([_plain(faults), why])[0]
-        if why:
-            raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {why}")
-        if told:
-            return None, [FailedRead.from_plain(each) for each in told]
-        return Restored(candidate.name, tuple(sorted({read.tier for read in reads})), kind, tree), []
+        told, _ = self._told(candidate, faults, why)
+        return None if told else Restored(candidate.save, _tiers_of(reads), kind, tree), told
 
     def _read_parts(
-        self, candidate: Candidate, reads: Sequence[Read], opened: dict[Read, ShardReader]
+        self, candidate: TierCandidate, reads: Sequence[Read], opened: dict[Read, ShardReader]
     ) -> tuple[Restored | None, list[FailedRead]]:
         kind, tree, faults, why, parts = None, None, [], "", []
         for read, shard in opened.items():
@@ -293,17 +295,20 @@ class Restoring:
                 faults.append(FailedRead(read, True, f"shard {read.shard_rank} in the {read.tier} tier: {error}"))
             except CheckpointError as error:
                 why = str(error)
-        self._peers.barrier()
+        told, kind = self._told(candidate, faults, why, kind)
+        return None if told else Restored(candidate.save, _tiers_of(reads), kind, tree, tuple(parts)), told
+
+    def _told(
+        self, candidate: TierCandidate, faults: Sequence[FailedRead], why: str = "", kind: str | None = None
+    ) -> tuple[list[FailedRead], str | None]:
+        """What has failed on any rank, and the kind that one has read; raises on all of them if one says why."""
+        self._peers.barrier()  # a download may take its time
         told = self._peers.all_gather([_plain(faults), why, kind])
         reasons = [text for _, text, _ in told if text]
         if reasons:
-            raise CheckpointError(f"the checkpoint {candidate.name} cannot be put together: {'; '.join(reasons)}")
+            raise CheckpointError(f"the checkpoint {candidate.save} cannot be put together: {'; '.join(reasons)}")
         all_faults = [FailedRead.from_plain(each) for plain, *_ in told for each in plain]
-        if all_faults:
-            return None, all_faults
-        tiers = tuple(sorted({read.tier for read in reads}))
-        kind = next((each for *_, each in told if each is not None), None)
-        return Restored(candidate.name, tiers, kind, tree, tuple(parts)), []
+        return all_faults, next((each for *_, each in told if each is not None), None)
 
     def _places(self) -> str:
         return ", ".join(tier.where for tier in self._tiers.values())
@@ -331,6 +336,10 @@ def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[Faile
                 )
             )
     return faults
+
+
+def _tiers_of(reads: Sequence[Read]) -> tuple[str, ...]:
+    return tuple(sorted({read.tier for read in reads}))
 
 
 def _plain(faults: Sequence[FailedRead]) -> list[list[Any]]:

@@ -10,8 +10,8 @@ import torch
 
 from torchelastic.checkpoint.api import DEFAULT_KEY, Checkpoint
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.store.save_id import SaveId
-from torchelastic.checkpoint.store.selection import Candidate, candidates
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring, StoredParts
@@ -126,9 +126,9 @@ class StoredCheckpoint(Checkpoint):
         sequence_id: the step at which it was taken.
     """
 
-    def __init__(self, candidate: Candidate, tiers: Sequence[Tier], *, allow_pickles: bool) -> None:
-        self.name = candidate.name
-        self.sequence_id = candidate.name.step
+    def __init__(self, candidate: Candidate[SaveId, int], tiers: Sequence[Tier], *, allow_pickles: bool) -> None:
+        self.name = candidate.save
+        self.sequence_id = candidate.save.step
         self._candidate = candidate
         self._tiers = tiers
         self._allow_pickles = allow_pickles
@@ -174,6 +174,5 @@ def stored_here(tiers: Sequence[Tier], *, allow_pickles: bool = False) -> list[S
     """
     for tier in tiers:
         tier.require_own()
-    inventory = {tier.name: tier.inventory() for tier in tiers}
-    found = candidates([inventory], [tier.name for tier in tiers])
-    return [StoredCheckpoint(candidate, tiers, allow_pickles=allow_pickles) for candidate in found]
+    found = candidates([[entry.held(tier.name) for tier in tiers for entry in tier.inventory()]])
+    return [StoredCheckpoint(each, tiers, allow_pickles=allow_pickles) for each in found if each.is_complete]

@@ -15,9 +15,9 @@ import torch
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import TRAINING_STATE as KIND
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Header, align, place
+from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tree import flatten, tensor_names, unflatten
-from torchelastic.checkpoint.tiered.share import Sharing
 
 VERSION = 1
 _REPLICATED = ("model/parameters/", "optimizers/")
@@ -40,7 +40,7 @@ class ShardMaker:
 
     def __init__(self, *, allow_pickles: bool) -> None:
         self._allow_pickles = allow_pickles
-        self._sharing = Sharing(allow_pickles=allow_pickles)
+        self._layout = RecurringLayout(allow_pickles=allow_pickles)
 
     def lay_out(
         self, shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, world_size: int, *, is_replicated: bool
@@ -61,17 +61,16 @@ class ShardMaker:
         def alike(names: Sequence[str]) -> list[str]:
             return [name for name in names if is_replicated and name.startswith(_REPLICATED)]
 
-        share = self._sharing.take(dict(shared), alike, rank, world_size)
+        common, sources = self._layout.lay_out(dict(shared), {}, replicated=alike, rank=rank, world_size=world_size)
         flat = flatten({"own": {f"rank{rank}": dict(own)}}, allow_pickles=self._allow_pickles)
         if parts := [named.name for named in flat.tensors if named.is_shard]:
             raise TypeError(f"{parts[0]!r} is a part of a tensor (a DTensor): save its full_tensor() or to_local()")
-        end = max((entry.offset_bytes + entry.size_bytes for entry in share.entries), default=0)
-        begin = align(end, ALIGNMENT_BYTES)
+        begin = align(common.data_bytes, ALIGNMENT_BYTES)
         own_entries = [replace(e, offset_bytes=e.offset_bytes + begin) for e in place(flat.tensors)]
         devices = {named.name: named.tensor.device.type for named in flat.tensors if named.tensor.device.type != "cpu"}
         meta = {"kind": KIND, "version": VERSION, "rank": rank, "own": flat.structure, "devices": devices}
-        header = Header(share.structure, (*share.entries, *own_entries), meta)
-        return StateLayout(header, [*share.sources, *(named.tensor for named in flat.tensors)])
+        header = Header(common.structure, (*common.entries, *own_entries), meta)
+        return StateLayout(header, [*sources, *(named.tensor for named in flat.tensors)])
 
 
 def require_kind(shard: ShardReader) -> None:

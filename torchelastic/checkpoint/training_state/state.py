@@ -17,6 +17,7 @@ import torch
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.policy import KeepLast
+from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.store.fence import Fence
@@ -323,20 +324,18 @@ class BCPState:
         folders, damaged, unfinished = self._ranks.run_on_all(call, look)[0]
         damages = [f"{folder}: {damage}" for folder, damage in damaged.items()]
         self._warn([*damages, *(f"{name} in {path} was never finished: its job was stopped" for name in unfinished)])
-        for folder in folders:
-            loaded: list[Loaded] = []
 
-            def attempt(folder: str = folder, loaded: list[Loaded] = loaded) -> None:
-                loaded.append(read(Path(folder), self._objects, rank, allow_pickles=self._allow_pickles))
+        def attempt(folder: str) -> tuple[Path, Loaded]:
+            work = partial(read, Path(folder), self._objects, rank, allow_pickles=self._allow_pickles)
+            return Path(folder), self._ranks.own_on_all(f"{call}, reading {Path(folder).name}", work)
 
-            try:
-                self._ranks.run_on_all(f"{call}, reading {Path(folder).name}", attempt)
-            except CorruptCheckpointError as error:
-                damages.append(f"{folder}: {error}")
-                self._warn(damages[-1:])
-                continue
-            self._apply(call, Path(folder), loaded[0])
-            return dict(loaded[0].own["extra"])
+        def pass_over(folder: str, error: CorruptCheckpointError) -> None:
+            damages.append(f"{folder}: {error}")
+            self._warn(damages[-1:])
+
+        if found := newest_readable(folders, attempt, pass_over):
+            self._apply(call, *found)
+            return dict(found[1].own["extra"])
         if damages:
             more = f"; and {len(damages) - _SHOWN} more" if len(damages) > _SHOWN else ""
             raise CorruptCheckpointError(

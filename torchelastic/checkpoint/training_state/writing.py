@@ -83,11 +83,9 @@ class Writer:
     def write(self, save: StateSave) -> ShardRecord:
         """Writes this rank's shard, onto the disk. Raises: CheckpointError."""
         # no threads of an executor: there are none any more while the interpreter ends
-        header = save.header.with_checksums(save.stage.checksums(threads=1))
-        save.stage = self._pool.seal(save.stage, header)
-        data = save.stage.slot.view()[: save.stage.data_offset + header.data_bytes]
+        save.stage = self._pool.seal(save.stage, save.header, threads=1)
         folder = save.root / save.name.staging_name  # not made here: if it is gone, the save was given up
-        return write_shard(folder, save.rank, save.world_size, data, self._disk)
+        return write_shard(folder, save.rank, save.world_size, save.stage.shard, self._disk)
 
     def publish(self, save: StateSave, records: list[ShardRecord], fence: Fence) -> None:
         """On rank 0, when all have written: one rename, then what is not kept goes. Raises: CheckpointError."""

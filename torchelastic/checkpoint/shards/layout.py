@@ -1,9 +1,14 @@
-"""Which part of a state this rank writes, and the tensors to copy for it, save after save."""
+"""From a state to the entries of a rank's shard, save after save: what is as last time is not worked out anew.
+
+Between two saves of a training run the values of tensors change, a few numbers too, and nothing else. So names, places
+and layout are those of the save before, and only the numbers are encoded again; see `recall`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,29 +16,15 @@ import torch
 from torchelastic.checkpoint.shards.boxes import Box, Extent, split_replicated
 from torchelastic.checkpoint.shards.header import Entry, Header, place
 from torchelastic.checkpoint.shards.recall import Outline, outline_of, recall
-from torchelastic.checkpoint.shards.tree import Flat, NamedTensor, Plain, flatten
+from torchelastic.checkpoint.shards.tree import Flat, NamedTensor, flatten
 
 #: Which of the tensors of these names every rank holds with the same bits.
 Replicated = Callable[[Sequence[str]], Collection[str]]
 
 
-@dataclass(frozen=True)
-class TreeShare:
-    """What one rank writes of one state.
-
-    Attributes:
-        structure: the plain part on rank 0, None on the others.
-        entries: the tensors, or parts of tensors, in the order of their bytes.
-        sources: the tensors to copy; they belong to the state.
-    """
-
-    structure: Plain
-    entries: tuple[Entry, ...]
-    sources: Sequence[torch.Tensor]
-
-    def header(self, meta: Mapping[str, Any]) -> Header:
-        """The header of the shard, its checksums still to come."""
-        return Header(self.structure, self.entries, meta)
+def none_replicated(names: Sequence[str]) -> Collection[str]:  # noqa: ARG001 - a `Replicated`
+    """Every rank has a state of its own."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -73,8 +64,10 @@ def parts_of_rank(flat: Flat, replicated: Replicated, rank: int, world_size: int
     return parts
 
 
-class Sharing:
-    """Takes the share of one rank out of a state again and again; used on the training thread.
+class RecurringLayout:
+    """Lays out what one rank saves of a state; used by one thread, one object per state that is saved repeatedly.
+
+    It keeps no tensor alive.
 
     Args:
         allow_pickles: see `flatten`.
@@ -83,38 +76,57 @@ class Sharing:
     def __init__(self, *, allow_pickles: bool = False) -> None:
         self._allow_pickles = allow_pickles
         self._outline: Outline | None = None
-        self._group: tuple[int, int] = (-1, 0)
-        self._picks: list[_Pick] = []
+        self._group = (-1, 0)
+        self._picks: list[_Pick] | None = None  # None: all tensors, as they are
         self._entries: tuple[Entry, ...] = ()
 
-    def take(self, tree: Any, replicated: Replicated, rank: int, world_size: int) -> TreeShare:
-        """The share of now; copies nothing.
+    def lay_out(
+        self,
+        tree: Any,
+        meta: Mapping[str, Any],
+        *,
+        replicated: Replicated = none_replicated,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> tuple[Header, list[torch.Tensor]]:
+        """Returns the layout of a rank's shard and the tensors to copy, in the order of its entries.
+
+        While the state keeps its form, the entries are the same object each time, so that `Stage.fits` is quick. The
+        plain part of the state is in the header of rank 0. Where each rank has a state of its own, it is its rank 0.
+
+        Args:
+            tree: the state; nothing in it is changed or copied.
+            meta: see `Header`.
+            replicated: what is split over the ranks, see `parts_of_rank`.
+            rank: of the group that saves this state together.
+            world_size: its size.
 
         Raises:
-            TypeError: the state holds something that is not saved; see `flatten`.
+            TypeError, ValueError: as `flatten`.
         """
         if self._outline is not None and self._group == (rank, world_size):
             recalled = recall(tree, self._outline, allow_pickles=self._allow_pickles)
             if recalled is not None:
                 structure, tensors = recalled
-                sources = [_part(tensors[pick.place], pick.part) for pick in self._picks]
-                return TreeShare(structure if rank == 0 else None, self._entries, sources)
-        return self._take_anew(tree, replicated, rank, world_size)
-
-    def _take_anew(self, tree: Any, replicated: Replicated, rank: int, world_size: int) -> TreeShare:
+                sources = list(tensors) if self._picks is None else [_picked(tensors, pick) for pick in self._picks]
+                return self._header(structure, meta), sources
         flat = flatten(tree, allow_pickles=self._allow_pickles)
         parts = parts_of_rank(flat, replicated, rank, world_size)
         places = {named.name: number for number, named in enumerate(flat.tensors)}
-        self._picks = [_Pick(places[part.name], _slices(part, flat.tensors[places[part.name]])) for part in parts]
-        self._entries = place(parts)
-        self._group = (rank, world_size)
-        self._outline = outline_of(flat)
-        return TreeShare(flat.structure if rank == 0 else None, self._entries, [part.tensor for part in parts])
+        picks = [_Pick(places[part.name], _slices(part, flat.tensors[places[part.name]])) for part in parts]
+        is_all = picks == [_Pick(number, None) for number in range(len(flat.tensors))]
+        self._picks, self._entries = None if is_all else picks, place(parts)
+        self._group, self._outline = (rank, world_size), outline_of(flat)
+        return self._header(flat.structure, meta), [part.tensor for part in parts]
+
+    def _header(self, structure: Any, meta: Mapping[str, Any]) -> Header:
+        return Header(structure if self._group[0] == 0 else None, self._entries, MappingProxyType(dict(meta)))
 
 
 def _slices(part: NamedTensor, whole: NamedTensor) -> tuple[slice, ...] | None:
     return None if part.box == whole.box else part.box.within(whole.box)
 
 
-def _part(tensor: torch.Tensor, part: tuple[slice, ...] | None) -> torch.Tensor:
-    return tensor if part is None else tensor.detach()[part]
+def _picked(tensors: Sequence[torch.Tensor], pick: _Pick) -> torch.Tensor:
+    tensor = tensors[pick.place]
+    return tensor if pick.part is None else tensor.detach()[pick.part]

@@ -1,0 +1,148 @@
+"""Which checkpoint is restored (complete, newest, the same on every rank), and who gets which shard from whom."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
+from torchelastic.checkpoint.store import SaveId, TierEntry
+from torchelastic.checkpoint.store.tier import agree_epoch
+
+Found = list[list[Held[int, int]]]
+
+
+def whole_of(save: int) -> range:
+    return range(1 + save % 4)  # as many shards as that group had ranks
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> Held[int, int]:
+    save = draw(st.integers(0, 5))
+    shards = draw(st.sets(st.sampled_from(whole_of(save))))
+    return Held(save, whole_of(save), shards, draw(st.sampled_from(["memory", "disk"])), draw(st.booleans()))
+
+
+groups = st.lists(st.lists(holdings(), max_size=6), max_size=5)
+
+
+def readable(group: Found, save: int) -> set[tuple[int, ShardSource]]:
+    return {
+        (shard, ShardSource(rank, one.place))
+        for rank, each in enumerate(group)
+        for one in each
+        if one.save == save
+        for shard in one.shards
+    }
+
+
+@given(groups)
+def test_what_is_committed_and_whole_is_complete_and_the_rest_says_what_it_lacks(group: Found) -> None:
+    found = candidates(group)
+    listed = {one.save for each in group for one in each}
+    assert [candidate.save for candidate in found] == sorted(listed, reverse=True)
+    for candidate in found:
+        sources = readable(group, candidate.save)
+        there = {shard for shard, _ in sources}
+        assert candidate.missing == [shard for shard in whole_of(candidate.save) if shard not in there]
+        committed = any(one.is_committed for each in group for one in each if one.save == candidate.save)
+        assert candidate.is_complete == (committed and not candidate.missing)
+        assert {(shard, one) for shard, each in candidate.sources.items() for one in each} == sources
+
+
+@given(groups, st.randoms(use_true_random=False))
+def test_the_order_of_what_is_listed_changes_nothing(group: Found, chance: random.Random) -> None:
+    assert candidates([chance.sample(each, len(each)) for each in group]) == candidates(group)
+
+
+@given(groups, st.randoms(use_true_random=False))
+def test_who_has_which_rank_changes_nothing_but_who_reads(group: Found, chance: random.Random) -> None:
+    def what(candidate: Candidate[int, int]) -> tuple[int, bool, list[int]]:
+        return candidate.save, candidate.is_complete, candidate.missing
+
+    permuted = chance.sample(group, len(group))
+    assert [what(candidate) for candidate in candidates(permuted)] == [what(one) for one in candidates(group)]
+
+
+def test_shards_that_no_rank_can_have_written_make_nothing_complete() -> None:
+    (found,) = candidates([[Held(1, range(2), {0, 2, -1})]])
+    assert found.missing == [1]
+    assert not found.is_complete
+
+
+def test_worlds_of_two_sizes_are_never_put_together() -> None:
+    found = candidates([[Held(1, range(2), {0}), Held(1, range(3), {1, 2})]])
+    assert [(candidate.missing, candidate.is_complete) for candidate in found] == [([0], False), ([1], False)]
+
+
+# --- from whom --------------------------------------------------------------------------------------------------------
+
+
+@given(groups, st.dictionaries(st.integers(0, 5), st.sets(st.integers(0, 3))))
+def test_each_reader_is_told_every_source_of_what_it_wants_its_own_first(
+    group: Found, wanted: dict[int, set[int]]
+) -> None:
+    for candidate in candidates(group):
+        plan = plan_reads(candidate.sources, wanted)
+        assert plan.keys() == wanted.keys()
+        for reader, shards in plan.items():
+            assert shards.keys() == wanted[reader]
+            for shard, sources in shards.items():
+                assert len(sources) == len(set(sources))
+                assert set(sources) == set(candidate.sources.get(shard, ()))
+                if reader in {source.rank for source in sources}:
+                    assert sources[0].rank == reader
+
+
+def test_many_shards_are_given_away_evenly() -> None:
+    everywhere = {shard: [ShardSource(rank) for rank in range(3)] for shard in range(9)}
+    plan = plan_reads(everywhere, {7: range(9)})
+    assert Counter(sources[0].rank for sources in plan[7].values()) == {0: 3, 1: 3, 2: 3}
+
+
+def test_bytes_count_where_they_are_known() -> None:
+    everywhere = {shard: [ShardSource(0), ShardSource(1)] for shard in "abc"}
+    plan = plan_reads(everywhere, {2: "a", 3: "b", 4: "c"}, size_bytes={"a": 100, "b": 10, "c": 10})
+    assert [plan[reader][shard][0].rank for reader, shard in ((2, "a"), (3, "b"), (4, "c"))] == [0, 1, 1]
+
+
+def test_what_few_have_is_given_away_first() -> None:
+    plan = plan_reads({"a": [ShardSource(0), ShardSource(1)], "b": [ShardSource(0)]}, {2: "a", 3: "b"})
+    assert (plan[2]["a"][0].rank, plan[3]["b"][0].rank) == (1, 0)
+
+
+def test_the_nearest_place_goes_first_whoever_has_it() -> None:
+    sources = {0: [ShardSource(0, "disk"), ShardSource(1, "disk"), ShardSource(1, "memory")]}
+
+    def distance(reader: int, _: int, source: ShardSource) -> tuple[bool, bool]:
+        return source.place != "memory", source.rank != reader
+
+    plan = plan_reads(sources, {0: [0]}, distance=distance)
+    assert plan[0][0] == (ShardSource(1, "memory"), ShardSource(0, "disk"), ShardSource(1, "disk"))
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 9), st.sets(st.integers(0, 4)), st.booleans(), st.none() | st.text())
+def test_an_entry_of_a_tier_survives_being_sent(
+    number: int, ranks: set[int], is_committed: bool, damage: str | None
+) -> None:
+    entry = TierEntry(SaveId(1, number // 3, number, number), 5, tuple(sorted(ranks)), is_committed, damage)
+    assert TierEntry.from_plain(json.loads(json.dumps(entry.as_plain()))) == entry
+
+
+@given(st.none() | st.integers(0, 50), st.lists(st.integers(0, 50)))
+def test_an_agreed_epoch_is_above_what_a_new_job_finds_and_never_goes_back(
+    current: int | None, known: list[int]
+) -> None:
+    epoch = agree_epoch(current, known)
+    if current is None:
+        assert all(epoch > other for other in known)
+        assert epoch >= 1
+    else:
+        assert epoch == max([current, *known])

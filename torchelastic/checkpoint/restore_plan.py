@@ -1,0 +1,150 @@
+"""Pure: which checkpoints can be restored, and from whom each rank gets which shard.
+
+Every rank computes the same from what all of them have told each other, so nobody has to be asked. What a checkpoint
+and a shard are called is the caller's; nothing is known here of tiers, folders and connections.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Identifier(Protocol):
+    """What may name a checkpoint or a shard: hashable, and ordered among its like (str, int, tuples of these)."""
+
+    def __hash__(self) -> int: ...
+
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+#: Of a checkpoint; the newest is the greatest.
+Save = TypeVar("Save", bound=Identifier)
+#: Of a shard, or of whatever else a checkpoint consists of.
+Id = TypeVar("Id", bound=Identifier)
+
+
+@dataclass(frozen=True, order=True)
+class ShardSource:
+    """Where a shard can be read.
+
+    Attributes:
+        rank: who reads it there, and gives it to others; counted in the group that restores.
+        place: which of the places of this rank: the name of a tier, or a folder.
+    """
+
+    rank: int
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Held(Generic[Save, Id]):
+    """What one rank can read of one checkpoint in one place.
+
+    Attributes:
+        save: which checkpoint it is.
+        whole: all shards that it consists of, wherever they are.
+        shards: those that can be read here.
+        place: see `ShardSource`.
+        is_committed: whether it is known here that the checkpoint was completed.
+    """
+
+    save: Save
+    whole: Sequence[Id]
+    shards: Collection[Id]
+    place: str = ""
+    is_committed: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[Save, Id]):
+    """A checkpoint, as all ranks together can read it.
+
+    Attributes:
+        save: which it is.
+        whole: all shards that it consists of.
+        sources: by shard, where it can be read; shards that nobody has are left out.
+        is_committed: whether anybody knows that it was completed.
+    """
+
+    save: Save
+    whole: tuple[Id, ...]
+    sources: Mapping[Id, tuple[ShardSource, ...]]
+    is_committed: bool
+
+    @property
+    def missing(self) -> list[Id]:
+        """The shards that nobody has."""
+        return [shard for shard in self.whole if shard not in self.sources]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be restored."""
+        return self.is_committed and not self.missing
+
+
+def candidates(held: Sequence[Iterable[Held[Save, Id]]]) -> list[Candidate[Save, Id]]:
+    """All checkpoints of which anybody has anything, the newest first; also those that are not complete.
+
+    Args:
+        held: by rank, what it can read; all ranks of the group that restores.
+    """
+    found: dict[tuple[Save, tuple[Id, ...]], dict[Id, set[ShardSource]]] = defaultdict(lambda: defaultdict(set))
+    committed: set[Save] = set()
+    for rank, each in enumerate(held):
+        for one in each:
+            sources = found[one.save, tuple(one.whole)]
+            for shard in set(one.shards) & set(one.whole):
+                sources[shard].add(ShardSource(rank, one.place))
+            if one.is_committed:
+                committed.add(one.save)
+    return [
+        Candidate(save, whole, {shard: tuple(sorted(sources[shard])) for shard in sorted(sources)}, save in committed)
+        for (save, whole), sources in sorted(found.items(), key=lambda item: item[0], reverse=True)
+    ]
+
+
+def own_first(reader: int, shard: Any, source: ShardSource) -> bool:  # noqa: ARG001 - a `Distance`
+    """What a rank can read itself is nearest; all others are equally far."""
+    return source.rank != reader
+
+
+#: How far a source is for a rank (reader, shard, source): anything that can be ordered.
+Distance = Callable[[int, Id, ShardSource], Any]
+
+
+def plan_reads(
+    sources: Mapping[Id, Collection[ShardSource]],
+    wanted: Mapping[int, Iterable[Id]],
+    *,
+    distance: Distance[Id] = own_first,
+    size_bytes: Mapping[Id, int] | None = None,
+) -> dict[int, dict[Id, tuple[ShardSource, ...]]]:
+    """Orders the sources of each shard for each rank that wants it: the nearest first, others for when it is damaged.
+
+    Of equally near ones the one is asked that has least to give to others, then that of the lowest rank. Shards with
+    the fewest sources are given away first, so that these are still free.
+
+    Args:
+        sources: by shard, where it can be read; see `Candidate`.
+        wanted: by rank, which shards it needs.
+        distance: how far a source is.
+        size_bytes: of the shards, if they differ much; without it, each counts as one.
+
+    Returns:
+        For each rank and shard that was wanted the sources, best first; none where nobody has the shard.
+    """
+    given: dict[int, int] = defaultdict(int)
+    plan: dict[int, dict[Id, tuple[ShardSource, ...]]] = {reader: {} for reader in wanted}
+    wishes = [(len(sources.get(shard, ())), reader, shard) for reader, shards in wanted.items() for shard in shards]
+    for _, reader, shard in sorted(wishes):
+
+        def key(source: ShardSource, reader: int = reader, shard: Id = shard) -> Any:
+            return distance(reader, shard, source), given[source.rank], source
+
+        plan[reader][shard] = ordered = tuple(sorted(sources.get(shard, ()), key=key))
+        if ordered and ordered[0].rank != reader:
+            given[ordered[0].rank] += 1 if size_bytes is None else size_bytes[shard]
+    return plan
