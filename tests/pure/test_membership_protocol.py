@@ -427,6 +427,24 @@ def test_there_is_hope_again_when_others_come_in_time() -> None:
     assert (leader.round.roster, leader.round.hopeless) == (("a", "d"), False)
 
 
+def test_who_was_started_again_counts_once_where_the_others_failed_for_good() -> None:
+    first, second = "h-0-aaaaaaaa1", "h-1-aaaaaaaa2"
+    leader = running(first, second, minimum=2).hear(ended(first), ended(second))
+    leader.hear(member("h-0-aaaaaaaa3", arrival=8))
+    assert not leader.round.hopeless, "the second one may be started again, too"
+    leader.hear(failed_for_good(second))
+    assert leader.round.hopeless, "it would wait for itself"
+    leader.hear(member("i-0-bbbbbbbb1", arrival=9)).wait(30.0)
+    assert (leader.round.roster, leader.round.hopeless) == (("h-0-aaaaaaaa3", "i-0-bbbbbbbb1"), False)
+
+
+def test_newcomers_of_another_launcher_wait_for_more_where_all_failed_for_good() -> None:
+    leader = running("h-0-aaaaaaaa1", "h-1-aaaaaaaa2", minimum=2)
+    leader.hear(failed_for_good("h-0-aaaaaaaa1"), failed_for_good("h-1-aaaaaaaa2"))
+    leader.hear(member("h-0-cccccccc1", arrival=8))
+    assert not leader.wait(100.0).round.hopeless
+
+
 def test_who_leaves_a_hopeless_round_is_let_go() -> None:
     leader = running("a", "b", "c", minimum=3).hear(failed_for_good("c"))
     leader.hear(at_step(leader, "a", 5), at_step(leader, "b", 5))

@@ -254,8 +254,7 @@ class Agent:
             pid = self.connections.evict(member_id)
             if pid is not None and self.supervisor is not None:
                 self.supervisor.end_hung(pid)
-        was_here = any(member.member_id in round_.members for member in self.membership.members)
-        if round_.hopeless and was_here and self.supervisor is not None:
+        if round_.hopeless and self.supervisor is not None and self.connections.had_worker_in(round_):
             log.error("%s: the run ends", round_.because)
             self.supervisor.too_few.set()
 

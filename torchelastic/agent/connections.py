@@ -377,6 +377,10 @@ class Connections:
                 raise wire.WireError("metrics without a list of 'items', each of a group, a name and a value")
             self._on_metrics(local_rank, items)
 
+    def had_worker_in(self, round_: Round) -> bool:
+        """Whether a worker of this agent is on that roster, though it may have ended since."""
+        return any(MemberId.of(name).incarnation == self._incarnation for name in round_.roster)
+
     def _drop(self, connection: Connection) -> None:
         known = self.by_member.pop(connection.member.member_id, None)
         if not self.by_member:

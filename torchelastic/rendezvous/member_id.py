@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Characters of an agent's incarnation, which tells it from all other agents of the run.
@@ -38,3 +39,19 @@ class MemberId:
         rest, _, last = text.rpartition("-")
         host, _, place = rest.rpartition("-")
         return cls(host, place, last[:INCARNATION_LENGTH], last[INCARNATION_LENGTH:])
+
+
+def started_again(newcomers: Iterable[str], gone: Iterable[str]) -> frozenset[str]:
+    """Which newcomers a launcher has started in the place of a worker of its own that is gone.
+
+    >>> sorted(started_again(["h-0-3f0a77c13", "h-1-3f0a77c14", "other"], ["h-0-3f0a77c11"]))
+    ['h-0-3f0a77c13']
+    """
+    places = {_place_of(name) for name in gone} - {None}
+    return frozenset(name for name in newcomers if _place_of(name) in places)
+
+
+def _place_of(name: str) -> tuple[str, str, str] | None:
+    """None: not one that a launcher has given, so that it may be that of several."""
+    member = MemberId.of(name)
+    return (member.host, member.place, member.incarnation) if member.place.isdecimal() else None

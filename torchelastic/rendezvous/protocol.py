@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchelastic.rendezvous.choice import choose
+from torchelastic.rendezvous.member_id import started_again
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing, rank_members
 from torchelastic.rendezvous.view import Event, View, absorb, is_done, is_waiting, may_be_behind
 from torchelastic.text import shortlist
@@ -213,7 +214,7 @@ def _form(view: View, now_s: float) -> tuple[Action, ...]:
 
 def _with_the_last_source(view: View, staying: list[Member], newcomers: list[Member]) -> list[Member]:
     """Those who stay, and one that leaves if it alone has the best state: it hands it on in one more round."""
-    names = (view.leaving & view.ready) - _released(view.round)
+    names = (view.leaving & view.ready) - view.round.released
     if not names:
         return staying
     best = max((view.members[name] for name in view.round.roster if name in names), key=lambda member: member.worth)
@@ -231,7 +232,7 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
     if view.settings.usable(len(_staying(view)) + len(view.waiting_since_s)):
         return ()
     going = [view.members[name] for name in view.round.roster if name in names]
-    if names <= _released(view.round):
+    if names <= view.round.released:
         return ()
     ordered = tuple(member.member_id for member in sorted(going, key=lambda member: member.worth, reverse=True))
     because = f"{shortlist(ordered)} left; fewer than {view.settings.least} are here"
@@ -244,11 +245,12 @@ def _give_up(view: View, _now_s: float) -> tuple[Action, ...]:
 
     A loss that nobody has called one for good may be made good: by its own host, or by another one in its place.
     """
-    may_come = len(view.absent - view.gave_up) + len(view.waiting_since_s)
-    here = [member for member in _live(view) if not member.leaving]
     lost = [name for name in view.round.roster if name in view.gave_up]
-    is_hopeless = bool(lost and here) and not view.settings.usable(len(here) + may_come)
-    if is_hopeless == view.round.hopeless or (lost and not here):
+    again = started_again(view.waiting_since_s, view.absent) if lost else frozenset()
+    may_come = len(view.absent - view.gave_up) + len(view.waiting_since_s) - len(again)  # who is back counts once
+    here = [member for member in _live(view) if not member.leaving]
+    is_hopeless = bool(lost and (here or again)) and not view.settings.usable(len(here) + may_come)
+    if is_hopeless == view.round.hopeless or (lost and not here and not again):
         return ()
     because = f"{shortlist(lost)} failed for good; the others are fewer than {view.settings.least}"
     because = because if is_hopeless else "more workers have come"
@@ -351,11 +353,6 @@ def _is_ready(view: View, member: Member) -> bool:
 def _staying(view: View) -> list[Member]:
     """The members of the roster that have asked for the next round and want to be on it."""
     return [member for member in _live(view) if _is_ready(view, member) and not member.leaving]
-
-
-def _released(round_: Round) -> frozenset[str]:
-    """Who is told to go by this edition, and may have gone."""
-    return frozenset(round_.leaving) if round_.state is RoundState.BROKEN else frozenset()
 
 
 def _joining(view: View, staying: int) -> int:

@@ -195,6 +195,11 @@ class Round:
         return frozenset(self.roster)
 
     @property
+    def released(self) -> frozenset[str]:
+        """Who is told to go by this edition, and may have gone."""
+        return frozenset(self.leaving) if self.state is RoundState.BROKEN else frozenset()
+
+    @property
     def age(self) -> tuple[int, int]:
         """Of two documents of one run the one with the larger age was written later."""
         return (self.number, self.edition)
