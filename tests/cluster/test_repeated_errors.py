@@ -174,6 +174,35 @@ state.steps += 1
     assert ("RuntimeError: this host is broken" if "error" in why else "killed by SIGKILL") in ending
 
 
+def test_who_was_started_again_does_not_wait_alone_for_a_worker_that_failed_for_good(
+    jobs: MakeJob, tmp_path: Path
+) -> None:
+    """Worker 1 is killed, then both at once: it has used up its starts, and worker 0 has not."""
+    job = jobs()
+    body = """
+was_killed, dies = FOLDER / "was_killed", torch.zeros(1)
+if RANK_OF_START == "1" and state.steps == 2:
+    if not was_killed.exists():
+        was_killed.touch()
+        os.kill(os.getpid(), 9)
+    dies += 1
+dist.all_reduce(dies)
+if dies.item():
+    note("both")
+    os.kill(os.getpid(), 9)
+state.steps += 1
+"""
+    body = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    (tmp_path / "train.py").write_text(SCRIPT.format(hooks=ROLLS_BACK, body=body))
+    with EtcdServer(port=unused_ports("127.0.0.1")[0]) as etcd:
+        words = (f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=alone", "--nnodes=1:2", "--nproc-per-node=2")
+        job.start_launcher(*words, "--max-restarts=1", "--last-call=1", str(tmp_path / "train.py"))
+        codes = job.wait()  # and not for --rdzv-timeout, 600 s
+    assert codes == [1]
+    assert (tmp_path / "notes").read_text().splitlines().count("both") == 2
+    assert "failed for good; the others are fewer than min_workers=2: the run ends" in job.output()
+
+
 # --- hooks that cannot be called --------------------------------------------------------------------------------------
 
 
