@@ -331,7 +331,7 @@ class Connections:
             raise wire.WireError(f"unknown op {op!r}")
 
     def _join(self, connection: Connection, message: wire.Message) -> None:
-        told = checked("join", message, wire.Join)
+        told = checked("join", message, wire.JoinRequest)
         member = asks(
             connection.member,
             self.round,

@@ -63,7 +63,7 @@ class Elsewhere(Hello, kw_only=True):
     closed: bool
 
 
-class Join(Struct):
+class JoinRequest(Struct):
     """Of a worker that wants the next round."""
 
     store_address: Name

@@ -96,7 +96,7 @@ class ShardedState(State):
         mesh: of the present group; None before the first.
 
     Raises:
-        ValueError: a number that makes no sense, or a sampler that cannot be kept.
+        ValueError: a number that is out of range, or a sampler that cannot be kept.
     """
 
     def __init__(
