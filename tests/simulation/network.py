@@ -65,12 +65,13 @@ class Link:
             self._give_up(reply)
             return
         if weather.lateness and chance() < weather.lateness:
-            self._engine.after(weather.timeout_s * (1 + chance()), self._do, ask, None)
+            self._engine.after(weather.timeout_s * (1 + chance()), self._do, ask, None, self._store.restored)
             self._give_up(reply)
             return
         if weather.duplicates and chance() < weather.duplicates:
-            self._engine.after(self._delay_s() + 2 * chance(), self._do, ask, None)
-        self._engine.after(self._delay_s(), self._queue if weather.service_s else self._do, ask, reply)
+            self._engine.after(self._delay_s() + 2 * chance(), self._do, ask, None, self._store.restored)
+        do = self._queue if weather.service_s else self._do
+        self._engine.after(self._delay_s(), do, ask, reply, self._store.restored)
 
     def open_watch(
         self, request: OpenWatch, post: Callable[[Any], None], failed: Callable[[StoreError], None]
@@ -119,22 +120,22 @@ class Link:
         if self._watches:
             self._engine.after(0.0, self._arrive, self._session, failed, StoreUnavailableError("connection reset"))
 
-    def _queue(self, ask: Ask[Any], reply: Reply | None) -> None:
+    def _queue(self, ask: Ask[Any], reply: Reply | None, sent_to: int) -> None:
         """At the store's end, where others may be before us."""
         now_s, store = self._engine.now_s, self._store
         store.busy_until_s = max(now_s, store.busy_until_s) + self._weather.service_s
-        self._engine.after(store.busy_until_s - now_s, self._do, ask, reply)
+        self._engine.after(store.busy_until_s - now_s, self._do, ask, reply, sent_to)
 
-    def _do(self, ask: Ask[Any], reply: Reply | None) -> None:
+    def _do(self, ask: Ask[Any], reply: Reply | None, sent_to: int) -> None:
         """At the store's end."""
-        if not self.is_up:
+        if not self.is_up or sent_to != self._store.restored:  # its connection has ended
             if reply is not None:
                 self._give_up(reply)
             return
         hung_s = self._store.hung_until_s - self._engine.now_s
         if hung_s > 0.0:
             in_time = hung_s < self._weather.timeout_s
-            self._engine.after(hung_s, self._do, ask, reply if in_time else None)
+            self._engine.after(hung_s, self._do, ask, reply if in_time else None, sent_to)
             if reply is not None and not in_time:
                 self._give_up(reply)
             return

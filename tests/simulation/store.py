@@ -65,6 +65,8 @@ class SimulatedStore(CoordinationStore):
         self.busy_until_s = 0.0
         #: it does nothing before that time, and says nothing; see `hang`
         self.hung_until_s = 0.0
+        #: how often it was restored: what was sent to the server before does not reach the one with other data
+        self.restored = 0
         self._engine, self._on_change = engine, on_change
         self._lease_ids = itertools.count(1)  # goes on after a loss of data: an old lease must not come alive again
         self._watches: defaultdict[str, list[SimulatedWatch]] = defaultdict(list)
@@ -168,6 +170,7 @@ class SimulatedStore(CoordinationStore):
     def restore(self, backup: Tree) -> None:
         """As if it came back with other data: an older copy, or an empty tree."""
         self.stop()
+        self.restored += 1
         self.tree = backup
         self.start()
 

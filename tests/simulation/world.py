@@ -19,7 +19,7 @@ from torchelastic.rendezvous.burial import Predecessor
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
-from torchelastic.rendezvous.worker_rules import Contact
+from torchelastic.rendezvous.worker_rules import Contact, is_left_behind
 
 KEYS = Keys("/torchelastic/simulated")
 #: How long a request to leave stands in the store if no agent carries it out.
@@ -128,7 +128,6 @@ class World:
     def _observe(self, agent: SimulatedAgent) -> None:
         """Let the invariants know who writes, and whoever wants to strike between two requests."""
         carry_out = agent.link.request
-
         def request(ask, reply):  # type: ignore[no-untyped-def]  # as Link.request
             self.requests += 1
             if self.on_request is not None:
@@ -187,10 +186,16 @@ class World:
                 self.kill_worker(place, worker)
             else:
                 worker.hear(round_)
+                if is_left_behind(worker.member, round_):  # as the agent's `IdleWorkers` does
+                    self.engine.after(worker.member.patience_s, agent.deliver, self._end_if_left_behind, place, worker)
         if round_.hopeless and any(worker.name in round_.members for worker in place.workers):
             # as its launcher does, with exit code 1; after a while somebody gives the command again
             self.engine.after(0.0, self.stop, place)
             self.engine.after(self.rest_s, self.boot, place)
+
+    def _end_if_left_behind(self, place: Place, worker: Worker) -> None:
+        if is_left_behind(worker.member, worker.known):
+            self.kill_worker(place, worker)
 
     def _on_contact(self, place: Place, agent: SimulatedAgent, contact: Contact) -> None:
         if place.agent is agent and not math.isinf(contact.commit_until_s):

@@ -18,9 +18,9 @@ from torchelastic.agent.bookkeeping import Bookkeeping
 from torchelastic.agent.connections import Connection, Connections
 from torchelastic.agent.explaining import Explaining, read_members
 from torchelastic.agent.exposing import Exposing
+from torchelastic.agent.idle_workers import IdleWorkers
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.showing import Showing
-from torchelastic.agent.starting import Starting
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
 from torchelastic.agent.telling import Telling
 from torchelastic.agent.worker import Worker
@@ -351,11 +351,12 @@ class Agent:
         self.supervisor.start()
         if self._books is not None:
             self._books.start()
-        starting = Starting(self.supervisor, lambda: self.membership.round, self._options.term_grace_s)
-        starting.start()
+        grace_s = self._options.term_grace_s
+        idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.round, grace_s)
+        idle.start()
         ends = (self.supervisor.all_over, self.supervisor.too_few, self._draining, self._interrupted)
         await _first_of(*(end.wait() for end in ends))
-        starting.stop()
+        idle.stop()
         if self._draining.is_set() or self.supervisor.too_few.is_set():
             await self._drain()
         if self._stop_signal is not None:

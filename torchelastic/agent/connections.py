@@ -178,6 +178,10 @@ class Connections:
         for connection in self.by_member.values():
             connection.tell(_contact_message(contact))
 
+    def members(self) -> dict[int, Member]:
+        """What the connected workers have last said of themselves, by their processes."""
+        return {connection.pid: connection.member for connection in self.by_member.values()}
+
     def leave(self, member_id: str) -> bool:
         """A member of this host is to leave the run, at an agreed step if it is in a group. False: it is not here."""
         connection = self.by_member.get(member_id)

@@ -186,11 +186,11 @@ class Supervisor:
             worker.is_hung = True
             self._task(worker.end(worker.process, (DUMP_S, signal.SIGKILL)))
 
-    def end_starting(self, worker: Worker, why: str) -> None:
+    def end_idle(self, worker: Worker, why: str) -> None:
         """End a worker that nobody needs any more, and that does not end by itself: it has not failed.
 
         Args:
-            worker: one of `starting`.
+            worker: one that is in no group, and asks for none.
             why: for the log, after its name.
         """
         if worker.process is not None:

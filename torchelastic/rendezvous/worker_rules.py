@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
+from torchelastic.rendezvous.view import is_done
 
 #: Shares of the time for which a group may train without contact to the store: when it leaves at the end of a step, and
 #: when it must not commit the step any more that it is in. The rest is for clocks that run at different speeds.
@@ -121,6 +122,15 @@ def is_replaced(joined: Round, now: Round) -> bool:
     if now.number == joined.number and now.roster != joined.roster:
         return True  # a store that had lost its data gave the number out again
     return now.number > joined.number or (now.number == joined.number and now.state is RoundState.BROKEN)
+
+
+def is_left_behind(member: Member, round_: Round) -> bool:
+    """Whether others train without a member that was to leave, and that has not asked for a group since: it may hang.
+
+    A member that is not to leave waits as a spare, whether it knows of it or not: it is evicted when it is its turn.
+    """
+    is_out = _runs(round_) and member.member_id not in round_.members
+    return member.leaving and is_out and 0 < member.ready_for <= round_.number and not is_done(member, round_)
 
 
 def may_restart(exit_code: int, *, has_asked: bool, run_is_over: bool, fails_for_good: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Workers that have not asked for a group yet, and workers that hang: who is named, who is ended, and who is not."""
+"""Workers that are in no group and ask for none, and workers that hang: who is named, who is ended, and who is not."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
 from tests.process.supervised import pid_of, supervise, until
 from torchelastic.agent import supervisor as supervising
 from torchelastic.agent.causes import Failed
-from torchelastic.agent.starting import Starting
+from torchelastic.agent.idle_workers import IdleWorkers
 from torchelastic.agent.supervisor import Supervisor
-from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState
+from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState
 from torchelastic.rendezvous.worker_rules import LATE_START_FLOOR_S
 
 RUNNING = Round(1, RoundState.RUNNING, ("h-0", "h-1"))
@@ -30,15 +31,22 @@ time.sleep(60)
 
 
 class Watched:
-    """A `Starting` whose clock and round the test moves."""
+    """An `IdleWorkers` whose clock, round and members the test moves."""
 
     def __init__(self, supervisor: Supervisor, grace_s: float = 10.0) -> None:
         self.round, self.ahead_s = NO_ROUND, 0.0
-        self.starting = Starting(supervisor, lambda: self.round, grace_s, clock=lambda: time.monotonic() + self.ahead_s)
+        self.members: dict[int, Member] = {}
+        self._idle = IdleWorkers(
+            supervisor,
+            lambda: self.members,
+            lambda: self.round,
+            grace_s,
+            clock=lambda: time.monotonic() + self.ahead_s,
+        )
 
     def check(self, ahead_s: float, round_: Round) -> None:
         self.ahead_s, self.round = ahead_s, round_
-        self.starting.check()
+        self._idle.check()
 
 
 def warnings(log: pytest.LogCaptureFixture) -> list[str]:
@@ -125,6 +133,32 @@ def test_where_workers_start_slowly_one_may_take_longer_before_it_is_named(caplo
         assert len(warnings(caplog)) == 1
 
     supervise(2, scenario)
+
+
+def test_a_worker_that_was_to_leave_and_hangs_is_ended_once_the_others_train_without_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its host was silent when it hung: no round waits for it, so no round names it as evicted."""
+
+    async def scenario(supervisor: Supervisor) -> None:
+        hangs, goes_on = supervisor.workers
+        for pid in (pid_of(supervisor, 0), pid_of(supervisor, 1)):
+            supervisor.has_asked(pid, None)
+        await until(lambda: "ready" in hangs.tail)
+        watched = Watched(supervisor)
+        left = Member("h-0", "h", ready_for=1, leaving=True, patience_s=15.0)
+        watched.members = {pid_of(supervisor, 0): left, pid_of(supervisor, 1): replace(left, member_id="h-1")}
+        without_it = Round(2, RoundState.RUNNING, ("h-1", "h-2"))
+        for ahead_s, round_ in ((0.0, RUNNING), (100.0, without_it), (114.0, without_it)):
+            watched.check(ahead_s, round_)
+        assert not hangs.leaves
+        watched.check(116.0, without_it)
+        await until(lambda: hangs.is_over)
+        assert hangs.exit_code == -signal.SIGABRT
+        assert goes_on.process is not None
+        assert "was to leave, and does nothing 15 s after the others went on" in warnings(caplog)[0]
+
+    supervise(2, scenario, STUBBORN, PYTHONFAULTHANDLER="1")
 
 
 # --- after the run has finished ---------------------------------------------------------------------------------------
