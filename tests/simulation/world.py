@@ -128,6 +128,7 @@ class World:
     def _observe(self, agent: SimulatedAgent) -> None:
         """Let the invariants know who writes, and whoever wants to strike between two requests."""
         carry_out = agent.link.request
+
         def request(ask, reply):  # type: ignore[no-untyped-def]  # as Link.request
             self.requests += 1
             if self.on_request is not None:
@@ -388,9 +389,8 @@ class World:
             self.heal(place)
             self.resume(place)
             self.boot(place)
-        living = list(self.workers)
-        all_hang = not any(worker.runs for worker in living if worker.group is not None)
-        for worker in living:
+        all_hang = not any(worker.runs for worker in self.workers if worker.group is not None)
+        for worker in tuple(self.workers):
             # where all hang at once, nobody is left who could notice; and nobody waits for one that has never asked
             if all_hang or (worker.is_hung and worker.member.ready_for == 0):
                 self.wake_worker(worker)
