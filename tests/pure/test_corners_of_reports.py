@@ -16,10 +16,10 @@ from torchelastic.ledger.tally import Tally
 from torchelastic.report import LossFileError, html_page, report_of, to_plain
 from torchelastic.report.charts import loss_chart
 from torchelastic.report.losses import curve_of, read_losses
-from torchelastic.report.markup import write
 from torchelastic.report.model import Mark, Report
+from torchelastic.report.svg import write
 from torchelastic.report.timeline import timeline
-from torchelastic.report.words import percent
+from torchelastic.text import percent
 
 
 def test_an_outage_of_etcd_is_drawn_with_what_it_was_and_how_long() -> None:

@@ -29,7 +29,7 @@ def find_journals(paths: Sequence[Path]) -> Found:
     """All journals of these folders, or those that these files belong to. Files may be written to meanwhile.
 
     Args:
-        paths: a `--log-dir` of `torchelastic run`, or files of journals; a file stands for its whole journal.
+        paths: a `--log-dir` of `torchelastic run`, or files of journals; a file means its whole journal.
 
     Raises:
         OSError: a path is not there, or a folder cannot be read.
