@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tests.pure.report_runs import journals_of, killed_run
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.accounts import LOOKS, Account
 from torchelastic.ledger.events import End, Failure, Loss, Save
 from torchelastic.ledger.figures import Figure
-from torchelastic.ledger.looks import LOOKS
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
 from torchelastic.page.differences import applied, difference
 from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, document_of, pause_s

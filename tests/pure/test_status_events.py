@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     KINDS,
     Counted,
@@ -24,7 +25,6 @@ from torchelastic.ledger.events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.ledger.tally import Tally
 from torchelastic.status.event_lines import Told, lines_of, with_event
 from torchelastic.status.following import Following
 from torchelastic.status.run_status import EventLine
@@ -69,7 +69,7 @@ def test_every_event_says_what_happened_and_what_it_cost(event: Event, text: str
 
 
 def test_every_kind_of_event_but_counts_is_told() -> None:
-    counts = Counted(at_ns=0, tally=Tally.begun(0))
+    counts = Counted(at_ns=0, tally=Counters.begun(0))
     events = [counts if kind is Counted else kind(at_ns=0) for kind in KINDS.values()]
     assert {event.kind for event in events if lines_of("a", [(0.0, event)])} == set(KINDS) - {"counted"}
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
-from torchelastic.ledger.accounts import NOTHING, Account
+from torchelastic.ledger.accounts import LOOKS, NOTHING, Account
 from torchelastic.ledger.figures import Seen
-from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, combined
 from torchelastic.status.screen import Screen, cells_of

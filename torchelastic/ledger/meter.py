@@ -1,6 +1,7 @@
 """What the training thread of a worker calls to have its time counted: some microseconds per step, no system call.
 
-It does what `Tally` says, in place. Without an agent it counts all the same and publishes nothing.
+The rules are those of `Counters`, applied in place, since this is called at every step. Without an agent it counts and
+publishes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     Drain,
     Event,
@@ -27,10 +29,9 @@ from torchelastic.ledger.events import (
     to_dict,
 )
 from torchelastic.ledger.page import PageWriter, page_paths
-from torchelastic.ledger.process_start import process_started_ns
-from torchelastic.ledger.tally import Tally
 from torchelastic.log_lines import Position, set_up_worker_log
 from torchelastic.loop_observer import LoopObserver
+from torchelastic.processes.identity import process_started_ns
 
 if TYPE_CHECKING:
     from torchelastic.coordinator import GroupMembership
@@ -48,7 +49,7 @@ class Meter(LoopObserver):
     """The counts of this process. Every method is for the training thread.
 
     Args:
-        started_ns: when the process began; see `torchelastic.ledger.process_start.process_started_ns`.
+        started_ns: when the process began; see `torchelastic.processes.identity.process_started_ns`.
         clock_ns: monotonic nanoseconds.
     """
 
@@ -100,29 +101,29 @@ class Meter(LoopObserver):
         os.register_at_fork(after_in_child=self._forget)  # the page is the parent's
         self._write()
 
-    def tally(self) -> Tally:
+    def tally(self) -> Counters:
         """The counts, as a value."""
-        return Tally(
+        return Counters(
             self._started_ns, self._since_ns, Account(self._account), self._pending_ns, tuple(self._totals),
             self._step, self._committed, self._undone, self._round, self._rank, self._world_size,
         )  # fmt: skip
 
     def position(self) -> Position:
-        """Where the worker stands. From any thread."""
+        """Rank, round and step of the worker. From any thread."""
         return Position(self._rank, self._round, self._step)
 
     def set_up_log(self) -> None:
-        """Have torchelastic's log lines of this process say so; see `torchelastic.log_lines.set_up_worker_log`."""
+        """Have torchelastic's log lines of this process show it; see `torchelastic.log_lines.set_up_worker_log`."""
         set_up_worker_log(self.position)
 
     # --- what happens to the worker -----------------------------------------------------------------------------------
 
     def group_wanted(self) -> None:
-        """It asks for a group: waits to be let in, or, where it was in one before, forms it anew."""
+        """It asks for a group: waits to be admitted, or, where it was in one before, for the next one."""
         self._leave(Account.RE_FORM if self._has_entered else Account.IDLE)
 
     def waits_as_spare(self) -> None:
-        """It asks for a group and has none, and others train: what it waits for now is no recovery."""
+        """It asks for a group and has none while others train: it waits as a spare, and this is no recovery."""
         if self._account == _RE_FORM:
             self._rank = -1
             self._leave(Account.IDLE)
@@ -138,7 +139,7 @@ class Meter(LoopObserver):
         self.entered(-1 if peers is None else peers.round_number, rank, world_size)
 
     def entered(self, round_: int, rank: int, world_size: int) -> None:
-        """The group stands."""
+        """The group is formed."""
         now_ns = self._close()
         self._account = int(Account.RESTORE)
         self._round, self._rank, self._world_size = round_, rank, world_size

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.looks import LOOKS
+from torchelastic.ledger.accounts import LOOKS, Account
 
 
 def account_files() -> Mapping[str, str]:

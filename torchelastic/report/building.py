@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Counted, Drain, End, Failure, Join, Restore, Save, StoreOutage, Straggler
 from torchelastic.ledger.figures import Seen, figures_of, seen
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.life import Life
+from torchelastic.ledger.worker_lifetime import WorkerLifetime
 from torchelastic.report.failures import incidents_of
 from torchelastic.report.gaps import gaps_of
 from torchelastic.report.losses import LossCurve
@@ -133,7 +133,7 @@ def _rows(part: Part, edges: Sequence[int]) -> Iterator[LifeRow]:
         yield _row(part, life, ends.get(life.worker), cells(shifted, edges))
 
 
-def _row(part: Part, life: Life, end: End | None, parts: tuple[Segment, ...]) -> LifeRow:
+def _row(part: Part, life: WorkerLifetime, end: End | None, parts: tuple[Segment, ...]) -> LifeRow:
     is_ended = life.ended_ns is not None
     how = life.cause or ("" if life.exit_code is None else f"exit code {life.exit_code}")
     return LifeRow(
@@ -193,7 +193,7 @@ def _events(parts: Iterable[Part]) -> Iterator[RunEvent]:
                 yield RunEvent(part.since_began(end.at_ns), end, part.name_of(life.worker))
 
 
-def _detected(book: Book) -> dict[tuple[str, int], int]:
+def _detected(book: HostLedger) -> dict[tuple[str, int], int]:
     return {(one.failure.worker, one.failure.at_ns): one.detect_ns for one in book.noticed}
 
 

@@ -11,9 +11,8 @@ from xml.etree.ElementTree import Element
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from torchelastic.ledger.accounts import Account, Amounts
-from torchelastic.ledger.book import share
-from torchelastic.ledger.looks import LOOKS
+from torchelastic.ledger.accounts import LOOKS, Account, Amounts
+from torchelastic.ledger.host_ledger import share
 from torchelastic.report.charts import MOST_FLAGS, account_bar, loss_chart, phase_bar, share_bar
 from torchelastic.report.comparing import Compared, Comparison, Unit
 from torchelastic.report.gaps import clock

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Event
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.together import books_together
+from torchelastic.ledger.merge import merged_ledgers
 from torchelastic.status.host import parts_of as place_and_life
 
 
@@ -27,7 +27,7 @@ class Part:
 
     name: str
     journal: Journal
-    book: Book
+    book: HostLedger
     began_ns: int
     host: str
 
@@ -83,7 +83,7 @@ def parts_of(journals: Mapping[str, Journal]) -> tuple[tuple[Part, ...], int]:
     Args:
         journals: none is empty.
     """
-    books = books_together(journals)
+    books = merged_ledgers(journals)
     began_ns = min((_first_ns(journal, books[name]) for name, journal in journals.items()), default=0)
     hosts = Counter(journal.head.host for journal in journals.values())
     parts = []
@@ -104,11 +104,11 @@ def name_parts(name: str) -> tuple[str, str, int]:
     return name.rpartition("/")[0], place, life
 
 
-def _first_ns(journal: Journal, book: Book) -> int:
+def _first_ns(journal: Journal, book: HostLedger) -> int:
     return journal.head.wall_ns_of(book.counts.first_ns or 0)
 
 
-def _long_name(journal: Journal, book: Book, name: str) -> str:
+def _long_name(journal: Journal, book: HostLedger, name: str) -> str:
     """The host with its agent, as workers are called; of an agent without workers the name of its journal."""
     worker = next((event.worker for event in journal.events if "/" in event.worker), next(iter(book.lives), ""))
     return worker.rpartition("/")[0] or name

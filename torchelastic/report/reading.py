@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import LedgerFormatError
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal, journal_files, read_journal
 
 
@@ -70,7 +70,7 @@ def _files_at(path: Path) -> dict[str, tuple[Path, ...]]:
 
 def _lacks(name: str, files: Sequence[Path], journal: Journal) -> list[str]:
     found = []
-    if journal.before != Book():
+    if journal.before != HostLedger():
         found.append(
             f"The oldest events of {name} are gone, since only so many of its files are kept: what was before is in "
             f"the sums, and not among the failures and events."

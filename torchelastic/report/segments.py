@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts, added, plus
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Failure, Join, Loss, Restore, Save
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.life import Life
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.worker_lifetime import WorkerLifetime
 
 #: These events may change what other workers' time was.
 _ABOUT_OTHERS = (Failure, End, Loss, Restore)
@@ -57,12 +57,12 @@ class _History:
         lost: since when how much of its productive time is known to be lost.
     """
 
-    tallies: list[Tally] = field(default_factory=list)
+    tallies: list[Counters] = field(default_factory=list)
     spans: list[_Span] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
 
 
-def segments_of(journal: Journal, final: Book, now_ns: int) -> dict[str, list[Segment]]:
+def segments_of(journal: Journal, final: HostLedger, now_ns: int) -> dict[str, list[Segment]]:
     """The lives of a journal from their start to their end, or to now, in order and without gaps, by worker.
 
     Args:
@@ -100,7 +100,7 @@ def cells(parts: Iterable[Segment], edges: Sequence[int]) -> tuple[Segment, ...]
 # --- what events say --------------------------------------------------------------------------------------------------
 
 
-def _histories(journal: Journal, final: Book) -> Mapping[str, _History]:
+def _histories(journal: Journal, final: HostLedger) -> Mapping[str, _History]:
     histories: dict[str, _History] = defaultdict(_History)
     book = journal.before
     first_join_ns: dict[str, int] = {}
@@ -140,7 +140,9 @@ def _histories(journal: Journal, final: Book) -> Mapping[str, _History]:
 # --- one life ---------------------------------------------------------------------------------------------------------
 
 
-def _segments(life: Life, history: _History, detected: Iterable[tuple[int, int]], until_ns: int) -> list[Segment]:
+def _segments(
+    life: WorkerLifetime, history: _History, detected: Iterable[tuple[int, int]], until_ns: int
+) -> list[Segment]:
     segments: list[Segment] = []
     for (begin_ns, earlier), (end_ns, later) in pairwise(_points(life, history.tallies, until_ns)):
         counted = [max(0, new - old) for new, old in zip(later, earlier, strict=True)]
@@ -203,7 +205,7 @@ def _turn(segments: list[Segment], at_ns: int, ns: int, source: Account, target:
             ns -= turned_ns
 
 
-def _points(life: Life, tallies: Iterable[Tally], until_ns: int) -> list[tuple[int, Amounts]]:
+def _points(life: WorkerLifetime, tallies: Iterable[Counters], until_ns: int) -> list[tuple[int, Amounts]]:
     """How much of what had been counted by when, each once and by time."""
     before_ns = life.tally.started_ns - life.started_ns
     points = [(life.started_ns, NOTHING), (life.tally.started_ns, plus(NOTHING, Account.START_UP, before_ns))]

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Event, Restore
 from torchelastic.ledger.figures import Seen, seen
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
-from torchelastic.ledger.life import Life
+from torchelastic.ledger.worker_lifetime import WorkerLifetime
 from torchelastic.rendezvous.records import NO_ROUND, Round
 from torchelastic.status.event_lines import Told, newest, with_event
 from torchelastic.status.pace import Pace
@@ -69,7 +69,7 @@ class Facts:
     is_etcd_away: bool = False
 
 
-def host_status(book: Book, facts: Facts) -> HostStatus:
+def host_status(book: HostLedger, facts: Facts) -> HostStatus:
     """The status of a host. Pure."""
     first_ns = book.counts.first_ns
     return HostStatus(
@@ -91,7 +91,7 @@ def host_status(book: Book, facts: Facts) -> HostStatus:
     )
 
 
-def seen_of(book: Book, now_ns: int, configured_workers: int = 0) -> Seen:
+def seen_of(book: HostLedger, now_ns: int, configured_workers: int = 0) -> Seen:
     """What one host has shown up to now, from the first start of a worker on.
 
     Args:
@@ -130,7 +130,7 @@ def told_values(items: Sequence[Sequence[Any]]) -> dict[str, float]:
     return told
 
 
-def _worker(life: Life, facts: Facts) -> WorkerStatus:
+def _worker(life: WorkerLifetime, facts: Facts) -> WorkerStatus:
     tally = life.tally
     place, restarts = parts_of(life.worker)
     is_in = tally.round == facts.round.number or not facts.round_since_s
@@ -191,7 +191,7 @@ class HostView:
 
     # --- as a journal -------------------------------------------------------------------------------------------------
 
-    def write(self, event: Event, book: Book) -> None:
+    def write(self, event: Event, book: HostLedger) -> None:
         """Remember what has happened, and hand it on."""
         at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
         self._told = with_event(self._told, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)
@@ -224,7 +224,7 @@ class HostView:
         """The process in that place is gone, and what it has published with it."""
         self._values.pop("p" if local_rank is None else str(local_rank), None)
 
-    def furthest(self, book: Book) -> Progress:
+    def furthest(self, book: HostLedger) -> Progress:
         """How far the workers of this host came, those that have ended too."""
         step = max((life.tally.step for life in book.lives.values()), default=-1)
         return Progress(step=step, end_step=max(self._end_steps.values(), default=-1))
@@ -237,7 +237,7 @@ class HostView:
 
     def status(
         self,
-        book: Book,
+        book: HostLedger,
         every_s: float = 1.0,
         *,
         pids: Mapping[str, int] | None = None,

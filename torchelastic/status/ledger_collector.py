@@ -19,15 +19,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.figures import figures_of
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.status.host import seen_of
 from torchelastic.version import __version__
 
 _S = 1e-9
 
 #: How often what has happened on the host: name, help, from the book.
-_COUNTS: tuple[tuple[str, str, Callable[[Book], float]], ...] = (
+_COUNTS: tuple[tuple[str, str, Callable[[HostLedger], float]], ...] = (
     ("worker_starts", "Processes of workers begun on this host.", lambda book: book.counts.started),
     ("workers_lost", "Workers of this host that neither finished nor left in order.", lambda book: book.counts.lost),
     ("failures", "Groups that broke, once each, and workers lost outside of one.", lambda book: book.counts.failures),
@@ -77,7 +77,7 @@ class HostSnapshot:
         sees_store: whether etcd was in reach.
     """
 
-    book: Book
+    book: HostLedger
     now_ns: int
     places: tuple[Place, ...] = ()
     sees_store: bool = True
@@ -121,7 +121,7 @@ class LedgerCollector(Collector):
 
     def describe(self) -> list[Metric]:
         """Every name, so that no worker's metric can take one of them."""
-        return list(self._families(HostSnapshot(Book(), 0), Sides()))
+        return list(self._families(HostSnapshot(HostLedger(), 0), Sides()))
 
     def collect(self) -> Iterable[Metric]:
         """All metrics of the newest snapshot."""

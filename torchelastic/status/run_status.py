@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from torchelastic.foreign_json import Amount, Count, CountIfAny, Finite, Text
 from torchelastic.ledger.accounts import NOTHING, Amounts
-from torchelastic.ledger.figures import Figures, Seen, figures_of, together
+from torchelastic.ledger.figures import Figures, Seen, figures_of, merged
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.status.progress import Progress
 
@@ -242,7 +242,7 @@ def combined(
     silent = tuple(sorted((h for h in hosts if is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
     events = sorted((line for host in hosts for line in host.events), key=lambda line: (line.at_s, line.host))
     wanted = [host.seen.configured_workers for host in hosts]
-    seen = together([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
+    seen = merged([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
     alive = tuple(member for member in members if not member.departed)
     return RunStatus(
         run_id=run_id,

@@ -10,9 +10,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from torchelastic.ledger.accounts import Account, Amounts
+from torchelastic.ledger.accounts import LOOKS, Account, Amounts
 from torchelastic.ledger.figures import Figures
-from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.status.progress import rate_text
 from torchelastic.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
