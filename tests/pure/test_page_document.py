@@ -18,8 +18,7 @@ from torchelastic.ledger.accounts import LOOKS, Account
 from torchelastic.ledger.events import End, Failure, Loss, Save
 from torchelastic.ledger.figures import Figure
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
-from torchelastic.page.differences import applied, difference
-from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, document_of, pause_s
+from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, applied, difference, document_of, pause_s
 from torchelastic.page.feed import Feed, Picture, Tick, as_json
 from torchelastic.page.listening import parse_address
 from torchelastic.page.logs import last_lines

@@ -11,8 +11,8 @@ from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Event, Join, Start
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Round, RoundState
-from torchelastic.status.host import Facts, HostView, host_status, parts_of, told_values
-from torchelastic.status.pace import Pace
+from torchelastic.status.host import HostView, host_status, parts_of, published_values
+from torchelastic.status.progress import Pace
 from torchelastic.status.run_status import HostStatus
 
 S = 10**9
@@ -53,9 +53,9 @@ def a_book() -> HostLedger:
     return HostLedger().after_all([*events, *(counted(worker, tally) for worker, tally in tallies.items())])
 
 
-def status_at(now_ns: int, **facts: object) -> HostStatus:
-    known = {"round": Round(1, RoundState.RUNNING), "round_since_s": 5.0, **facts}
-    return host_status(a_book(), Facts(host="h", incarnation="1", at_s=WALL_S, now_ns=now_ns, **known))  # type: ignore[arg-type]
+def status_at(now_ns: int, round_: int = 1) -> HostStatus:
+    known = HostStatus(host="h", incarnation="1", at_s=WALL_S, round=round_, round_since_s=5.0)
+    return host_status(known, a_book(), now_ns)
 
 
 def test_workers_that_live_are_told_and_the_sums_are_of_all_that_ever_did() -> None:
@@ -70,11 +70,11 @@ def test_workers_that_live_are_told_and_the_sums_are_of_all_that_ever_did() -> N
 
 
 def test_whoever_is_not_in_the_present_round_has_no_rank() -> None:
-    assert {worker.rank for worker in status_at(10 * S, round=Round(2, RoundState.RUNNING)).workers} == {-1}
+    assert {worker.rank for worker in status_at(10 * S, round_=2).workers} == {-1}
 
 
 def test_a_book_of_nothing_is_a_status_of_nothing() -> None:
-    status = host_status(HostLedger(), Facts(host="h", incarnation="1", at_s=WALL_S, now_ns=5))
+    status = host_status(HostStatus(host="h", incarnation="1", at_s=WALL_S), HostLedger(), now_ns=5)
     assert (status.workers, status.seen.worker_ns, status.seen.wall_ns, status.began_s) == ((), 0, 0, 0.0)
 
 
@@ -140,11 +140,14 @@ def test_at_most_eight_values_of_a_place_are_kept_and_those_go_on() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_a_persons_number_is_not_told(item: tuple[object, ...]) -> None:
-    assert told_values([item]) == {}
+    assert published_values([item]) == {}
 
 
 def test_a_loss_published_in_the_librarys_own_group_is_told() -> None:
-    assert told_values([("torchelastic", "loss", 0.25), ("", "accuracy", 1, "more")]) == {"loss": 0.25, "accuracy": 1.0}
+    assert published_values([("torchelastic", "loss", 0.25), ("", "accuracy", 1, "more")]) == {
+        "loss": 0.25,
+        "accuracy": 1.0,
+    }
 
 
 def test_places_are_read_off_the_names_of_workers() -> None:

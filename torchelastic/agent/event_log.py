@@ -14,7 +14,7 @@ from torchelastic.ledger.events import Counted, End, Event, Failure, Loss, Save,
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
 from torchelastic.log_lines import Position, fields
-from torchelastic.status.event_lines import Told, with_event
+from torchelastic.status.event_lines import LoggedEvent, with_event
 from torchelastic.status.host import parts_of
 from torchelastic.status.run_status import EventLine
 
@@ -72,7 +72,7 @@ class EventLog:
                     line = one.line(self._host)
                     _log(line, level_of(event), at_s, fields(**_plain(line), event=to_dict(event)))
             return
-        told: tuple[Told, ...] = ()
+        told: tuple[LoggedEvent, ...] = ()
         for at_s, event in pending:
             told = with_event(told, event, at_s, most=len(pending))
         for one in told:

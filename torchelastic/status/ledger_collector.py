@@ -3,8 +3,7 @@
 A Prometheus counter must never fall: a fall is taken for a restart, and `increase` adds the whole value anew. Time in
 the ledger does move: steps that a checkpoint does not hold turn from productive into replayed. So there are two
 counters, as in double-entry bookkeeping: what was put down to an account, and what was taken out of it again because
-more became known. Both only grow, and their difference is the book, to the nanosecond, whenever and however often one
-looks.
+more became known. Both only grow, and their difference is the ledger, to the nanosecond, however often it is scraped.
 
 Imports prometheus_client, never torch.
 """
@@ -34,7 +33,7 @@ _COUNTS: tuple[tuple[str, str, Callable[[HostLedger], float]], ...] = (
     ("saves", "Checkpoints taken, each counted for every worker in it.", lambda book: book.counts.saves),
     ("drains", "Workers of this host that left in order, as they were asked to.", lambda book: book.counts.drains),
     ("stragglers", "Times that a worker of this host was found to be slow.", lambda book: book.counts.stragglers),
-    ("etcd_outages", "Times that this host lost sight of etcd.", lambda book: book.counts.outages),
+    ("etcd_outages", "Times that etcd was unreachable from this host.", lambda book: book.counts.outages),
     ("etcd_outage_seconds", "Seconds without etcd, outages that are over.", lambda book: book.counts.away_ns * _S),
     ("steps_committed", "Steps committed, each counted for every worker in it.", lambda book: book.committed()),
     ("steps_undone", "Attempts at a step that did not last, counted alike.", lambda book: book.undone()),
@@ -85,7 +84,7 @@ class HostSnapshot:
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of the accounts; `put` less `taken` is the book.
+    """The two sides of the accounts; `put` less `taken` is the ledger.
 
     Attributes:
         put: put down to each, by `Account`.
@@ -96,7 +95,7 @@ class Sides:
     taken: Amounts = NOTHING
 
     def at(self, amounts: Amounts) -> Sides:
-        """Once the book says this. Neither side falls."""
+        """Once the ledger has these amounts. Neither side falls."""
         changes = [now - put + taken for now, put, taken in zip(amounts, self.put, self.taken, strict=True)]
         return Sides(
             tuple(put + max(0, change) for put, change in zip(self.put, changes, strict=True)),
@@ -143,12 +142,12 @@ class LedgerCollector(Collector):
             counter.add_metric([], self._never_less(name, "", of(snapshot.book)))
             yield counter
         counts = snapshot.book.counts
-        restores = CounterMetricFamily("torchelastic_restores", "Times the group was brought level, by source.",
+        restores = CounterMetricFamily("torchelastic_restores", "Times the group received its state, by source.",
                                        labels=["source"])  # fmt: skip
         for source, times in (("peer", counts.restores_from_peer), ("checkpoint", counts.restores_from_checkpoint)):
             restores.add_metric([source], self._never_less("restores", source, times))
         yield restores
-        yield GaugeMetricFamily("torchelastic_etcd_reachable", "Whether this host sees etcd.",
+        yield GaugeMetricFamily("torchelastic_etcd_reachable", "Whether this host reaches etcd.",
                                 value=float(snapshot.sees_store))  # fmt: skip
         yield from self._places(snapshot.places)
         yield from _figures(snapshot)

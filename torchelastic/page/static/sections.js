@@ -53,9 +53,9 @@ export function drawNotes(run) {
     notes.push({ kind: "warn", text: `etcd does not answer since ${clock(run.page.etcd_away_s)}: training goes on${others}` });
   }
   const away = Object.values(run.hosts).filter((host) => host.is_etcd_away).map((host) => host.host);
-  if (away.length && !run.page.etcd_away_s) notes.push({ kind: "warn", text: `out of sight of etcd: ${away.join(", ")}` });
+  if (away.length && !run.page.etcd_away_s) notes.push({ kind: "warn", text: `etcd is unreachable from: ${away.join(", ")}` });
   if (silent.length) {
-    const names = silent.map((host) => host.at_s ? `${host.host} for ${duration(Math.round(run.at_s - host.at_s))}` : `${host.host} (has told nothing yet)`);
+    const names = silent.map((host) => host.at_s ? `${host.host} for ${duration(Math.round(run.at_s - host.at_s))}` : `${host.host} (has reported nothing yet)`);
     notes.push({ kind: "bad", text: `silent: ${names.join(", ")}` });
   }
   keyed(byId("notes"), notes, (note) => note.kind + note.text.split(" ")[0], (note) => el("p", { class: "note", "data-kind": note.kind }),

@@ -1,4 +1,4 @@
-"""Calls that may take long, on threads that nobody waits for: an agent that ends does not wait for a slow disk."""
+"""Calls that may hang, on threads that nobody waits for: a process that ends does not wait for a slow disk."""
 
 from __future__ import annotations
 
