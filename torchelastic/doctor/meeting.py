@@ -27,9 +27,9 @@ from torchelastic.doctor.meeting_rules import (
     judge_meeting,
 )
 from torchelastic.doctor.network import announced_address
-from torchelastic.doctor.running import side_by_side
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import is_loopback
+from torchelastic.processes.background import side_by_side
 from torchelastic.processes.identity import host_id
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -157,8 +157,9 @@ class Meeting:
             failures = {}
             for port in card.ports:
                 answer = ended.get(f"{key}:{port}")
-                if answer is None or answer.error is not None:
-                    failures[port] = "no answer" if answer is None else str(answer.error) or type(answer.error).__name__
+                error = None if answer is None else answer.exception()
+                if answer is None or error is not None:
+                    failures[port] = "no answer" if answer is None else str(error) or type(error).__name__
             visits.append(Visit(card, failures))
         return tuple(sorted(visits, key=lambda visit: (visit.host.name, visit.host.address)))
 
