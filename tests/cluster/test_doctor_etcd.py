@@ -73,7 +73,7 @@ def test_an_etcd_that_serves_is_all_right_and_is_left_as_it_was(etcd: EtcdServer
 def test_one_of_several_endpoints_that_is_away_is_a_warning(etcd: EtcdServer) -> None:
     found = check(url_of("127.0.0.1:1", etcd), NOBODY)
     assert bad(found) == [WARNING]
-    assert "127.0.0.1:1 is out of reach" in text_of(found)
+    assert "127.0.0.1:1 is unreachable" in text_of(found)
     assert "a commit takes" in text_of(found)
 
 
@@ -86,7 +86,7 @@ def test_an_etcd_that_is_gone_or_stopped_is_an_error(number: signal.Signals) -> 
     assert "check" in ended, "it hangs"
     found = ended["check"].result()
     assert bad(found) == [ERROR]
-    assert found[0].what == f"{endpoint} is out of reach"
+    assert found[0].what == f"{endpoint} is unreachable"
 
 
 def fill(store: CoordinationStore) -> None:

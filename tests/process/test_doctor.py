@@ -404,7 +404,7 @@ def test_the_command_finds_what_is_wrong_and_says_it_to_programs(tmp_path: Path)
     assert levels["ports"] == ["error"]
     assert levels["checkpoint folder"] == ["warning"]
     assert levels["etcd"] == ["error"]
-    assert "127.0.0.1:1 is out of reach" in found["etcd"][0]["what"]
+    assert "127.0.0.1:1 is unreachable" in found["etcd"][0]["what"]
     assert PASSWORD not in out + err
     assert all(one["remedy"] for of_check in found.values() for one in of_check if one["level"] in ("warning", "error"))
 

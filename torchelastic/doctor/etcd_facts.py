@@ -105,7 +105,7 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
             client, request = connection.client, etcdrpc.AlarmRequest(action=etcdrpc.AlarmRequest.GET)
             return client.maintenancestub.Alarm(request, timeout_s, metadata=client.metadata)
 
-        told = failover.call(status)
+        answer = failover.call(status)
         raised: tuple[str, ...] | None
         try:
             found = failover.call(alarms).alarms
@@ -114,11 +114,11 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
             raised = None
         facts = EndpointFacts(
             f"{host}:{port}",
-            version=told.version,
-            cluster_id=told.header.cluster_id,
-            member_id=told.header.member_id,
-            leader_id=told.leader,
-            db_bytes=told.dbSize,
+            version=answer.version,
+            cluster_id=answer.header.cluster_id,
+            member_id=answer.header.member_id,
+            leader_id=answer.leader,
+            db_bytes=answer.dbSize,
             quota_bytes=_quota(host, port, credentials),
         )
         return facts, raised, failover.call(_asks_for_login)
@@ -127,7 +127,7 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
 
 
 def _asks_for_login(connection: Connection, timeout_s: float) -> bool | None:
-    """Whether somebody without a login may not read; nothing is read that stands there."""
+    """Whether somebody without a login may not read; no value is read."""
     from torchelastic.rendezvous.etcd_wire import etcdrpc, grpc
 
     try:
@@ -198,7 +198,7 @@ def _is_here(host: str) -> bool:
 
 
 def check(url: RendezvousUrl, credentials: CredentialsOrReason) -> Sequence[Finding]:
-    """Look at an etcd.
+    """Check an etcd.
 
     Args:
         url: where it is.

@@ -155,6 +155,6 @@ def _about_etcd(question: Question, url: RendezvousUrl) -> list[Check]:
     found = [Check(etcd_rules.NAME, check_etcd, LIMIT_S, why_late="it does not answer", remedy="see whether it is up")]
     if question.hosts > 1:
         timeout_s = question.wait_s + meeting.BESIDE_WAITING_S + 1.0
-        why, remedy = "etcd or another host does not answer", "see what is said of etcd"
+        why, remedy = "etcd or another host does not answer", "see the findings about etcd"
         found.append(Check(meeting_rules.HOSTS, check_hosts, timeout_s, why_late=why, remedy=remedy))
     return found

@@ -283,13 +283,13 @@ def _pids_folders(root: Path, self_cgroup: Path) -> Iterator[Path]:
 
 
 def check_memory(needed_bytes: int | None) -> Sequence[Finding]:
-    """Look at shared memory and memory."""
+    """Check shared memory and memory."""
     facts = gather_memory(needed_bytes)
     return [judge_shared_memory(facts), judge_memory(facts)]
 
 
 def check_limits(workers: int, world_size: int) -> Sequence[Finding]:
-    """Look at the limits of this process, which those that it starts inherit."""
+    """Check the limits of this process, which those that it starts inherit."""
     facts = gather_limits()
     return [judge_files(facts, world_size), judge_processes(facts, workers), *judge_locked_memory(facts)]
 

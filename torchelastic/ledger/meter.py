@@ -1,6 +1,6 @@
 """What the training thread of a worker calls to have its time counted: some microseconds per step, no system call.
 
-The rules are those of `Counters`, applied in place, since this is called at every step. Without an agent it counts and
+The rules are those of `Counters`. What is called in every step applies them in place. Without an agent it counts and
 publishes nothing.
 """
 
@@ -140,10 +140,8 @@ class Meter(LoopObserver):
 
     def entered(self, round_: int, rank: int, world_size: int) -> None:
         """The group is formed."""
-        now_ns = self._close()
-        self._account = int(Account.RESTORE)
-        self._round, self._rank, self._world_size = round_, rank, world_size
-        self._write()
+        now_ns = self._clock_ns()
+        self._become(self.tally().entered(now_ns, round_, rank, world_size))
         is_first, self._has_entered = not self._has_entered, True
         self._note(Join(at_ns=now_ns, world_size=world_size, is_first=is_first))
 
@@ -162,16 +160,13 @@ class Meter(LoopObserver):
             source: "peer" or "checkpoint", where this is known.
             end_step: the number of steps of the whole run; -1: not known.
         """
-        before_ns, before_step = self._since_ns, self._step
-        was_restoring = self._account == Account.RESTORE
-        now_ns = self._close()
-        self._account, self._step = _PRODUCTIVE, step
-        self._write()
+        before, now_ns = self.tally(), self._clock_ns()
+        self._become(before.level(now_ns, step))
         self._note(
             Restore(
                 at_ns=now_ns,
-                took_ns=now_ns - before_ns if was_restoring else 0,
-                from_step=before_step,
+                took_ns=now_ns - before.since_ns if before.account is Account.RESTORE else 0,
+                from_step=before.step,
                 productive_ns=self._totals[_PRODUCTIVE],
                 source=source,
                 end_step=end_step,
@@ -204,18 +199,13 @@ class Meter(LoopObserver):
             cause: what it failed of.
             is_undone: whether the state goes back to its snapshot.
         """
-        now_ns = self._close()
-        was_in_step = self._account == _PRODUCTIVE or self._pending_ns > 0
-        pending_ns, self._pending_ns = self._pending_ns, 0
-        self._totals[Account.REPLAYED] += pending_ns
-        self._undone += was_in_step
-        self._account = _RE_FORM
-        self._write()
-        if was_in_step:
-            began_ns, cause = now_ns - pending_ns, short(cause)
-            self._note(
-                Failure(at_ns=now_ns, began_ns=began_ns, replayed_ns=pending_ns, cause=cause, is_undone=is_undone)
-            )
+        before, now_ns = self.tally(), self._clock_ns()
+        after = before.undoes(now_ns)
+        self._become(after)
+        if after.undone > before.undone:  # a step was under way
+            lost_ns = after.totals[Account.REPLAYED] - before.totals[Account.REPLAYED]
+            began_ns, cause = now_ns - lost_ns, short(cause)
+            self._note(Failure(at_ns=now_ns, began_ns=began_ns, replayed_ns=lost_ns, cause=cause, is_undone=is_undone))
 
     def over(self) -> None:
         """There will be no further step."""
@@ -226,12 +216,13 @@ class Meter(LoopObserver):
     @contextlib.contextmanager
     def spent_on(self, account: Account) -> Iterator[None]:
         """What goes on inside belongs to another account; a step that is under way stays under way."""
-        before = self._switch(int(account))
+        before = Account(self._account)
+        self._become(self.tally().switched(self._clock_ns(), account))
         try:
             yield
         finally:
             if self._account == account:  # else something has happened that decides what goes on from here
-                self._switch(before)
+                self._become(self.tally().switched(self._clock_ns(), before))
 
     @contextlib.contextmanager
     def saving(self, tier: str = "") -> Iterator[None]:
@@ -244,7 +235,12 @@ class Meter(LoopObserver):
 
     def waited_for_data(self, waited_ns: int) -> None:
         """So much of the time since the last call of anything was a wait for a batch that has just come."""
-        self._close()
+        now_ns = self._clock_ns()
+        if self._account == _PRODUCTIVE:
+            self._pending_ns += now_ns - self._since_ns
+        else:
+            self._totals[self._account] += now_ns - self._since_ns
+        self._since_ns = now_ns
         waited_ns = max(0, min(waited_ns, self._pending_ns))
         self._pending_ns -= waited_ns
         self._totals[Account.DATA_WAIT] += waited_ns
@@ -266,27 +262,19 @@ class Meter(LoopObserver):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _close(self) -> int:
-        now_ns = self._clock_ns()
-        passed_ns = now_ns - self._since_ns
-        if self._account == _PRODUCTIVE:
-            self._pending_ns += passed_ns
-        else:
-            self._totals[self._account] += passed_ns
-        self._since_ns = now_ns
-        return now_ns
-
-    def _switch(self, account: int) -> int:
-        self._close()
-        before, self._account = self._account, account
+    def _become(self, counts: Counters) -> None:
+        (
+            self._since_ns, self._account, self._pending_ns, self._step, self._committed, self._undone,
+            self._round, self._rank, self._world_size,
+        ) = (
+            counts.since_ns, int(counts.account), counts.pending_ns, counts.step, counts.committed, counts.undone,
+            counts.round, counts.rank, counts.world_size,
+        )  # fmt: skip
+        self._totals = list(counts.totals)
         self._write()
-        return before
 
     def _leave(self, account: Account) -> None:
-        self._close()
-        self._totals[_PRODUCTIVE] += self._pending_ns
-        self._pending_ns, self._account = 0, int(account)
-        self._write()
+        self._become(self.tally().left(self._clock_ns(), account))
 
     def _write(self) -> None:
         if self._page is not None:

@@ -19,7 +19,7 @@ LINGER_S = 5.0
 
 @dataclass(frozen=True)
 class Picture:
-    """The run at one moment.
+    """The run at one moment, in both forms.
 
     Attributes:
         status: as `torchelastic status --json` has it.

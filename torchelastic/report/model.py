@@ -208,7 +208,7 @@ class Report:
         is_over: whether every worker's end is known.
         hosts: by journal.
         seen: sums.
-        figures: goodput and its kin.
+        figures: goodput and related figures.
         lives: a row per process, by place and time.
         earlier: sums of older lives.
         incidents: by time.

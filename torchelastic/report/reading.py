@@ -10,6 +10,7 @@ from pathlib import Path
 from torchelastic.ledger.events import LedgerFormatError
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal, journal_files, read_journal
+from torchelastic.text import counted
 
 
 @dataclass(frozen=True)
@@ -80,18 +81,14 @@ def _lacks(name: str, files: Sequence[Path], journal: Journal) -> list[str]:
     if gaps:
         found.append(f"A file of {name} is missing after number {gaps[0]}: its events are lost.")
     if journal.damaged:
-        found.append(f"Left out of {name}: {journal.damaged} damaged {_lines(journal.damaged)}.")
+        found.append(f"Left out of {name}: {counted(journal.damaged, 'damaged line')}.")
     if journal.unknown:
-        lines = f"{journal.unknown} {_lines(journal.unknown)}"
+        lines = counted(journal.unknown, "line")
         found.append(f"Left out of {name}: {lines} of a kind that a later torchelastic has added.")
     torn = sum(_is_torn(path) for path in files)
     if torn:
         found.append(f"The last line of {name} is torn: its agent was ended while it wrote, or writes at this moment.")
     return found
-
-
-def _lines(count: int) -> str:
-    return "line" if count == 1 else "lines"
 
 
 def _is_torn(path: Path) -> bool:
