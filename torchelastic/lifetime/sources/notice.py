@@ -18,21 +18,20 @@ Kind = Literal["end", "interruption", "maintenance", "signal", "advice"]
 _DATE_RESOLUTION_S = 1.0
 
 
-class Timing(TypedDict, total=False):
-    """How often a source is asked, and by which clocks.
+class Clocks(TypedDict, total=False):
+    """The clocks of a source: `clock` in monotonic seconds, that of the deadline, and `wall_clock` in Unix seconds."""
 
-    Attributes:
-        interval_s: between two questions.
-        clock: monotonic seconds; that of the deadline.
-        wall_clock: Unix seconds.
-    """
-
-    interval_s: float
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
 
-class NonsenseError(ValueError):
+class Timing(Clocks, total=False):
+    """The clocks of a source, and `interval_s`: seconds between two polls."""
+
+    interval_s: float
+
+
+class InvalidAnswerError(ValueError):
     """Somebody answered, and it is not what the protocol says; the text says who and what."""
 
 

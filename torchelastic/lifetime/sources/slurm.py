@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from torchelastic.lifetime.deadline import CapacityBlock
-from torchelastic.lifetime.sources.notice import NonsenseError, Notice, Notices
+from torchelastic.lifetime.sources.notice import InvalidAnswerError, Notice, Notices
 
 log = logging.getLogger(__name__)
 
@@ -94,20 +94,20 @@ def parse_end_time(output: str, job_id: str) -> float | None:
         job_id: of the job.
 
     Raises:
-        NonsenseError: the job is not in it, or its end is no date.
+        InvalidAnswerError: the job is not in it, or its end is no date.
     """
     ends = [words[1] for words in map(str.split, output.splitlines()) if len(words) in (2, 3) and words[0] == job_id]
     if not ends:
-        raise NonsenseError(f"squeue does not list job {job_id}: {output[:60]!r}")
+        raise InvalidAnswerError(f"squeue does not list job {job_id}: {output[:60]!r}")
     text = ends[0]
     if text.upper() in _NO_END:
         return None
     try:
         seconds = float(text) if text.isdecimal() else datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
-        raise NonsenseError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date") from None
+        raise InvalidAnswerError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date") from None
     if not 1e9 < seconds < 1e11:
-        raise NonsenseError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date of these days")
+        raise InvalidAnswerError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date of these days")
     return seconds
 
 
@@ -203,7 +203,7 @@ class SlurmDeadline(Notices):
             level = logging.DEBUG if self.notices else logging.WARNING
             log.log(level, "SLURM: %s, so the end of job %s is only known from %s", error, self.job_id, END_VARIABLE)
             return None
-        except (CommandError, NonsenseError) as error:
+        except (CommandError, InvalidAnswerError) as error:
             self._failures += 1
             if self._failures == 1:
                 log.warning("SLURM: the end of job %s was not to be had; trying on: %s", self.job_id, error)
