@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.lifetime.agreement import Agreement, GroupAgreement, RankMissingError, SoloAgreement
     from torchelastic.lifetime.bounds import Bound, guess, needed_samples, step_bound, upper_bound
     from torchelastic.lifetime.deadline import (
         CapacityBlock,
@@ -21,12 +20,13 @@ if TYPE_CHECKING:
         nearest,
         time_limit_s,
     )
+    from torchelastic.lifetime.deadline_monitor import Lifetime
     from torchelastic.lifetime.decision import StopDecision, Tier, decide, part_of_risk
-    from torchelastic.lifetime.early_stop import Lifetime, StoppedEarly
+    from torchelastic.lifetime.group_monitor import Agreement, GroupAgreement, RankMissingError, SoloAgreement
     from torchelastic.lifetime.iter_manager import IterManager
     from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
     from torchelastic.lifetime.progress import LifetimeSummary
-    from torchelastic.lifetime.requeue import STOPPED_EARLY, Requeue, requeue_job
+    from torchelastic.lifetime.requeue import STOPPED_EARLY, Requeue, StoppedEarly, requeue_job
     from torchelastic.lifetime.sources.detection import close_all, detect
 
 __all__ = [
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 _NAMES_OF_HOME = {
-    "agreement": ("Agreement", "SoloAgreement", "GroupAgreement", "RankMissingError"),
+    "group_monitor": ("Agreement", "SoloAgreement", "GroupAgreement", "RankMissingError"),
     "bounds": ("Bound", "guess", "needed_samples", "step_bound", "upper_bound"),
     "deadline": (
         "CapacityBlock",
@@ -75,13 +75,13 @@ _NAMES_OF_HOME = {
         "nearest",
         "time_limit_s",
     ),
+    "deadline_monitor": ("Lifetime",),
     "decision": ("StopDecision", "Tier", "decide", "part_of_risk"),
     "iter_manager": ("IterManager",),
     "iteration_times": ("Forecast", "IterationTimes"),
     "progress": ("LifetimeSummary",),
-    "requeue": ("STOPPED_EARLY", "Requeue", "requeue_job"),
+    "requeue": ("STOPPED_EARLY", "Requeue", "StoppedEarly", "requeue_job"),
     "sources.detection": ("close_all", "detect"),
-    "early_stop": ("Lifetime", "StoppedEarly"),
 }
 _HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from torchelastic.lifetime.bounds import Bound, guess
-from torchelastic.lifetime.deadline import Nearest, unsure_since_s
+from torchelastic.checkpoint.policy.arguments import real_number, whole_number
+from torchelastic.lifetime.bounds import Bound, guess, needed_samples
+from torchelastic.lifetime.deadline import Deadline, Nearest, nearest, unsure_since_s
 from torchelastic.lifetime.decision import SHORTEST_GRACE_S, TRIAL_BELOW_S, Tier, part_of_risk
 from torchelastic.lifetime.drain_policy import StopPlan, near_below_s, plan_stop
-from torchelastic.lifetime.early_stop import Lifetime
 from torchelastic.lifetime.iteration_times import IterationTimes
 from torchelastic.lifetime.sample import NEAR_ITERATIONS, Sample, interval_steps
 
@@ -32,6 +33,47 @@ _WORK_OUT_SHARE, _WORK_OUT_S, _MAX_WORK_OUT_S = 0.02, 1.0, 30.0
 _SAME_NOTICE_S = 5.0
 #: What stands for the tiers where there are none.
 _NO_TIER = "nothing: there is no checkpoint manager"
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """How `torchelastic.train(..., lifetime=)` meets deadlines; "auto" is `Lifetime()`.
+
+    Args:
+        reserve_s: seconds to keep besides the bounds of a step and a save, for what is not measured: the end of
+            processes, the launcher, a slow file system.
+        confidence: that the save is done in time, above 0 and below 1.
+        deadline: when this process has to end; None: the nearest of `sources.detect()`.
+        max_restarts: a SLURM job that was started again so often is not requeued any more.
+        unknown_save_s: how long a save takes while none was measured; None: `decision.guess_save_s` of the tier.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
+    """
+
+    reserve_s: float = 5.0
+    confidence: float = 0.99
+    deadline: Deadline | None = None
+    max_restarts: int = 100
+    unknown_save_s: float | None = None
+
+    def __post_init__(self) -> None:
+        real_number("reserve_s", self.reserve_s, remedy="give seconds, 0 or more")
+        if self.unknown_save_s is not None:
+            real_number("unknown_save_s", self.unknown_save_s, remedy="give seconds, 0 or more")
+        whole_number("max_restarts", self.max_restarts, at_least=0, remedy="give a number, 0 or more")
+        needed_samples(self.confidence)  # raises if there is no such confidence
+        nearest([self.deadline])  # raises if it is none
+
+
+def lifetime_of(given: object) -> Lifetime:
+    """What the argument `lifetime` of `train` means. Raises TypeError for anything but "auto" and a `Lifetime`."""
+    if given == "auto":
+        return Lifetime()
+    if not isinstance(given, Lifetime):
+        raise TypeError(f'lifetime is {given!r}: give "auto", a torchelastic.lifetime.Lifetime, or None')
+    return given
 
 
 class DeadlineMonitor:

@@ -19,13 +19,12 @@ from torchelastic.coordinator import Coordinator
 from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.lifetime.deadline import nearest
-from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
+from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor, Lifetime
 from torchelastic.lifetime.decision import TRIAL_BELOW_S
 from torchelastic.lifetime.drain_policy import StopPlan, on_hosts, who_requeues
-from torchelastic.lifetime.early_stop import Lifetime, StoppedEarly
 from torchelastic.lifetime.iteration_times import IterationTimes
-from torchelastic.lifetime.progress_file import ProgressFile, Steps
-from torchelastic.lifetime.requeue import requeue_job, requeue_patience_s
+from torchelastic.lifetime.progress import ProgressFile, Steps
+from torchelastic.lifetime.requeue import StoppedEarly, requeue_job, requeue_patience_s
 from torchelastic.lifetime.sample import AT_ONCE, REMAINING, Sample
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE
@@ -161,7 +160,7 @@ class LoopLifetime(LoopObserver):
 
     def over(self) -> None:
         """No more news of deadlines; signals mean what they meant before. Idempotent."""
-        self._tell_progress(self._clock())
+        self._report_progress(self._clock())
         close_all(self._sources)
 
     # --- what this rank knows -----------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class LoopLifetime(LoopObserver):
     def _watch(self, now_s: float) -> None:
         self._next_sample_s = now_s + CHECK_S
         if self._file.is_due(now_s):
-            self._tell_progress(now_s)
+            self._report_progress(now_s)
         self._remaining_s = self._monitor.remaining_s()
         if self._remaining_s == math.inf:
             self._is_near = False
@@ -286,7 +285,7 @@ class LoopLifetime(LoopObserver):
     def _deadline_text(self) -> str:
         return self._monitor.deadline_text("of another worker")
 
-    def _tell_progress(self, now_s: float) -> None:
+    def _report_progress(self, now_s: float) -> None:
         if self._rank == 0 and self._resumed_step is not None:
             steps = Steps(self._resumed_step, self._saves.step, self._saves.saved_step)
-            self._file.tell(steps, now_s)
+            self._file.report(steps, now_s)

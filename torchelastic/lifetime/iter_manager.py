@@ -11,17 +11,15 @@ from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
-from torchelastic.lifetime.agreement import Agreement
 from torchelastic.lifetime.deadline import Deadline, nearest
+from torchelastic.lifetime.deadline_monitor import Lifetime
 from torchelastic.lifetime.decision import StopDecision
-from torchelastic.lifetime.early_stop import Lifetime
-from torchelastic.lifetime.group_monitor import GroupMonitor
+from torchelastic.lifetime.group_monitor import Agreement, GroupMonitor
 from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, IterationTimes
-from torchelastic.lifetime.manager_state import read_state, remove_state, write_state
-from torchelastic.lifetime.progress import Screen, progress_line
-from torchelastic.lifetime.progress_file import ProgressFile, Steps
+from torchelastic.lifetime.manager_state import SaveTimes, read_state, remove_state, write_state
+from torchelastic.lifetime.progress import ProgressFile, Screen, Steps, progress_line
 from torchelastic.lifetime.requeue import STOPPED_EARLY
-from torchelastic.lifetime.run_figures import RunFigures, SaveTimes
+from torchelastic.lifetime.run_figures import RunFigures
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.metrics import publish_metric
 
@@ -297,7 +295,7 @@ class IterManager(RunFigures):
         close_all(self._sources)
         self._complain_at = self._calls + 1
         if self._calls:
-            self._tell(self._clock())
+            self._report(self._clock())
 
     def cleanup(self) -> None:
         """The run is over: `close`, and the next one is to count from 1. Removes the state file, never a checkpoint.
@@ -313,7 +311,7 @@ class IterManager(RunFigures):
             return
         self._is_over = True
         if self._calls:
-            self._tell(self._clock())
+            self._report(self._clock())
         if self._monitor.agree.is_first:
             remove_state(self.velastic_dir)
 
@@ -326,7 +324,7 @@ class IterManager(RunFigures):
         if self._resumed_step is None:
             self._resumed_step = self._done()
         if self._progress.is_due(now_s):
-            self._tell(now_s)
+            self._report(now_s)
         if 0 < self.total_iters < self._iter_count - 1 and not self._is_past_end:
             self._is_past_end = True
             log.warning(
@@ -376,7 +374,7 @@ class IterManager(RunFigures):
                 self._iter_count,
             )
 
-    def _tell(self, now_s: float) -> None:
+    def _report(self, now_s: float) -> None:
         """The first rank tells whoever started the job how far it is.
 
         An exit with 0 is the word of the script that the run is over, unless it was told to stop, or has left its loop
@@ -389,10 +387,10 @@ class IterManager(RunFigures):
             done = total  # there is no iter() after the last iteration
         is_unfinished = (self._is_closed and not self._is_over) or self.should_stop
         says_total = total > 0 and (is_unfinished or done >= total)
-        self._progress.tell(Steps(self._resumed_step, done, self._saved_step, total if says_total else None), now_s)
+        self._progress.report(Steps(self._resumed_step, done, self._saved_step, total if says_total else None), now_s)
 
     def _note_for_next_life(self) -> None:
-        self._tell(self._clock())
+        self._report(self._clock())
         try:
             self.save_manager_state()
         except CheckpointError as error:

@@ -1,11 +1,13 @@
-"""What an `IterManager` leaves for the next life of its job: one small JSON file, replaced in one step."""
+"""The state that an `IterManager` leaves for the next incarnation of its job: one small JSON file."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +15,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.policy.arguments import real_number
+from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.foreign_json import MAX_COUNT, Amount, Count, CountIfAny, RecordError, checked, decode_object
 
 #: The layout of the file; a reader refuses a newer one.
@@ -26,17 +29,17 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ManagerState:
-    """The contents of the file. The first five are those of velastic's, for whoever reads it from outside.
+    """The contents of the file. The first five are velastic's, for programs that read them. Seconds are `float`.
 
     Attributes:
-        avg_iter_time: usual time of an iteration, in seconds.
+        avg_iter_time: usual seconds of an iteration.
         total_iters: of the run; -1: not known.
         iter_count: the iteration that had begun when it was written, counted from 1.
-        remaining_time: seconds that the rest of the run was expected to take; -1: not known.
-        save_ckpt_time: seconds that a save takes at most.
-        completed_iters: how many iterations were done; where the count goes on from.
-        iter_bound_s: how long an iteration takes at most, in seconds; 0: not known.
-        world_size: how many ranks there were.
+        remaining_time: expected seconds of the rest of the run; -1: not known.
+        save_ckpt_time: upper bound of the seconds of a save.
+        completed_iters: how many iterations were done; where the count is resumed.
+        iter_bound_s: upper bound of an iteration, in seconds; 0: not known.
+        world_size: number of ranks.
         save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
         iter_times_s: how long the newest iterations took, in seconds, oldest first.
         is_step_tried: an iteration was begun only to know how long others than the first take.
@@ -59,30 +62,26 @@ class ManagerState:
 _NEEDED = [one.name for one in fields(ManagerState) if one.name not in ("iter_times_s", "is_step_tried")]
 
 
-def write_state(folder: Path, state: ManagerState, disk: Disk = REAL_DISK) -> Path:
-    """Writes the file in one step: a kill leaves the old one or the new one. On one rank only.
+def write_state(folder: Path, state: ManagerState) -> None:
+    """Writes the file atomically: a kill leaves the old one or the new one. On one rank only.
 
     Raises:
-        CheckpointError: the operating system refused; names the place and the remedy.
+        CheckpointError: the operating system refused; names the path and the remedy.
     """
-    target, partial = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    path, partial = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
     document = {"schema": SCHEMA, **asdict(state)}
-    data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-    disk.make_folder(folder)
-    disk.remove(partial)
-    try:
-        descriptor = disk.create(partial)
+    with explained("write the state of the iteration manager", path):
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            disk.write(descriptor, [memoryview(data)], partial)
-            disk.sync(descriptor, partial)
-        finally:
-            os.close(descriptor)
-        disk.rename(partial, target)
-        disk.sync_folder(folder)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return target
+            with partial.open("w") as file:
+                file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    REAL_DISK.sync_folder(folder)
 
 
 def read_state(folder: Path) -> ManagerState | None:
@@ -107,13 +106,12 @@ def read_state(folder: Path) -> ManagerState | None:
         ) from error
 
 
-def remove_state(folder: Path, disk: Disk = REAL_DISK) -> None:
+def remove_state(folder: Path) -> None:
     """Removes the file, and the folder if nothing else is in it. Raises CheckpointError."""
-    disk.remove(folder / FILE_NAME)
-    try:
+    with explained("remove the state of the iteration manager", folder / FILE_NAME):
+        (folder / FILE_NAME).unlink(missing_ok=True)
+    with suppress(OSError):  # there is something else in it, or it never was
         folder.rmdir()
-    except OSError:
-        pass  # there is something else in it, or it never was
 
 
 def parse_state(document: Mapping[str, Any]) -> ManagerState:
@@ -122,3 +120,36 @@ def parse_state(document: Mapping[str, Any]) -> ManagerState:
     if type(schema) is not int or not 1 <= schema <= SCHEMA:
         raise RecordError(f"its schema is {schema!r}, and this version reads up to {SCHEMA}")
     return checked("it", document, ManagerState, needed=_NEEDED)
+
+
+class SaveTimes:
+    """How long saves took, by tier.
+
+    Args:
+        tiers: their names, the most durable first.
+
+    Raises:
+        ValueError: there are no tiers, one has no name, or two have the same.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        if isinstance(tiers, str) or not tiers or not all(tiers) or len(set(tiers)) < len(tiers):
+            raise ValueError(f"tiers is {tiers!r}: give the names of the tiers, each once, the most durable first")
+        self.first_tier = tiers[0]
+        self._times: dict[str, deque[float]] = {tier: deque(maxlen=MAX_SAVES) for tier in tiers}
+        self._earlier: Mapping[str, Sequence[float]] = {}
+
+    @property
+    def times_s(self) -> Mapping[str, tuple[float, ...]]:
+        """By tier, how long the newest saves took, oldest first."""
+        return {tier: (*self._earlier.get(tier, ()), *times)[-MAX_SAVES:] for tier, times in self._times.items()}
+
+    def took(self, tier: str, seconds: float) -> None:
+        """One more save. Raises ValueError: no such tier, or the time is negative, infinite or NaN."""
+        if tier not in self._times:
+            raise ValueError(f"there is no tier {tier!r}: the tiers are {', '.join(self._times)}")
+        self._times[tier].append(real_number("seconds", seconds, remedy="give seconds, 0 or more"))
+
+    def remember(self, times_s: Mapping[str, Sequence[float]]) -> None:
+        """Saves of earlier incarnations, before those of this one; those to removed tiers are left out."""
+        self._earlier = times_s

@@ -1,62 +1,22 @@
-"""What an `IterManager` knows of its run: figures to read."""
+"""The figures of an `IterManager`: what it has measured, and what it expects."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.lifetime.group_monitor import GroupMonitor
 from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
-from torchelastic.lifetime.manager_state import FILE_NAME, MAX_SAVES, ManagerState
+from torchelastic.lifetime.manager_state import FILE_NAME, ManagerState, SaveTimes
 from torchelastic.lifetime.progress import LifetimeSummary
 
 
-class SaveTimes:
-    """How long saves took, by tier.
-
-    Args:
-        tiers: their names, the most durable first.
-
-    Raises:
-        ValueError: there are no tiers, one has no name, or two have the same.
-    """
-
-    def __init__(self, tiers: Sequence[str]) -> None:
-        if isinstance(tiers, str) or not tiers or not all(tiers) or len(set(tiers)) < len(tiers):
-            raise ValueError(f"tiers is {tiers!r}: give the names of the tiers, each once, the most durable first")
-        self._times: dict[str, deque[float]] = {tier: deque(maxlen=MAX_SAVES) for tier in tiers}
-        self._earlier: Mapping[str, Sequence[float]] = {}
-
-    @property
-    def times_s(self) -> Mapping[str, tuple[float, ...]]:
-        """By tier, how long the newest saves took, oldest first."""
-        return {tier: (*self._earlier.get(tier, ()), *times)[-MAX_SAVES:] for tier, times in self._times.items()}
-
-    @property
-    def first_tier(self) -> str:
-        """The most durable."""
-        return next(iter(self._times))
-
-    def took(self, tier: str, seconds: float) -> None:
-        """One more save. Raises ValueError: no such tier, or the time is negative, infinite or NaN."""
-        if tier not in self._times:
-            raise ValueError(f"there is no tier {tier!r}: the tiers are {', '.join(self._times)}")
-        self._times[tier].append(real_number("seconds", seconds, remedy="give seconds, 0 or more"))
-
-    def remember(self, times_s: Mapping[str, Sequence[float]]) -> None:
-        """The saves of earlier lives, before those of this one; those to tiers that there are no more are left out."""
-        self._earlier = {tier: tuple(times) for tier, times in times_s.items()}
-
-
 class RunFigures:
-    """The figures of a run; whoever derives from this keeps the books.
+    """The figures of a run, which `IterManager` measures.
 
     Attributes:
         total_iters: of the run; -1: not known.
-        velastic_dir: where the state file is kept.
+        velastic_dir: folder of the state file.
         given_up_s: seconds that were left when the save before the deadline was done; None: not yet.
     """
 
@@ -67,12 +27,12 @@ class RunFigures:
     _saves: SaveTimes
     _monitor: GroupMonitor
     _confidence: float
-    _iter_count = 0  # the iteration that has begun, over all lives
-    _calls = 0  # of `iter`, in this life
+    _iter_count = 0  # the iteration that has begun, over all incarnations
+    _calls = 0  # of `iter`, in this one
 
     @property
     def velastic_state_path(self) -> Path:
-        """The file with what the next life of the job is told."""
+        """The file with the state for the next incarnation of the job."""
         return self.velastic_dir / FILE_NAME
 
     @property
