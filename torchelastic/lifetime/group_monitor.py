@@ -21,7 +21,6 @@ from torchelastic.lifetime.deadline import Nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor, Lifetime
 from torchelastic.lifetime.decision import StopDecision
 from torchelastic.lifetime.iteration_times import IterationTimes
-from torchelastic.lifetime.manager_state import ManagerState
 from torchelastic.lifetime.sample import Sample
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from torchelastic.group.lagged_max import LaggedMax
     from torchelastic.group.watched_group import WatchedGroup
+    from torchelastic.lifetime.manager_state import ManagerState
 
 log = logging.getLogger(__name__)
 
