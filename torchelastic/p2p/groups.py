@@ -76,8 +76,8 @@ class ProcessGroups:
         if world_size > 1 and self._knows_gloo_sockets and not len(self._sockets):
             self._knows_gloo_sockets = False
             log.info(
-                "the connections of this release of torch cannot be distinguished from others: connections that other threads "
-                "open while a group is formed are closed when it is given up"
+                "the connections of this release of torch cannot be distinguished from others: connections that other "
+                "threads open while a group is formed are closed when it is aborted"
             )
 
     def _is_ours(self, connection: socket.socket) -> bool:

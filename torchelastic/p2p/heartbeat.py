@@ -64,7 +64,7 @@ class Heartbeat:
             self._last_s = {rank: now_s for rank in range(self._world_size) if rank != self._rank}
             self._answered_s = now_s
             self._is_asked = True
-        # as far as it is known: an unanswered request to rank 0's store is a sign against rank 0, not against the others
+        # as far as is known: an unanswered request to rank 0's store is a sign against rank 0 only
         silent_s = {rank: self._answered_s - last_s for rank, last_s in self._last_s.items()}
         if 0 in silent_s:
             silent_s[0] = max(silent_s[0], now_s - self._answered_s)

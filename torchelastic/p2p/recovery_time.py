@@ -22,9 +22,9 @@ class Recovery:
 
     Attributes:
         noticed_s: when this worker noticed the failure.
-        phases_ms: agree (undo the step, until the next roster is known), re_form (until the process group is formed), sync
-            (until the state is in sync), step (until a step has committed). There is no "detect": when a process ended
-            is known to its own agent only.
+        phases_ms: agree (undo the step, until the next roster is known), re_form (until the process group is formed),
+            sync (until the state is in sync), step (until a step has committed). There is no "detect": when a process
+            ended is known to its own agent only.
         cause: who was lost, as facts and guesses; empty: nobody was, as far as is known.
     """
 
