@@ -31,9 +31,8 @@ from torchelastic.checkpoint.local import (
 from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.local.shard_folder import HeldShard
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
-from torchelastic.checkpoint.replication.addresses import own_address
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
-from torchelastic.checkpoint.replication.topology import PeerTopology
+from torchelastic.checkpoint.replication.topology import PeerTopology, own_address
 from torchelastic.checkpoint.shards.disk import Disk
 
 

@@ -10,8 +10,7 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, describe_out_of_step, encode
-from torchelastic.checkpoint.async_ckpt.errors import failed
-from torchelastic.checkpoint.async_ckpt.executors import check_priorities, settle
+from torchelastic.checkpoint.async_ckpt.executors import check_priorities, failed, settle
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
 RUNNING: Future[float] = Future()

@@ -35,15 +35,15 @@ def test_the_own_copy_is_read_first_then_the_host_then_the_others_in_turn() -> N
 
 
 def test_who_lost_the_copies_that_it_keeps_for_others_makes_them_again() -> None:
-    cliques, roots = [[0, 1], [0, 1]], ["a", "b"]
+    partners, roots = [[1], [0]], ["a", "b"]
     whole = [OLD.shard(0), OLD.shard(1)]
-    assert lost_copies(found(whole, whole), roots, cliques) == {}
-    assert lost_copies(found(whole, []), roots, cliques) == {1: [OLD.shard(0)]}, "its own one it has loaded"
-    assert lost_copies(found([], whole), roots, cliques) == {0: [OLD.shard(1)]}
-    assert lost_copies(found(whole, []), ["a", "a"], cliques) == {}, "both on one host, where one copy lies"
-    assert lost_copies(found(whole, []), roots, [[0], [1]]) == {}, "nobody keeps copies"
+    assert lost_copies(found(whole, whole), roots, partners) == {}
+    assert lost_copies(found(whole, []), roots, partners) == {1: [OLD.shard(0)]}, "its own one it has loaded"
+    assert lost_copies(found([], whole), roots, partners) == {0: [OLD.shard(1)]}
+    assert lost_copies(found(whole, []), ["a", "a"], partners) == {}, "both on one host, where one copy lies"
+    assert lost_copies(found(whole, []), roots, [[], []]) == {}, "nobody keeps copies"
     assert lost_copies(found(whole), ["a"], [[]]) == {}
-    three = lost_copies(found(whole, [], []), ["a", "b", "c"], [[0, 1], [1, 2], [2, 0]])
+    three = lost_copies(found(whole, [], []), ["a", "b", "c"], [[1], [2], [0]])
     assert three == {1: [OLD.shard(0)], 2: [OLD.shard(1)]}
 
 

@@ -17,7 +17,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, describe, failed_call, failure_of
+from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import failure_of
 from torchelastic.group.lagged_max import LaggedMax
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import describe_calls
@@ -139,18 +140,18 @@ class CallAgreement:
         error.__cause__ = own
         return error
 
-    def require_success(self, group: dist.ProcessGroup | None, call_idx: int, ended: Future[float]) -> None:
+    def require_success(self, group: dist.ProcessGroup | None, call_idx: int, work: Future[float]) -> None:
         """Raise on every rank if this call's work failed on any rank, or if they are at different calls; waits."""
         if group is None:
-            own = failure_of(ended)
+            own = failure_of(work)
             if own is not None:
                 raise failed_call(call_idx, own_rank(), describe(own)) from own
             return
-        self.begin(group, call_idx, ended)
+        self.begin(group, call_idx, work)
         verdict = self.read(group, call_idx)
         self.clear()
         if verdict is not None and verdict.failing_rank is not None:
-            raise self.failure(group, verdict.failing_rank, call_idx, ended)
+            raise self.failure(group, verdict.failing_rank, call_idx, work)
 
     def _watched(self, group: dist.ProcessGroup) -> WatchedGroup:
         return WatchedGroup(group, self._timeout_s, "async_ckpt", clock=self._clock)  # not kept: it may be formed anew

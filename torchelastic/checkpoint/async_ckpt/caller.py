@@ -18,8 +18,14 @@ from torchelastic.checkpoint.async_ckpt.agreement import (
     group_in_use,
     own_rank,
 )
-from torchelastic.checkpoint.async_ckpt.errors import describe, failed, failed_call, failure_of
-from torchelastic.checkpoint.async_ckpt.executors import DaemonExecutor, check_priorities, lower_priority
+from torchelastic.checkpoint.async_ckpt.errors import describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import (
+    DaemonExecutor,
+    check_priorities,
+    failed,
+    failure_of,
+    lower_priority,
+)
 from torchelastic.metrics import publish_metric
 
 if TYPE_CHECKING:

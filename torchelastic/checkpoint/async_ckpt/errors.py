@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, Future
-
 from torchelastic.checkpoint.errors import CheckpointError
 
 
@@ -45,15 +43,3 @@ def describe(error: BaseException) -> str:
     """The type and the text of an exception, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def failed(error: BaseException) -> Future[float]:
-    """Work that has failed with this error."""
-    future: Future[float] = Future()
-    future.set_exception(error)
-    return future
-
-
-def failure_of(ended: Future[float]) -> BaseException | None:
-    """Why work that has ended has failed; None if it is done."""
-    return CancelledError("it was given up") if ended.cancelled() else ended.exception()

@@ -1,4 +1,4 @@
-"""A thread for work in the background, and how threads and processes give way to training.
+"""A thread for work in the background, how work has ended, and how threads and processes give way to training.
 
 Priorities are set by system calls and never by a command.
 """
@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, InvalidStateError
+from concurrent.futures import CancelledError, Executor, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -80,6 +80,28 @@ def settle(future: Future[Any], result: object) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def ended(work: Callable[[], T]) -> Future[T]:
+    """Does it here and now; how that has ended."""
+    future: Future[T] = Future()
+    try:
+        settle(future, work())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        settle(future, error)
+    return future
+
+
+def failed(error: BaseException) -> Future[float]:
+    """Work that has failed with this error."""
+    future: Future[float] = Future()
+    future.set_exception(error)
+    return future
+
+
+def failure_of(ended: Future[float]) -> BaseException | None:
+    """Why work that has ended has failed; None if it is done."""
+    return CancelledError("it was given up") if ended.cancelled() else ended.exception()
 
 
 def check_priorities(cpu_priority: int, io_priority: int | None) -> None:

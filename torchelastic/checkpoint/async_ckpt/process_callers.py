@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S, own_rank
 from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller, timed_stage
-from torchelastic.checkpoint.async_ckpt.errors import describe, failed_call, failure_of
+from torchelastic.checkpoint.async_ckpt.errors import describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import failure_of
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, pack
 from torchelastic.checkpoint.async_ckpt.worker_process import UNTIDY_END_S, WorkerProcess, WorkerSettings, end_all
 

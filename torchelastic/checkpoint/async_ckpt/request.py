@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from torchelastic.checkpoint.async_ckpt.agreement import CallAgreement, group_in_use
-from torchelastic.checkpoint.async_ckpt.executors import settle
+from torchelastic.checkpoint.async_ckpt.executors import ended
 
 
 class AsyncRequest(NamedTuple):
@@ -89,12 +88,7 @@ class AsyncRequest(NamedTuple):
             AsyncCheckpointError: the work failed on some rank, or the ranks do not run the same call; the finalize
                 functions were called on no rank. Where it failed here, the original exception is the cause.
         """
-        ended: Future[float] = Future()
-        try:
-            settle(ended, self.work())
-        except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
-            settle(ended, error)
-        CallAgreement().require_success(group_in_use(None), self.call_idx, ended)
+        CallAgreement().require_success(group_in_use(None), self.call_idx, ended(self.work))
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -112,9 +106,7 @@ class AsyncRequest(NamedTuple):
             BaseException: what a finalize function raised; those after it were not called.
         """
         if validate_matching_call_idx:
-            done: Future[float] = Future()
-            done.set_result(0.0)
-            CallAgreement().require_success(group_in_use(None), self.call_idx, done)
+            CallAgreement().require_success(group_in_use(None), self.call_idx, ended(lambda: 0.0))
         for finalize_fn in self.finalize_fns:
             finalize_fn()
         return self.call_idx

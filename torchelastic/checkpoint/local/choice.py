@@ -33,7 +33,7 @@ def nearness(roots: Sequence[str]) -> Distance[int]:
 
 
 def lost_copies(
-    candidate: LocalCandidate, roots: Sequence[str], cliques: Sequence[Collection[int]]
+    candidate: LocalCandidate, roots: Sequence[str], partners_of: Sequence[Collection[int]]
 ) -> dict[int, list[Shard]]:
     """The shards that ranks are to hold for others, and of which nothing lies on their hosts any more.
 
@@ -41,13 +41,13 @@ def lost_copies(
         candidate: a complete one. Where another number of ranks has saved it, shard s counts as that of rank s modulo
             today's.
         roots: see `nearness`.
-        cliques: per rank, who keeps copies of its shards, itself included.
+        partners_of: per rank, who keeps copies of its shards.
     """
     lost: dict[int, list[Shard]] = {}
     for shard, sources in candidate.sources.items():
         owner = shard % len(roots)
         has_it = {roots[source.rank] for source in sources}
-        for keeper in sorted(set(cliques[owner]) - {owner}):
+        for keeper in partners_of[owner]:
             if roots[keeper] not in has_it:
                 lost.setdefault(keeper, []).append(candidate.save.shard(shard))
     return lost

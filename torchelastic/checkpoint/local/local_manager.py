@@ -24,8 +24,7 @@ from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard
 from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
 from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
-from torchelastic.checkpoint.replication.addresses import root_id
-from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet
+from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
 from torchelastic.checkpoint.restore import first_good_copy
 from torchelastic.checkpoint.restore_plan import ShardSource, plan_reads
 from torchelastic.checkpoint.shards import ShardReader, read_into
@@ -107,7 +106,6 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._server: ReplicaServer | None = None
         self._peers = PeerTopology(0, ("",))
         self._roots: list[str] = [""]
-        self._cliques: list[list[int]] = [[]]
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._dropped = _when_dropped(self, self._ranks)
         disk.make_folder(self._root)
@@ -198,28 +196,27 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return root_id(self._root)
 
         silence_s = min(_SILENCE_PART * self._timeout_s, _MOST_SILENCE_S)
-        peers, self._server, self._roots = meet(
+        self._peers, self._server, self._roots = meet(
             self._ranks,
             call,
             lambda: self._files,
             ReplicationRetryConfig(timeout_seconds=silence_s),
             tell=open_folder,
+            choose=self._partners,
             replica_host=self._replica_host,
         )
         self._dropped.detach()
         self._dropped = _when_dropped(self, self._server, self._folder, self._ranks)
-        hosts = peers.hosts
-        self._cliques = self._ranks.run_on_all(f"{call}, choosing", lambda: self._clique(hosts))
-        clique = [rank for rank in self._cliques[self.rank] if rank != self.rank]
-        self._peers = replace(peers, partners=tuple(clique))
-        if self.repl_strategy is not None and not clique:
+        hosts, partners = self._peers.hosts, self._peers.partners
+        if self.repl_strategy is not None and not partners:
             log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
-        if clique and self.rank < min(clique) and len({hosts[rank] for rank in [self.rank, *clique]}) == 1:
-            listed_ranks = listed(self._cliques[self.rank])
-            log.warning("%s keep copies of each other on one host, and are lost with it", listed_ranks)
+        clique = sorted([self.rank, *partners])
+        if partners and self.rank == clique[0] and len({hosts[rank] for rank in clique}) == 1:
+            log.warning("%s keep copies of each other on one host, and are lost with it", listed(clique))
 
-    def _clique(self, hosts: Sequence[str]) -> list[int]:
-        return [] if self.repl_strategy is None else sorted(self.repl_strategy.clique(self.rank, hosts))
+    def _partners(self, peers: PeerTopology) -> list[int]:
+        clique = [] if self.repl_strategy is None else self.repl_strategy.clique(self.rank, peers.hosts)
+        return sorted({*clique} - {self.rank})
 
     @property
     def _files(self) -> ShardFolder:
@@ -300,7 +297,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._from_any(shard, _verified, keep=True).close()
 
     def _make_copies_again(self, call: str, save: LocalSave) -> None:
-        lost = lost_copies(self._found[save], self._roots, self._cliques)
+        lost = lost_copies(self._found[save], self._roots, self._peers.partners_of)
 
         def fetch() -> None:
             for shard in lost.get(self.rank, ()):
