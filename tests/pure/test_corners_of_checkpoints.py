@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.command.errors import underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
-from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.local.names import LocalSave, Shard
+from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
 from torchelastic.checkpoint.memory.ids import CheckpointId
 from torchelastic.checkpoint.memory.names import ShardName, save_id_of

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
-from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.choice import LocalCandidate
 from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard, check_iteration, check_session_id
 from torchelastic.checkpoint.local.shard_folder import HeldShard
+from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.restore_plan import Held, candidates
 from torchelastic.group.naming import listed

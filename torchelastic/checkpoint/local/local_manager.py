@@ -16,13 +16,11 @@ from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
-from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, to_prune
-from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
-from torchelastic.checkpoint.local.fetching import open_copy
 from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard
 from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
 from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
+from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
 from torchelastic.checkpoint.restore import first_good_copy
@@ -329,7 +327,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         def take(source: ShardSource) -> Used:
             is_here = roots[source.rank] == roots[self.rank]
             client = None if is_here else peers.client(source.rank, peers.retry.timeout_seconds)
-            reader = open_copy(shard, files, folder=int(source.place), client=client, keep=keep)
+            reader = files.open_copy(shard, int(source.place), client, keep=keep)
             try:
                 return use(reader)
             except CorruptCheckpointError:

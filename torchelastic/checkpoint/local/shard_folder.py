@@ -8,24 +8,31 @@ The middle numbers are the shard's rank and how many ranks saved: replicas lie i
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import shutil
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
 from torchelastic.checkpoint.local.shard_write import ShardWrite
+from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
 from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.image import read_header
+from torchelastic.checkpoint.shards.image import read_header, tensors_of
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.shards.writing import hidden_path
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +113,54 @@ class ShardFolder:
                 except (CheckpointError, TypeError, ValueError) as error:
                     log.info("passed over: %s", error)  # removed meanwhile, or still being written
         return found
+
+    def open_copy(self, shard: Shard, folder: int, client: ReplicaClient | None, *, keep: bool) -> ShardReader:
+        """Opens one copy of a shard.
+
+        Args:
+            shard: which.
+            folder: the rank folder of this host in which it lies.
+            client: of the rank that has it, if that is on another host.
+            keep: what is fetched from another host is kept here, in place of a damaged copy; else it goes with its
+                reader.
+
+        Raises:
+            CorruptCheckpointError: this copy cannot be had; another one may.
+        """
+        try:
+            if client is None:
+                return ShardReader(self.path_of(shard, folder))
+            return self._fetched(shard, client) if keep else self._fetched_unnamed(shard, client)
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
+
+    def _fetched(self, shard: Shard, client: ReplicaClient) -> ShardReader:
+        """Gets a shard into the own folder; it takes its name only when all of it is good."""
+        name = shard.file_name
+
+        def check(view: memoryview) -> None:
+            tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
+
+        pull_into(self, name, partial(client.pull, name), check)
+        log.info("fetched %s from %s", shard, client.peer)
+        return ShardReader(self.path_of(shard, self.rank))
+
+    def _fetched_unnamed(self, shard: Shard, client: ReplicaClient) -> ShardReader:
+        path = hidden_path(self.path)
+
+        def destination(size_bytes: int) -> memoryview:
+            descriptor = self.disk.create(path)
+            try:
+                self.disk.allocate(descriptor, size_bytes, path)
+                return memoryview(mmap.mmap(descriptor, size_bytes))
+            finally:
+                os.close(descriptor)  # and with it the lock that would keep the reader out
+
+        try:
+            client.pull(shard.file_name, destination)
+            return ShardReader(path)
+        finally:
+            self.disk.remove(path)
 
     def has_room_beside(self) -> bool:
         """Whether saving can go on beside what lies here, if all of that stays: each rank comes to two more slots."""

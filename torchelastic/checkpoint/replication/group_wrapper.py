@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
-from torchelastic.checkpoint.local.encoding import decode, encode
+from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, TensorAwareStateDict, decode, encode
 from torchelastic.checkpoint.replication.placement import ExchangePlan
 from torchelastic.checkpoint.replication.receive import MemoryShelf
 from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig, meet

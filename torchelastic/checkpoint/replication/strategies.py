@@ -20,7 +20,7 @@ from torchelastic.checkpoint.replication.placement import ExchangePlan, holders_
 if TYPE_CHECKING:
     import torch
 
-    from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
+    from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
 
 
 class ReplicationStrategy(ABC):
