@@ -16,8 +16,8 @@ from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
-from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, to_prune
-from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard
+from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, shards_of, to_prune
+from torchelastic.checkpoint.local.names import CkptID, header_meta
 from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
 from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
@@ -30,6 +30,7 @@ from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 
@@ -126,11 +127,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
             CheckpointError, OutOfStepError: see `load`.
         """
 
-        def attempt(save: LocalSave) -> list[tuple[TensorAwareStateDict, CkptID]]:
-            return [
-                (self._read(save.shard(rank), keep=False), CkptID(save.iteration, rank, self.session_id))
-                for rank in range(save.world_size)
-            ]
+        def attempt(save: SaveId) -> list[tuple[TensorAwareStateDict, CkptID]]:
+            return [(self._read(shard, keep=False), self._ckpt_id(shard)) for shard in shards_of(self._found[save])]
 
         self._begin("load_all()", look=True)
         return self._first_loadable("load_all()", lambda _: None, attempt)
@@ -154,16 +152,16 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         tree = plain_basic(template)
 
-        def attempt(save: LocalSave) -> tuple[Any, CkptID]:
+        def attempt(save: SaveId) -> tuple[Any, CkptID]:
             readers: list[ShardReader] = []
             try:
-                for rank in range(save.world_size):
-                    readers.append(self._from_any(save.shard(rank), _verified, keep=False))
+                for shard in shards_of(self._found[save]):
+                    readers.append(self._from_any(shard, _verified, keep=False))
                 state = read_into(readers, tree, strict=strict, allow_pickles=self._allow_pickles)
             finally:
                 for reader in readers:
                     reader.close()
-            return state, CkptID(save.iteration, self.rank, self.session_id)
+            return state, CkptID(save.step, self.rank, self.session_id)
 
         self._begin("load_resharded()", look=True)
         return self._first_loadable("load_resharded()", lambda _: None, attempt)
@@ -242,10 +240,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _discard(self, prepared: Any) -> None:
         self._files.give_back(prepared.stage)
 
-    def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
+    def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
         stage: Stage = prepared.stage
         header: Header = replace(
-            prepared.header, meta={**prepared.header.meta, **shard.meta(self.session_id), "saved_s": saved_s}
+            prepared.header, meta={**prepared.header.meta, **header_meta(shard, self.session_id), "saved_s": saved_s}
         )
         try:
             if is_async:
@@ -260,7 +258,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             target=self._files.path_of(shard, self.rank),
             data_offset=stage.data_offset,
             header=header,
-            generation=shard.save.generation,
+            shard=shard,
             peers=self._peers,
             disk=self._disk,
             stage=stage,
@@ -268,7 +266,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._files.begin(shard, stage, write)
         return AsyncRequest(write_shard, (write,), [])
 
-    def _cleanup(self, save: LocalSave) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
+    def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
         if self._folder is None:
             return  # closed meanwhile; the next save prunes
         files = self._files
@@ -279,7 +277,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         files.prune(doomed, folders)
         self._complete = {kept: saved_s for kept, saved_s in self._complete.items() if kept not in doomed}
 
-    def _cleanup_failed_save(self, save: LocalSave) -> None:
+    def _cleanup_failed_save(self, save: SaveId) -> None:
         if self._folder is not None:
             self._folder.call_off(save)
 
@@ -288,13 +286,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _my_ckpt_ids(self) -> Sequence[HeldShard]:
         return self._files.held(self._folders())
 
-    def _load(self, shard: Shard) -> TensorAwareStateDict:
+    def _load(self, shard: ShardId) -> TensorAwareStateDict:
         return self._read(shard, keep=True)
 
-    def _verify(self, shard: Shard) -> None:
+    def _verify(self, shard: ShardId) -> None:
         self._from_any(shard, _verified, keep=True).close()
 
-    def _make_copies_again(self, call: str, save: LocalSave) -> None:
+    def _make_copies_again(self, call: str, save: SaveId) -> None:
         lost = lost_copies(self._found[save], self._roots, self._peers.partners_of)
 
         def fetch() -> None:
@@ -307,7 +305,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if lost:
             self._ranks.run_on_all(f"{call}, making lost copies again", fetch)  # nobody goes while others fetch from it
 
-    def _read(self, shard: Shard, *, keep: bool) -> TensorAwareStateDict:
+    def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
             with reader:
                 # on tmpfs the file is memory already, and fresh memory for a copy costs more than the copy; but a
@@ -318,10 +316,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         return self._from_any(shard, use, keep=keep)
 
-    def _from_any(self, shard: Shard, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
+    def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
         """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then."""
         files, peers, roots = self._files, self._peers, self._roots
-        held = self._found[shard.save].sources
+        held = self._found[shard.name].sources
         sources = plan_reads(held, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
 
         def take(source: ShardSource) -> Used:
