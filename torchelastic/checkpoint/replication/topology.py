@@ -172,19 +172,8 @@ def meet(
     servers: list[ReplicaServer] = []
 
     def listen() -> list[Any]:
-        transfers = max(_LEAST_TRANSFERS, len(hosts))
-        server = ReplicaServer(
-            shelf(),
-            topology.token,
-            host=replica_host or address_among(networks),
-            port=port + networks[: ranks.rank].count(networks[ranks.rank]) if port else 0,
-            timeout_s=retry.timeout_seconds,
-            max_transfers=transfers,
-            max_connections=2 * transfers,
-        )
-        servers.append(server)
-        server.start()
-        return list(server.address)
+        servers.append(_listening(topology, shelf(), networks, port, replica_host))
+        return list(servers[0].address)
 
     try:
         found = ranks.run_on_all(f"{call}, listening", listen, is_long=True)
@@ -195,6 +184,24 @@ def meet(
             server.close()
         raise
     return replace(topology, partners_of=tuple(map(tuple, chosen))), servers[0], list(told)
+
+
+def _listening(
+    topology: PeerTopology, shelf: ReplicaShelf, networks: Sequence[str], port: int, replica_host: str | None
+) -> ReplicaServer:
+    """The server of this rank; see `meet`."""
+    rank, transfers = topology.rank, max(_LEAST_TRANSFERS, len(networks))
+    server = ReplicaServer(
+        shelf,
+        topology.token,
+        host=replica_host or address_among(networks),
+        port=port + networks[:rank].count(networks[rank]) if port else 0,
+        timeout_s=topology.retry.timeout_seconds,
+        max_transfers=transfers,
+        max_connections=2 * transfers,
+    )
+    server.start()
+    return server
 
 
 def destinations(strategy: DestinationStrategy | None, topology: PeerTopology, copies: int) -> list[int]:
