@@ -196,35 +196,26 @@ def missing_copies(held: Mapping[int, Mapping[Id, int]], domains: Sequence[str],
     sizes = {shard: size_bytes for shards in held.values() for shard, size_bytes in shards.items()}
     holders = {shard: [rank for rank in sorted(held) if shard in held[rank]] for shard in sizes}
     received = [(0, rank) for rank in range(len(domains))]  # a heap: who has received least is first
-    receivers: dict[Id, list[int]] = {}
+    wanted: dict[int, list[Id]] = {}
     for shard in sorted(sizes, key=lambda shard: (-sizes[shard], shard)):
         hosts = {domains[rank] for rank in holders[shard]}
-        receivers[shard] = []
         passed_over = []
         while len(hosts) < hosts_wanted:
             received_bytes, rank = heapq.heappop(received)
             if domains[rank] not in hosts:
                 hosts.add(domains[rank])
-                receivers[shard].append(rank)
+                wanted.setdefault(rank, []).append(shard)
                 received_bytes += sizes[shard]
             passed_over.append((received_bytes, rank))
         for entry in passed_over:
             heapq.heappush(received, entry)
-    return _with_senders(receivers, holders, sizes)
-
-
-def _with_senders(
-    receivers: Mapping[Id, list[int]], holders: Mapping[Id, list[int]], sizes: Mapping[Id, int]
-) -> list[Copy[Id]]:
-    """Those with the fewest holders first, then the largest; each from the holder that has sent least."""
-    sent: dict[int, int] = {}
-    copies: list[Copy[Id]] = []
-    for shard in sorted(receivers, key=lambda shard: (len(holders[shard]), -sizes[shard], shard)):
-        for receiver in receivers[shard]:
-            sender = min(holders[shard], key=lambda rank: (sent.get(rank, 0), rank))
-            sent[sender] = sent.get(sender, 0) + sizes[shard]
-            copies.append(Copy(sender, receiver, shard, sizes[shard]))
-    return sorted(copies, key=lambda copy: (copy.receiver, copy.shard))
+    sources = {shard: [ShardSource(rank) for rank in ranks] for shard, ranks in holders.items()}
+    reads = plan_reads(sources, wanted, size_bytes=sizes)
+    return [
+        Copy(reads[receiver][shard][0].rank, receiver, shard, sizes[shard])
+        for receiver in sorted(wanted)
+        for shard in sorted(wanted[receiver])
+    ]
 
 
 @dataclass(frozen=True)
