@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.cgroup import cgroup_available_bytes
-from torchelastic.checkpoint.memory.room import Free, decide, held_bytes, measure
+from torchelastic.checkpoint.memory.room import Free, cgroup_available_bytes, decide, held_bytes, measure
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 
 MIB = 2**20
