@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem
 from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, ShardName, save_id_of
 from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName, save_id_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ShardName, save_id_of
 from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.tree import flatten

@@ -20,8 +20,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointId
-from torchelastic.checkpoint.memory.names import ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import CheckpointId, ShardName, save_id_of
 from torchelastic.checkpoint.memory.plans import Note, collect_notes, tensor_bytes
 from torchelastic.checkpoint.memory.room import held_bytes
 from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy

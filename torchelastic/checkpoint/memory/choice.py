@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
-from torchelastic.checkpoint.memory.names import COMMIT_FILE
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE
 from torchelastic.checkpoint.replication.placement import by_domain, missing_copies
 from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
 

@@ -25,16 +25,16 @@ from torchelastic.checkpoint.memory.choice import (
 )
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, CheckpointObjectId, parts_of
 from torchelastic.checkpoint.memory.inventory import (
+    Retrieval,
     list_container,
+    make_replicas,
     remove_damaged,
     settle,
     verify,
 )
-from torchelastic.checkpoint.memory.names import COMMIT_FILE
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.memory.retrieval import Retrieval, make_replicas
 from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.restore import newest_readable

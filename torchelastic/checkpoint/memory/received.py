@@ -13,7 +13,7 @@ import torch
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import Commit, commit_from
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, ShardName
 from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.tree import unflatten

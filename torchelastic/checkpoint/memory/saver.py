@@ -19,18 +19,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
+from torchelastic.checkpoint.memory.ids import (
+    CheckpointContainerId,
+    CheckpointObjectId,
+    ShardName,
+    generation_of,
+    parts_of,
+)
 from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
-from torchelastic.checkpoint.memory.names import ShardName, generation_of
 from torchelastic.checkpoint.memory.objects import Homes
-from torchelastic.checkpoint.memory.planning import PlannedSave, with_note, with_tickets
+from torchelastic.checkpoint.memory.planning import CheckpointSaver, PlannedSave, with_note, with_tickets
 from torchelastic.checkpoint.memory.plans import (
     NotSaved,
     NotSavedError,
     collect_ticket,
 )
-from torchelastic.checkpoint.memory.saver_interface import CheckpointSaver
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 from torchelastic.checkpoint.memory.staged_state import (
     StagedState,

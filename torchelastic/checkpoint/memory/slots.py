@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.memory.ids import ShardName
 from torchelastic.checkpoint.memory.items import CachedLayout
-from torchelastic.checkpoint.memory.names import ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.room import decide, measure
 from torchelastic.checkpoint.shards.header import Header

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import StoredItem
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, ObjectName, ShardName
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
-from torchelastic.checkpoint.memory.names import ObjectName, ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
 from torchelastic.checkpoint.memory.staged_state import CopiedState, copy_into, find_copy, tensors_only
