@@ -86,7 +86,7 @@ def publish(each: Member, step: int, save_id: str) -> Path:
     flat = flatten({"w": value_of(each.rank, step)})
     name = ShardName(each.rank, each.replication.world_size, save_id)
     header = lay_out(flat, name.meta(step))
-    stage = each.container.take(header)
+    stage = each.container.pool.take(header)
     checksums = stage.copy_and_hash([named.tensor for named in flat.tensors])
     return each.container.publish(stage, header.with_checksums(checksums), step, name)
 

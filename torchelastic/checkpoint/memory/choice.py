@@ -110,13 +110,7 @@ def verification_share(
         ranks: that use the folder.
         rank: one of them.
     """
-    load = dict.fromkeys(ranks, 0)
-    shares: dict[int, list[str]] = {each: [] for each in ranks}
-    for file, size_bytes in objects_in(steps, candidate).items():
-        chosen = min(load, key=lambda each: (load[each], each))
-        load[chosen] += size_bytes + 1
-        shares[chosen].append(file)
-    return shares[rank]
+    return list(objects_in(steps, candidate))[ranks.index(rank) :: len(ranks)]  # the longest first, so dealt in turn
 
 
 def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, copies: int = 1) -> RecoveryPlan:

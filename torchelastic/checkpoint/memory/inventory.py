@@ -15,7 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.choice import Fetch
 from torchelastic.checkpoint.memory.commit import Commit, CommitHead, StoredStep
-from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.container import Container, commit_path, read_candidate, read_commit
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ObjectName
 from torchelastic.checkpoint.memory.received import ReceivedObjects, verify_received
 from torchelastic.checkpoint.replication.client import pull_into
@@ -47,10 +47,10 @@ def list_container(container: Container) -> list[StoredStep]:
 
 
 def _remove_useless_commit(container: Container, step: int) -> bool:
-    if container.commit_path(step) is None:
+    if commit_path(container.folder_of(step)) is None:
         return False
     try:
-        container.read_candidate(step)
+        read_candidate(container.folder_of(step))
     except CorruptCheckpointError as error:
         log.warning("the commit of step %d is of no use and is removed: %s", step, error)
         remove_damaged(container, step, COMMIT_FILE)
@@ -85,7 +85,7 @@ def verify(container: Container, candidate: CommitHead, files: Sequence[str]) ->
 
 def _verified_bytes(container: Container, candidate: CommitHead, file: str) -> int:
     if file == COMMIT_FILE:
-        commit = container.read_commit(candidate.step)
+        commit = read_commit(container.folder_of(candidate.step))
         if commit.save_id != candidate.save_id:
             raise CheckpointError(f"step {candidate.step} was saved anew meanwhile")
         _mend_extras(container, commit)
@@ -111,7 +111,8 @@ def _mend_extras(container: Container, commit: Commit) -> None:
 
 def remove_damaged(container: Container, step: int, file: str) -> None:
     """Removes an object that proved damaged, also where another process holds it: nobody can use it."""
-    path = container.commit_path(step) if file == COMMIT_FILE else container.folder_of(step) / file
+    folder = container.folder_of(step)
+    path = commit_path(folder) if file == COMMIT_FILE else folder / file
     if path is None:
         return
     if file != COMMIT_FILE:

@@ -8,7 +8,7 @@ import platform
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,10 @@ from torchelastic.checkpoint.memory.staged_state import (
     not_staged,
     staged_in,
 )
-from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, push_shard, stage_items, why_not
+from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.group.rank_group import begun
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
@@ -288,11 +290,13 @@ class DefaultCheckpointSaver(CheckpointSaver):
         """
         if self._replication is None:
             return []
-        name = str(self._manager.names_of(CheckpointObjectId(object_id)))
-        pool = ThreadPoolExecutor(1, thread_name_prefix="replicate")
-        future = pool.submit(push_shard, Path(str(object_id)), name, self._replication)
-        pool.shutdown(wait=False)
-        return [future]
+        name, push = str(self._manager.names_of(CheckpointObjectId(object_id))), self._replication.push
+
+        def push_shard() -> int:
+            with ShardReader(Path(str(object_id))) as shard, shard.view() as content:
+                return push(name, content)
+
+        return [begun(push_shard)]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class Slots:
         if not self.container.pool.is_warm(header):
             self._require_room(header)
         try:
-            held = HeldSlot(self.container, self.container.take(header))
+            held = HeldSlot(self.container, self.container.pool.take(header))
         except CheckpointError as error:
             because = f"there is no room for a slot of {capacity_for(header)} bytes: {error}"
             raise NotSavedError(NotSaved("tmpfs", because)) from error
