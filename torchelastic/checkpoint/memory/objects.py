@@ -45,7 +45,7 @@ class CheckpointObjectManager:
     def __init__(self, pool_config: object = None, *, disk: Disk = REAL_DISK) -> None:
         self._pool_config = pool_config
         self._disk = disk
-        self._registry: Path | None = None
+        self._registry = new_registry()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -172,32 +172,22 @@ class CheckpointObjectManager:
             )
 
     def _register(self, root: Path) -> None:
-        link = self._registry_folder() / root.name
         try:
-            link.symlink_to(root)
+            (self._registry / root.name).symlink_to(root)
         except FileExistsError:
             pass  # another process of this program was quicker
         except FileNotFoundError:
-            log.debug("the program that %s belongs to has ended", link.parent)
+            log.debug("the program that %s belongs to has ended", self._registry)
 
     def _forget(self, container: Container) -> None:
         self._containers.pop(container.name, None)
-        if self._registry is not None:
-            (self._registry / container.name).unlink(missing_ok=True)
+        (self._registry / container.name).unlink(missing_ok=True)
 
     def _registered(self, name: str) -> Path | None:
-        if self._registry is None:
-            return None
         try:
             return (self._registry / name).readlink()
         except OSError:
             return None
-
-    def _registry_folder(self) -> Path:
-        with self._lock:
-            if self._registry is None:
-                self._registry = new_registry()
-            return self._registry
 
     def only_container(self) -> Container | None:
         """The container, if just one is known to this program; None otherwise."""
@@ -214,10 +204,10 @@ class CheckpointObjectManager:
 
     def _names(self) -> list[str]:
         with self._lock:
-            return sorted({*self._containers, *(registered_in(self._registry) if self._registry is not None else ())})
+            return sorted({*self._containers, *registered_in(self._registry)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry_folder()}
+        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pool_config, self._disk, self._registry = state["pool_config"], state["disk"], state["registry"]

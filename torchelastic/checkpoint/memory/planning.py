@@ -113,7 +113,7 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
     """
     slots.reclaim()
     refused = refused_in(item.index.fqn for item in plan.items)
-    needed_bytes, free = tensor_bytes(plan), measure(slots.container.root)
+    needed_bytes = tensor_bytes(plan)
     note = Note(
         save.about,
         rank,
@@ -122,8 +122,7 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
         needed_bytes,
         copied_bytes(),
         slots.warm_bytes(needed_bytes),
-        free.tmpfs_bytes,
-        free.ram_bytes,
+        measure(slots.container.root),
         replace(refused[1], rank=rank) if refused is not None else None,
     )
     deliver(note)

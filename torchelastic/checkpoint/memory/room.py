@@ -32,12 +32,10 @@ class Free:
     Attributes:
         tmpfs_bytes: how much more fits onto the file system; None: it has no limit of its own (ramfs, size=0).
         ram_bytes: how much can be allocated without swapping, in this control group and on this host.
-        limited_by: "host" or "cgroup": which of them says `ram_bytes`.
     """
 
     tmpfs_bytes: int | None
     ram_bytes: int
-    limited_by: str = "host"
 
 
 @dataclass(frozen=True)
@@ -45,27 +43,28 @@ class RoomDecision:
     """Whether a save may go on, with the numbers behind it.
 
     Attributes:
-        fits: whether it may.
         reason: "fits", "tmpfs" (too small or too full) or "ram" (too little memory is left on this host).
         needed_bytes: what it has to allocate.
-        tmpfs_free_bytes: as in `Free`.
-        ram_available_bytes: as in `Free`.
-        margin_bytes: how much of that is left alone.
+        free: what there is.
+        margin_bytes: how much of the memory is left alone.
     """
 
-    fits: bool
     reason: str
     needed_bytes: int
-    tmpfs_free_bytes: int | None
-    ram_available_bytes: int
+    free: Free
     margin_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may."""
+        return self.reason == "fits"
 
     @property
     def because(self) -> str:
         """How much is needed, how much is there, and what to do about it."""
         needed = bytes_text(self.needed_bytes)
-        ram, margin = bytes_text(self.ram_available_bytes), bytes_text(self.margin_bytes)
-        tmpfs = "no limit" if self.tmpfs_free_bytes is None else bytes_text(self.tmpfs_free_bytes)
+        ram, margin = bytes_text(self.free.ram_bytes), bytes_text(self.margin_bytes)
+        tmpfs = "no limit" if self.free.tmpfs_bytes is None else bytes_text(self.free.tmpfs_bytes)
         numbers = (
             f"it has to allocate {needed}; there are {tmpfs} on the tmpfs, and {ram} of memory ({margin} of them stay)"
         )
@@ -82,12 +81,7 @@ class RoomDecision:
         return numbers
 
 
-def decide(
-    needed_bytes: int,
-    tmpfs_free_bytes: int | None,
-    ram_available_bytes: int,
-    margin_bytes: int = DEFAULT_MARGIN_BYTES,
-) -> RoomDecision:
+def decide(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGIN_BYTES) -> RoomDecision:
     """Whether a save may allocate what it needs. Pure.
 
     A save that needs nothing, because it goes into slots that are there, always fits. The margin is taken off the
@@ -95,24 +89,20 @@ def decide(
 
     Args:
         needed_bytes: what all ranks of this host allocate for it together, beside what they hold already.
-        tmpfs_free_bytes: see `Free.tmpfs_bytes`.
-        ram_available_bytes: see `Free.ram_bytes`.
+        free: what there is on that host.
         margin_bytes: how much memory is left alone.
 
     Raises:
         ValueError: a number is negative.
     """
-    if min(needed_bytes, tmpfs_free_bytes or 0, ram_available_bytes, margin_bytes) < 0:
-        raise ValueError(
-            f"bytes cannot be negative: needed {needed_bytes}, tmpfs {tmpfs_free_bytes}, memory {ram_available_bytes}, "
-            f"margin {margin_bytes}"
-        )
+    if min(needed_bytes, free.tmpfs_bytes or 0, free.ram_bytes, margin_bytes) < 0:
+        raise ValueError(f"bytes cannot be negative: needed {needed_bytes}, {free}, margin {margin_bytes}")
     reason = "fits"
-    if tmpfs_free_bytes is not None and needed_bytes > tmpfs_free_bytes:
+    if free.tmpfs_bytes is not None and needed_bytes > free.tmpfs_bytes:
         reason = "tmpfs"
-    elif needed_bytes and needed_bytes + margin_bytes > ram_available_bytes:
+    elif needed_bytes and needed_bytes + margin_bytes > free.ram_bytes:
         reason = "ram"
-    return RoomDecision(reason == "fits", reason, needed_bytes, tmpfs_free_bytes, ram_available_bytes, margin_bytes)
+    return RoomDecision(reason, needed_bytes, free, margin_bytes)
 
 
 def measure(
@@ -139,9 +129,7 @@ def measure(
         status = statvfs(path)
     tmpfs_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
     ram_bytes, limit_bytes = host_available_bytes(), cgroup_available_bytes(cgroup_root, self_cgroup)
-    if limit_bytes is not None and limit_bytes < ram_bytes:
-        return Free(tmpfs_bytes, limit_bytes, "cgroup")
-    return Free(tmpfs_bytes, ram_bytes)
+    return Free(tmpfs_bytes, ram_bytes if limit_bytes is None else min(ram_bytes, limit_bytes))
 
 
 def held_bytes(folder: Path) -> int:

@@ -149,8 +149,7 @@ class Slots:
             held.give_back()
 
     def _require_room(self, header: Header) -> None:
-        free = measure(self.container.root)
-        decision = decide(capacity_for(header), free.tmpfs_bytes, free.ram_bytes)
+        decision = decide(capacity_for(header), measure(self.container.root))
         if not decision.fits:
             raise NotSavedError(NotSaved(decision.reason, decision.because))
 
