@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from torchelastic.checkpoint.memory.cgroup import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
 from torchelastic.checkpoint.memory.job import DEFAULT_ROOT, ROOT_VARIABLE
 from torchelastic.checkpoint.memory.owner import find_dead
+from torchelastic.checkpoint.memory.room import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
 from torchelastic.checkpoint.shards.disk import is_in_memory
 from torchelastic.doctor.findings import Finding, Level
 from torchelastic.text import bytes_text, shortlist

@@ -1,14 +1,14 @@
-"""One object or several of a kind (optimizers, schedulers) as the user gave them, kept as one thing."""
+"""One object or many of a kind (optimizers, schedulers) as the user gave them, kept as one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Several:
-    """What was given as one object, a list, a tuple or a dict of them: one thing with state_dict and load_state_dict.
+class OneOrMany:
+    """One object, or a list, a tuple or a dict of them, with one state_dict and load_state_dict.
 
-    One object's state is its own, so that checkpoints do not change; several objects' is a dict by name, where those
+    One object's state is its own, so that checkpoints do not change; that of many is a dict by name, where those
     of a list are called by their numbers. Load all or nothing is not promised: the parts are loaded one by one.
 
     Args:
@@ -35,7 +35,7 @@ class Several:
         if not self.is_single and not named:
             raise ValueError(f"{what} is an empty {type(given).__name__}: leave it out, or give at least one")
         for name, value in named.items():
-            refuse_stateless(f"{what} {name}".rstrip(), value)
+            check_stateful(f"{what} {name}".rstrip(), value)
         self.names: list[str] = list(named)
         self.objects: list[Any] = list(named.values())
 
@@ -66,7 +66,7 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def refuse_stateless(name: str, value: Any) -> None:
+def check_stateful(name: str, value: Any) -> None:
     """Raise ValueError for an object that is there and cannot be kept."""
     if value is not None and not is_stateful(value):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How far a run is in its data, and which global batches are still to come. Pure."""
+"""The progress of a run in its data, and the global batches that follow. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Position = tuple[int, int]  # epoch and number of a global batch in it
 
 
 @dataclass(frozen=True)
-class Course:
+class EpochProgress:
     """The committed position, and what committed steps of the present epoch have left out.
 
     An epoch has its regular batches, and behind them further ones of what was left out: they are cut from the front of
@@ -21,7 +21,7 @@ class Course:
         size: samples of a global batch.
         epoch: of the first batch that is not committed.
         number: of that batch in its epoch.
-        postponed: dataset indices that this epoch still owes.
+        postponed: dataset indices left for later in this epoch.
     """
 
     regular: int
@@ -65,7 +65,7 @@ class Course:
         start = self.size * (number - max(self.number, self.regular)) if epoch == self.epoch else 0
         return self.postponed[start : start + self.size]
 
-    def advanced(self, to: Position, left_out: tuple[int, ...] = ()) -> Course:
+    def advanced(self, to: Position, left_out: tuple[int, ...] = ()) -> EpochProgress:
         """All batches before `to` are committed, except for the samples of `left_out`, which are trained later.
 
         Those that are left out in the last batch of an epoch make the epoch longer.

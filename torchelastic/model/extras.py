@@ -1,25 +1,30 @@
-"""Objects with a state of their own among the user's values: a GradScaler, an EMA of the weights, anything alike.
+"""The auxiliary state of a model: objects with a state of their own (a GradScaler, an EMA), and its snapshots.
 
-The object stays the one that the user's code holds; only its state is copied, put back, sent and saved. A small state
+The object stays the one that the user's code holds; only its state is copied, restored, sent and saved. A small state
 is copied before each step. A large one (an EMA is as large as the weights) is not: like the weights it may change in a
-step only after an optimizer has begun to step, and then it is judged, and brought level, together with them.
+step only after an optimizer has begun to step, and then it is synchronized together with them.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torchelastic.model.several import is_stateful
+from torchelastic.model.one_or_many import OneOrMany, is_stateful
+from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.random_state import RandomState
+from torchelastic.model.transfer import Packed, synchronize
 
 log = logging.getLogger(__name__)
 
 #: States with more bytes of tensors than this are not copied before each step.
 SMALL_BYTES = 64 * 1024
+#: Types of immutable values.
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Copied(NamedTuple):
@@ -31,7 +36,29 @@ class Copied(NamedTuple):
     order: tuple[str, ...]
 
 
-class Registered:
+class Snapshot(NamedTuple):
+    """What undoes a step. Its size does not grow with the weights, except for `full`."""
+
+    step: int
+    epoch: int
+    buffers: tuple[torch.Tensor, ...]
+    random: RandomState
+    groups: tuple[tuple[dict[str, Any], ...], ...]
+    scheduler: Any
+    sampler: Any
+    extra: Copied
+    full: Packed | None
+    replaced: int
+
+
+def copied(state: Any) -> Any:
+    """A deep copy. Quick for a dict of plain values, as samplers' states are: it is made before every step."""
+    if type(state) is dict and _PLAIN.issuperset(map(type, state.values())):
+        return dict(state)
+    return copy.deepcopy(state)
+
+
+class Extras:
     """The values of `ModelState.extra`, plain ones and objects with a state of their own.
 
     Args:
@@ -94,7 +121,7 @@ class Registered:
             if id(value) in self._large
         }
 
-    def put_back_large(self) -> None:
+    def restore_large(self) -> None:
         """Undo what has happened to the large states since `keep_large`."""
         objects = self.objects()
         for name, state in self._kept.items():
@@ -155,7 +182,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 def _load(value: Any, state: Any) -> None:
     value.load_state_dict(state)
     # A GradScaler notes outside its state which optimizers it has unscaled or stepped in this step. A step that
-    # failed between that and update() would leave the note behind, and the repeated step would be refused by it.
+    # failed between that and update() would leave that behind, and the repeated step would raise.
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         value._per_optimizer_states.clear()
 
@@ -169,3 +196,46 @@ def _copied(tree: Any, into: Any) -> Any:
         earlier = into if isinstance(into, Mapping) else {}
         return {key: _copied(value, earlier.get(key)) for key, value in tree.items()}
     return copy.deepcopy(tree)
+
+
+def synchronize_auxiliary(
+    optimizers: Optimizers,
+    schedulers: OneOrMany,
+    extras: Extras,
+    *,
+    source: int,
+    equals: Sequence[int],
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> None:
+    """Synchronize hyperparameters, schedulers and objects after a failed step whose weights are final, on every rank.
+
+    All optimizers had stepped, so the weights are equal; but the steps failed at different places after that: one rank
+    may have stepped its scheduler, or updated its EMA, where another had not.
+
+    Args:
+        optimizers: whose hyperparameters are sent; their tensors are in sync.
+        schedulers: all of them.
+        extras: whose objects are sent; plain values stay each rank's own.
+        source: rank from which they are taken.
+        equals: ranks that take them; equal on all ranks; may be empty.
+        rank: of this process.
+        world_size: of the group.
+        device: where messages must lie for the group's backend.
+
+    Raises:
+        RuntimeError: a peer is lost; nothing has changed here.
+    """
+    if not equals:
+        return
+    tree = {
+        "settings": optimizers.settings(),
+        "scheduler": schedulers.state_dict(),
+        "objects": extras.states(),
+    }
+    received = synchronize(tree, source=source, stale=equals, rank=rank, world_size=world_size, device=device)
+    if received is not None:
+        optimizers.load_settings(received["settings"])
+        schedulers.load_state_dict(received["scheduler"])
+        extras.load_states(received["objects"])

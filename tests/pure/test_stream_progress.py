@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.data.stream_course import ShardPlace, StreamCourse, position_text, samples_between
+from torchelastic.data.stream_progress import ShardPlace, StreamProgress, position_text, samples_between
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -30,31 +30,31 @@ def marks(draw: st.DrawFn) -> ShardPlace:
 
 @given(epoch=st.integers(0, 2**40), number=st.integers(0, 2**40), shards=st.lists(marks(), min_size=1, max_size=5))
 def test_a_saved_place_comes_back_whatever_its_positions_are(epoch: int, number: int, shards: list[ShardPlace]) -> None:
-    course = StreamCourse(epoch, number, tuple(shards))
+    course = StreamProgress(epoch, number, tuple(shards))
     state = course.to_state()
     assert all(type(value) in (int, str) for value in state.values()), "plain: quick to copy before every step"
     again = json.loads(json.dumps(state))
-    assert StreamCourse.from_state(again, len(shards)) == course
+    assert StreamProgress.from_state(again, len(shards)) == course
 
 
 def test_a_shard_takes_less_than_a_hundred_bytes() -> None:
     mark = ShardPlace(position_text({"file": 1234, "byte": 123_456_789_012}), 10**9, 10**9 + 255, 2**32 - 1)
-    one, two = (len(str(StreamCourse(0, 0, (mark,) * n).to_state()["shards"])) for n in (1, 2))
+    one, two = (len(str(StreamProgress(0, 0, (mark,) * n).to_state()["shards"])) for n in (1, 2))
     assert two - one < 100
 
 
 def test_an_epoch_ends_when_no_shard_has_anything_left() -> None:
-    course = StreamCourse.start(3, 3)
+    course = StreamProgress.start(3, 3)
     assert course.present == (0, 1, 2)
     some = (ShardPlace(drawn=2), ShardPlace(drawn=1, ended=True), ShardPlace(ended=True))
     later = course.advanced(some)
     assert (later.epoch, later.number, later.present) == (3, 1, (0,))
-    assert samples_between(course.marks, later.marks) == (2, 1, 0)
-    assert later.advanced([ShardPlace(drawn=3, ended=True), *some[1:]]) == StreamCourse.start(4, 3)
+    assert samples_between(course.places, later.places) == (2, 1, 0)
+    assert later.advanced([ShardPlace(drawn=3, ended=True), *some[1:]]) == StreamProgress.start(4, 3)
 
 
 def damaged(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    state: dict[str, Any] = copy.deepcopy(StreamCourse(1, 2, (ShardPlace("7", 7, 9, 5), ShardPlace())).to_state())
+    state: dict[str, Any] = copy.deepcopy(StreamProgress(1, 2, (ShardPlace("7", 7, 9, 5), ShardPlace())).to_state())
     change(state)
     return state
 
@@ -79,7 +79,7 @@ def test_a_state_that_is_none_of_this_stream_is_refused_with_its_reason(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        StreamCourse.from_state(damaged(change), 2)
+        StreamProgress.from_state(damaged(change), 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How far a stream is: the place of each logical shard, which every rank knows of all shards. Pure."""
+"""The progress of a stream: the place of each logical shard, known on every rank for all shards. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_COMPACT = json.JSONEncoder(separators=(",", ":"))
 #: Nothing of the shard has been read yet, so there is nothing to compare with.
 NO_DIGEST = -1
 _COMPACT = json.JSONEncoder(separators=(",", ":"))
@@ -35,51 +34,53 @@ class ShardPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamCourse:
+class StreamProgress:
     """A place in the whole stream; equal on all ranks.
 
     Attributes:
         epoch: of the next batch.
         number: of that batch in its epoch.
-        marks: of all logical shards, in order.
+        places: of all logical shards, in order.
     """
 
     epoch: int
     number: int
-    marks: tuple[ShardPlace, ...]
+    places: tuple[ShardPlace, ...]
 
     @classmethod
-    def start(cls, epoch: int, shards: int) -> StreamCourse:
+    def start(cls, epoch: int, shards: int) -> StreamProgress:
         """The beginning of an epoch."""
         return cls(epoch, 0, (ShardPlace(),) * shards)
 
     @property
     def present(self) -> tuple[int, ...]:
         """The shards that have samples left, as far as is known: which ones are empty shows when they are opened."""
-        return tuple(shard for shard, mark in enumerate(self.marks) if not mark.ended)
+        return tuple(shard for shard, place in enumerate(self.places) if not place.ended)
 
-    def advanced(self, marks: Sequence[ShardPlace]) -> StreamCourse:
+    def advanced(self, places: Sequence[ShardPlace]) -> StreamProgress:
         """Behind one more batch, or at the start of the next epoch where no shard has anything left.
 
         Args:
-            marks: of all shards, behind that batch.
+            places: of all shards, behind that batch.
         """
-        if all(mark.ended for mark in marks):
-            return StreamCourse.start(self.epoch + 1, len(marks))
-        return StreamCourse(self.epoch, self.number + 1, tuple(marks))
+        if all(place.ended for place in places):
+            return StreamProgress.start(self.epoch + 1, len(places))
+        return StreamProgress(self.epoch, self.number + 1, tuple(places))
 
     def to_state(self) -> dict[str, int | str]:
         """The place as a few plain values: quick to copy before each step, however many shards there are."""
-        rows = (f"[{mark.position},{mark.at},{mark.drawn},{mark.digest},{int(mark.ended)}]" for mark in self.marks)
+        rows = (
+            f"[{place.position},{place.at},{place.drawn},{place.digest},{int(place.ended)}]" for place in self.places
+        )
         return {
             "epoch": self.epoch,
             "number": self.number,
-            "logical_shards": len(self.marks),
+            "logical_shards": len(self.places),
             "shards": f"[{','.join(rows)}]",
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, object], shards: int) -> StreamCourse:
+    def from_state(cls, state: Mapping[str, object], shards: int) -> StreamProgress:
         """The inverse.
 
         Args:
@@ -102,12 +103,12 @@ class StreamCourse:
             epoch, number, text = state["epoch"], state["number"], state["shards"]
             if not isinstance(epoch, int) or not isinstance(number, int) or min(epoch, number) < 0:
                 raise ValueError("an epoch or a number of batches that is none")
-            marks = tuple(_mark_of(row) for row in json.loads(str(text)))
-            if len(marks) != shards:
-                raise ValueError(f"{len(marks)} shards")
+            places = tuple(_place_of(row) for row in json.loads(str(text)))
+            if len(places) != shards:
+                raise ValueError(f"{len(places)} shards")
         except (TypeError, ValueError) as error:
             raise ValueError(f"the state of the stream is damaged ({error}): give what state_dict() gave") from error
-        return cls(epoch, number, marks)
+        return cls(epoch, number, places)
 
 
 def samples_between(before: Sequence[ShardPlace], after: Sequence[ShardPlace]) -> tuple[int, ...]:
@@ -117,24 +118,24 @@ def samples_between(before: Sequence[ShardPlace], after: Sequence[ShardPlace]) -
 
 def position_text(position: object) -> str:
     """A position as compact JSON. Raises TypeError where it holds anything but plain values."""
-    _refuse_others(position)
+    _check_plain(position)
     return _COMPACT.encode(position)
 
 
-def _refuse_others(value: object) -> None:
+def _check_plain(value: object) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):  # JSON would make it a string, and the iterator would not find it
                 raise TypeError(f"a dict key {key!r} that is no string")
-            _refuse_others(inner)
+            _check_plain(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            _refuse_others(inner)
+            _check_plain(inner)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(f"a {type(value).__name__}")
 
 
-def _mark_of(row: object) -> ShardPlace:
+def _place_of(row: object) -> ShardPlace:
     if not isinstance(row, list) or len(row) != 5:
         raise ValueError("a shard that is no list of five")
     position, *numbers = row
