@@ -12,8 +12,11 @@ from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     Counted,
     End,
+    Event,
+    Failure,
     LedgerFormatError,
     ReForm,
+    Restore,
     Save,
     Start,
     from_dict,
@@ -96,3 +99,11 @@ def test_nothing_is_marked_of_a_step_that_was_passed_or_of_time_that_ran_back() 
 def test_a_step_that_is_not_known_is_marked_nowhere() -> None:
     assert ProgressCurve().with_point(-1, 100) == ProgressCurve()
     assert sum(NOTHING) == ProgressCurve().productive_ns_at(3) == 0
+
+
+@pytest.mark.parametrize(
+    "event", [Start(at_ns=1), counted(trained()), End(at_ns=1), Failure(at_ns=1), Restore(at_ns=1, step=0)]
+)
+def test_an_event_that_does_not_name_its_worker_changes_nobodys_accounts(event: Event) -> None:
+    ledger = HostLedger().after(replace(event, worker=""))
+    assert (ledger.lives, ledger.worker_ns(10), ledger.counts.failures) == ({}, 0, 0)
