@@ -17,8 +17,8 @@ from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.shares import SecondDeal
 from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Start
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.lifetime.bounds import Bound, guess, step_bound
 from torchelastic.lifetime.decision import Tier
 from torchelastic.lifetime.progress import LifetimeSummary, progress_line
@@ -121,7 +121,7 @@ def test_a_status_that_fits_nowhere_is_cut_down_to_the_host_itself() -> None:
 
 def test_a_view_without_a_journal_is_closed_without_one() -> None:
     view = HostView("alpha", "1")
-    view.write(Start(at_ns=1, worker="alpha-1/0.0"), Book())
+    view.write(Start(at_ns=1, worker="alpha-1/0.0"), HostLedger())
     view.close()
     assert [line.kind for line in view.lines()] == ["start"]
 

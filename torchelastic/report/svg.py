@@ -1,4 +1,4 @@
-"""Scales of drawings: where a value lies, and which values are written beside it. Pure."""
+"""What drawings are made of: elements that escape their texts, scales, and the values beside a scale. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,52 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from xml.etree.ElementTree import Element, tostring
 
-from torchelastic.text import duration
+from torchelastic.text import duration, escaped
+
+#: What may be inside of an element.
+Child = Element | str
 
 _S = 1_000_000_000
 _STEPS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
+
+
+def node(tag: str, *children: Child, **attributes: str | float | int) -> Element:
+    """An element.
+
+    Args:
+        tag: its name.
+        children: texts and elements in order.
+        attributes: by name; a trailing underscore is dropped (`class_`), others become dashes.
+
+    >>> write(node("g", node("path", d="M0 0"), "<b>", class_="a"))
+    '<g class="a"><path d="M0 0"></path>&lt;b&gt;</g>'
+    """
+    named = {name.rstrip("_").replace("_", "-"): _text(value) for name, value in attributes.items()}
+    made = Element(tag, named)
+    for child in children:
+        if not isinstance(child, str):
+            made.append(child)
+        elif len(made):
+            made[-1].tail = (made[-1].tail or "") + escaped(child)
+        else:
+            made.text = (made.text or "") + escaped(child)
+    return made
+
+
+def write(root: Element) -> str:
+    """As HTML."""
+    return tostring(root, encoding="unicode", method="html")
+
+
+def number(value: float) -> str:
+    """A coordinate, as short as it is useful."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _text(value: str | float) -> str:
+    return escaped(value) if isinstance(value, str) else number(value)
 
 
 @dataclass(frozen=True)

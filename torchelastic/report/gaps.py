@@ -1,4 +1,4 @@
-"""What the journals do not tell, as sentences for the page. Pure."""
+"""What the journals do not cover, as sentences for the page. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torchelastic.ledger.events import Join
 from torchelastic.report.model import LifeRow
-from torchelastic.report.part import Part
-from torchelastic.report.told import Told
+from torchelastic.report.part import Part, RunEvent
 from torchelastic.text import shortlist
 
 #: What has happened so shortly before the end of the journals may not be written down by every agent yet.
 _NOT_WRITTEN_YET_NS = 10_000_000_000
 
 
-def lacks_of(
-    parts: Sequence[Part], lives: Sequence[LifeRow], told: Iterable[Told], until_ns: int, began_ns: int
+def gaps_of(
+    parts: Sequence[Part], lives: Sequence[LifeRow], events: Iterable[RunEvent], until_ns: int, began_ns: int
 ) -> Iterator[str]:
     """What is missing.
 
     Args:
         parts: of the run.
         lives: all that are known.
-        told: all events.
-        until_ns: how long the journals tell, since the run began.
+        events: all events.
+        until_ns: how long the journals last, since the run began.
         began_ns: when that was, in nanoseconds since 1970.
     """
     names = [row.name for row in lives if not row.is_ended]
@@ -44,7 +43,7 @@ def lacks_of(
         wrong = part.book.why_wrong(part.now_ns)
         if wrong:
             yield f"The accounts of {part.host} do not sum up, which should never be: {wrong}."
-    missing = _missing(parts, told, until_ns, is_over=all(row.is_ended for row in lives))
+    missing = _missing(parts, events, until_ns, is_over=all(row.is_ended for row in lives))
     if missing:
         round_, there, wanted = missing
         yield (
@@ -63,13 +62,13 @@ def clock(at_ns: int) -> str:
 
 
 def _missing(
-    parts: Sequence[Part], told: Iterable[Told], until_ns: int, *, is_over: bool
+    parts: Sequence[Part], events: Iterable[RunEvent], until_ns: int, *, is_over: bool
 ) -> tuple[int, int, int] | None:
     """The round that most workers are missing of: its number, how many are known, and how many it had."""
     complete_ns = max((_complete_from(part) for part in parts), default=0)
     last_ns = until_ns if is_over else until_ns - _NOT_WRITTEN_YET_NS
     joined: dict[tuple[int, int], set[str]] = {}
-    for one in told:
+    for one in events:
         if isinstance(one.event, Join) and complete_ns <= one.at_ns <= last_ns:
             joined.setdefault((one.event.round, one.event.world_size), set()).add(one.event.worker)
     known = [(wanted - len(who), -round_, len(who), wanted) for (round_, wanted), who in joined.items()]

@@ -1,12 +1,12 @@
-"""The book of one host: every second of every worker in exactly one account, whatever happens and is learned later.
+"""The ledger of one host: every second of every worker is in exactly one account, whatever is learned later. Pure.
 
-A value that is given events, in the order in which they become known; what they are about may be earlier. The book of a
-live agent and the one that is read from its journal are the same, because both are made by `Book.after`.
+A value that takes events in the order in which they become known; they may have happened earlier. The ledger of a
+live agent and the one that is read from its journal are the same, because both are made by `HostLedger.after`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,20 +20,17 @@ from torchelastic.ledger.events import (
     End,
     Event,
     Failure,
-    FirstStep,
-    Join,
     LedgerFormatError,
     Loss,
-    ReForm,
     Restore,
     Save,
     Start,
     StoreOutage,
     Straggler,
 )
-from torchelastic.ledger.life import Life
+from torchelastic.ledger.worker_lifetime import WorkerLifetime
 
-#: Of so many lives that have ended each is kept by itself; older ones are added up.
+#: So many workers that have ended are kept one by one; older ones are added up.
 MOST_ENDED = 64
 #: So many failures and deaths are kept to be matched with each other.
 _RECENT = 128
@@ -41,7 +38,7 @@ _RECENT = 128
 
 @dataclass(frozen=True)
 class Earlier:
-    """Lives that ended long ago, added up."""
+    """Workers that ended long ago, added up."""
 
     lives: int = 0
     wall_ns: int = 0
@@ -55,13 +52,13 @@ class Counts:
     """How often what has happened on this host.
 
     Attributes:
-        started: lives begun.
-        lost: lives that ended as losses.
+        started: worker processes.
+        lost: those that ended as losses.
         failures: groups that broke, each counted once however many workers of the host noticed it or were lost in it;
             and workers lost before they were in a group.
         last_failed_round: the newest of those groups.
         restores_from_peer, restores_from_checkpoint: in the same way.
-        last_restored_round: the newest that somebody was brought level in.
+        last_restored_round: the newest in which a worker received its state.
         saves: as seen by each worker.
         save_stall_ns: the sum of what training stood still for them.
         drains, stragglers, outages: events.
@@ -111,7 +108,7 @@ class Noticed:
 
 
 @dataclass(frozen=True)
-class Book:
+class HostLedger:
     """See the module's docstring.
 
     Attributes:
@@ -122,35 +119,58 @@ class Book:
         noticed: the newest failures.
     """
 
-    lives: dict[str, Life] = field(default_factory=dict)
+    lives: dict[str, WorkerLifetime] = field(default_factory=dict)
     earlier: Earlier = Earlier()
     counts: Counts = Counts()
     deaths: tuple[tuple[int, str], ...] = ()
     noticed: tuple[Noticed, ...] = ()
 
-    def after(self, event: Event) -> Book:
-        """The book once this is known. Events of unknown workers begin a life at their time."""
-        book = self._seen(event)
-        act = _ACTS.get(type(event))
-        return book if act is None else act(book, event)
+    def after(self, event: Event) -> HostLedger:
+        """The ledger once this is known. Events of unknown workers begin a lifetime at their time."""
+        ledger = self._seen(event)
+        lifetime = ledger.lives.get(event.worker)
+        match event:
+            case Start() if lifetime is not None:
+                return ledger._with(lifetime.began(event.at_ns))
+            case Counted() if lifetime is not None:
+                return ledger._with(lifetime.counted(event))
+            case End() if lifetime is not None:
+                return ledger._ended(lifetime, event)
+            case Failure() if lifetime is not None:
+                noticed = (*ledger.noticed, Noticed(event, lifetime.level_ns))[-_RECENT:]
+                return replace(ledger._failed(event.round), noticed=noticed)._matched(newest=1)
+            case Restore() if lifetime is not None:
+                return ledger._restored(lifetime, event)
+            case Loss():
+                return ledger._died(event.at_ns, event.member)
+            case Save():
+                saved = ledger if lifetime is None else ledger._with(lifetime.saved(event))
+                return saved._plus(saves=1, save_stall_ns=event.stall_ns)
+            case Drain():
+                return ledger._plus(drains=1)
+            case Straggler():
+                return ledger._plus(stragglers=1)
+            case StoreOutage():
+                return ledger._plus(away_ns=event.away_ns) if event.is_over else ledger._plus(outages=1)
+        return ledger  # what remains is for readers of the journal
 
-    def after_all(self, events: Iterable[Event]) -> Book:
-        """The book once all of these are known."""
-        book = self
+    def after_all(self, events: Iterable[Event]) -> HostLedger:
+        """The ledger once all of these are known."""
+        ledger = self
         for event in events:
-            book = book.after(event)
-        return book
+            ledger = ledger.after(event)
+        return ledger
 
-    def went_back_to(self, step: int, at_ns: int) -> Book:
-        """The group was brought level at a step, at this time: what those who had ended by then did beyond it is lost.
+    def went_back_to(self, step: int, at_ns: int) -> HostLedger:
+        """The group resumed at a step, at this time: what workers that had ended by then did beyond it is lost.
 
         A negative step is not known: nothing is.
         """
-        book = self
+        ledger = self
         for life in self.lives.values():
             if life.ended_ns is not None and life.ended_ns <= at_ns and 0 <= step < life.marks.last_step:
-                book = book._with(life.goes_back_to(step))
-        return book
+                ledger = ledger._with(life.goes_back_to(step))
+        return ledger
 
     def amounts(self, now_ns: int) -> Amounts:
         """All workers' time by account up to now; sums to `worker_ns` exactly."""
@@ -160,7 +180,7 @@ class Book:
         return total
 
     def worker_ns(self, now_ns: int) -> int:
-        """How long all workers have lived together."""
+        """The wall time of all workers, added up."""
         return self.earlier.wall_ns + sum(life.wall_ns(now_ns) for life in self.lives.values())
 
     def committed(self) -> int:
@@ -181,26 +201,28 @@ class Book:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _seen(self, event: Event) -> Book:
+    def _seen(self, event: Event) -> HostLedger:
         first_ns = event.at_ns if self.counts.first_ns is None else min(self.counts.first_ns, event.at_ns)
         counts = replace(self.counts, first_ns=first_ns, last_ns=max(self.counts.last_ns, event.at_ns))
-        book = replace(self, counts=counts)
+        ledger = replace(self, counts=counts)
         needs_life = event.worker and isinstance(event, (Start, Counted, End, Restore, Failure))
         if not needs_life or event.worker in self.lives:
-            return book
+            return ledger
         began_ns = event.tally.started_ns if isinstance(event, Counted) else event.at_ns
         counts = replace(counts, started=counts.started + 1, first_ns=min(first_ns, began_ns))
-        return replace(book, lives={**self.lives, event.worker: Life.begun(event.worker, began_ns)}, counts=counts)
+        return replace(
+            ledger, lives={**self.lives, event.worker: WorkerLifetime.begun(event.worker, began_ns)}, counts=counts
+        )
 
-    def _with(self, life: Life) -> Book:
+    def _with(self, life: WorkerLifetime) -> HostLedger:
         return replace(self, lives={**self.lives, life.worker: life})
 
-    def _plus(self, **numbers: int) -> Book:
+    def _plus(self, **numbers: int) -> HostLedger:
         return replace(
             self, counts=replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in numbers.items()})
         )
 
-    def _failed(self, round_: int) -> Book:
+    def _failed(self, round_: int) -> HostLedger:
         """A group broke, or a worker was lost that was in none (-1); the same group breaks once."""
         if 0 <= round_ <= self.counts.last_failed_round:
             return self
@@ -208,26 +230,44 @@ class Book:
         counts = replace(self.counts, failures=self.counts.failures + 1, last_failed_round=newest)
         return replace(self, counts=counts)
 
-    def _died(self, at_ns: int, worker: str) -> Book:
-        book = replace(self, deaths=(*self.deaths, (at_ns, worker))[-_RECENT:])
-        return book._matched()
+    def _ended(self, lifetime: WorkerLifetime, event: End) -> HostLedger:
+        if lifetime.ended_ns is not None:
+            return self
+        ended = lifetime.ends(event)
+        ledger = self._with(ended)
+        if event.is_loss:
+            lost = ledger._plus(lost=1)._failed(ended.tally.round)
+            ledger = lost._died(ended.ended_ns or event.at_ns, event.worker)
+        return ledger._thinned()
 
-    def _matched(self, newest: int = _RECENT) -> Book:
+    def _restored(self, lifetime: WorkerLifetime, event: Restore) -> HostLedger:
+        # workers that were gone by then cannot report it: what they had done beyond this step did not last
+        ledger = self._with(lifetime.restored(event)).went_back_to(event.step, event.at_ns)
+        if event.round <= ledger.counts.last_restored_round or not event.source:
+            return ledger
+        name = "restores_from_checkpoint" if event.source == "checkpoint" else "restores_from_peer"
+        return replace(ledger, counts=replace(ledger.counts, last_restored_round=event.round))._plus(**{name: 1})
+
+    def _died(self, at_ns: int, worker: str) -> HostLedger:
+        ledger = replace(self, deaths=(*self.deaths, (at_ns, worker))[-_RECENT:])
+        return ledger._matched()
+
+    def _matched(self, newest: int = _RECENT) -> HostLedger:
         """Once more for the newest failures: deaths become known before or after they are noticed."""
-        book, noticed = self, list(self.noticed[:-newest])
+        ledger, noticed = self, list(self.noticed[:-newest])
         for one in self.noticed[-newest:]:
             detect_ns = max(one.detect_ns, one.detects(self.deaths))
-            life = book.lives.get(one.failure.worker)
+            life = ledger.lives.get(one.failure.worker)
             if life is not None and detect_ns != one.detect_ns:
-                book = book._with(replace(life, detected_ns=life.detected_ns + detect_ns - one.detect_ns))
+                ledger = ledger._with(replace(life, detected_ns=life.detected_ns + detect_ns - one.detect_ns))
             noticed.append(replace(one, detect_ns=detect_ns))
-        return replace(book, noticed=tuple(noticed))
+        return replace(ledger, noticed=tuple(noticed))
 
-    def _thinned(self) -> Book:
+    def _thinned(self) -> HostLedger:
         ended = [life for life in self.lives.values() if life.ended_ns is not None]
-        book = self
+        ledger = self
         for life in ended[: max(0, len(ended) - MOST_ENDED)]:
-            earlier, at_ns = book.earlier, life.ended_ns or 0
+            earlier, at_ns = ledger.earlier, life.ended_ns or 0
             earlier = Earlier(
                 earlier.lives + 1,
                 earlier.wall_ns + life.wall_ns(at_ns),
@@ -235,88 +275,10 @@ class Book:
                 earlier.committed + life.tally.committed,
                 earlier.undone + life.tally.undone,
             )
-            book = replace(
-                book, earlier=earlier, lives={name: one for name, one in book.lives.items() if name != life.worker}
+            ledger = replace(
+                ledger, earlier=earlier, lives={name: one for name, one in ledger.lives.items() if name != life.worker}
             )
-        return book
-
-
-def _start(book: Book, event: Start) -> Book:
-    return book._with(book.lives[event.worker].began(event.at_ns))
-
-
-def _counted(book: Book, event: Counted) -> Book:
-    return book._with(book.lives[event.worker].counted(event))
-
-
-def _end(book: Book, event: End) -> Book:
-    life = book.lives[event.worker]
-    if life.ended_ns is not None:
-        return book
-    ended = life.ends(event)
-    book = book._with(ended)
-    if event.is_loss:
-        book = book._plus(lost=1)._failed(ended.tally.round)._died(ended.ended_ns or event.at_ns, event.worker)
-    return book._thinned()
-
-
-def _loss(book: Book, event: Loss) -> Book:
-    return book._died(event.at_ns, event.member)
-
-
-def _failure(book: Book, event: Failure) -> Book:
-    noticed = Noticed(event, book.lives[event.worker].level_ns)
-    return replace(book._failed(event.round), noticed=(*book.noticed, noticed)[-_RECENT:])._matched(newest=1)
-
-
-def _restore(book: Book, event: Restore) -> Book:
-    book = book._with(book.lives[event.worker].restored(event))
-    # those who were gone by then cannot tell: what they had done beyond this step was done in vain
-    book = book.went_back_to(event.step, event.at_ns)
-    if event.round > book.counts.last_restored_round and event.source:
-        book = replace(book, counts=replace(book.counts, last_restored_round=event.round))
-        name = "restores_from_checkpoint" if event.source == "checkpoint" else "restores_from_peer"
-        book = book._plus(**{name: 1})
-    return book
-
-
-def _save(book: Book, event: Save) -> Book:
-    if event.worker in book.lives:
-        book = book._with(book.lives[event.worker].saved(event))
-    return book._plus(saves=1, save_stall_ns=event.stall_ns)
-
-
-def _outage(book: Book, event: StoreOutage) -> Book:
-    return book._plus(away_ns=event.away_ns) if event.is_over else book._plus(outages=1)
-
-
-def _only_in_the_journal(book: Book, _event: Join | ReForm | FirstStep) -> Book:
-    return book
-
-
-def _drain(book: Book, _event: Drain) -> Book:
-    return book._plus(drains=1)
-
-
-def _straggler(book: Book, _event: Straggler) -> Book:
-    return book._plus(stragglers=1)
-
-
-_ACTS: dict[type[Event], Callable[[Book, Any], Book]] = {
-    Start: _start,
-    Counted: _counted,
-    End: _end,
-    Join: _only_in_the_journal,
-    Loss: _loss,
-    Failure: _failure,
-    Restore: _restore,
-    ReForm: _only_in_the_journal,
-    FirstStep: _only_in_the_journal,
-    Save: _save,
-    Drain: _drain,
-    Straggler: _straggler,
-    StoreOutage: _outage,
-}
+        return ledger
 
 
 def share(amounts: Amounts, account: Account) -> float:
@@ -328,23 +290,27 @@ def share(amounts: Amounts, account: Account) -> float:
 # --- as JSON: what the head of a journal file brings forward from the files before it ---------------------------------
 
 
-def book_to_dict(book: Book) -> dict[str, Any]:
+def ledger_to_dict(ledger: HostLedger) -> dict[str, Any]:
     """For JSON."""
-    plain: dict[str, Any] = msgspec.to_builtins(book)
+    plain: dict[str, Any] = msgspec.to_builtins(ledger)
     return plain
 
 
-def book_from_dict(fields: object) -> Book:
-    """What `book_to_dict` made.
+def ledger_from_dict(fields: object) -> HostLedger:
+    """What `ledger_to_dict` made.
 
     Raises:
         LedgerFormatError: it is something else, or its accounts do not sum up.
     """
     try:
-        book = converted("a book", fields, Book, needed=list(book_to_dict(Book())))
+        ledger = converted("a book", fields, HostLedger, needed=list(ledger_to_dict(HostLedger())))
     except RecordError as error:
         raise LedgerFormatError(str(error)) from error
-    wrong = book.why_wrong(book.counts.last_ns)
+    wrong = ledger.why_wrong(ledger.counts.last_ns)
     if wrong:
         raise LedgerFormatError(f"a book that does not sum up: {wrong}")
-    return book
+    return ledger
+
+
+#: Its earlier name.
+Book = HostLedger

@@ -1,7 +1,8 @@
-"""What the kernel allows: shared memory, memory, open files, processes, locked memory."""
+"""This host: its memory and what dead jobs have left there, the limits of the kernel, and its clock."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Iterator, Sequence
@@ -10,19 +11,15 @@ from pathlib import Path
 
 import psutil
 
-from torchelastic.checkpoint.memory.cgroup import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
 from torchelastic.checkpoint.memory.job import DEFAULT_ROOT, ROOT_VARIABLE
+from torchelastic.checkpoint.memory.owner import find_dead
+from torchelastic.checkpoint.memory.room import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
 from torchelastic.checkpoint.shards.disk import is_in_memory
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.text import bytes_text
+from torchelastic.text import bytes_text, shortlist
 
-SHARED_MEMORY, MEMORY, FILES, PROCESSES, LOCKED = (
-    "shared memory",
-    "memory",
-    "open files",
-    "processes",
-    "locked memory",
-)
+SHARED_MEMORY, MEMORY, LEFT_OVERS = "shared memory", "memory", "left-overs"
+FILES, PROCESSES, LOCKED, CLOCK = "open files", "processes", "locked memory", "clock"
 #: What docker gives a container that asks for nothing.
 DOCKER_SHM_BYTES = 64 * 2**20
 #: Two slots of each rank and two of each replica; a fifth with `async_save` under DDP (docs/checkpoint-interfaces.md).
@@ -37,6 +34,12 @@ FILES_PER_RANK = 4
 FILES_WISHED = 4096
 #: Threads and processes of one worker with some data loaders.
 TASKS_PER_WORKER = 128
+#: Left-overs are in the way of the next job from this part of the file system on.
+MUCH = 0.1
+#: What adjtimex(2) returns for a clock that is not synchronized (TIME_ERROR of <sys/timex.h>).
+_TIME_ERROR = 5
+#: `struct timex` has 208 bytes on 64-bit Linux; `modes` is its first field, and 0 there only asks.
+_TIMEX_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -280,12 +283,92 @@ def _pids_folders(root: Path, self_cgroup: Path) -> Iterator[Path]:
 
 
 def check_memory(needed_bytes: int | None) -> Sequence[Finding]:
-    """Look at shared memory and memory."""
+    """Check shared memory and memory."""
     facts = gather_memory(needed_bytes)
     return [judge_shared_memory(facts), judge_memory(facts)]
 
 
 def check_limits(workers: int, world_size: int) -> Sequence[Finding]:
-    """Look at the limits of this process, which those that it starts inherit."""
+    """Check the limits of this process, which those that it starts inherit."""
     facts = gather_limits()
     return [judge_files(facts, world_size), judge_processes(facts, workers), *judge_locked_memory(facts)]
+
+
+# --- left-overs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeftOverFacts:
+    """What dead jobs have left.
+
+    Attributes:
+        root: the folder that was searched.
+        jobs: run id (None: it had none) and size in bytes of each dead job.
+        size_bytes: of the file system; None: it has no limit, or is not there.
+    """
+
+    root: str
+    jobs: tuple[tuple[str | None, int], ...]
+    size_bytes: int | None
+
+
+def judge_left_overs(facts: LeftOverFacts) -> Finding:
+    """Whether dead jobs hold memory that the next one needs. Pure."""
+    if not facts.jobs:
+        return Finding(LEFT_OVERS, Level.OK, f"no dead job has left anything in {facts.root}")
+    total_bytes = sum(size_bytes for _, size_bytes in facts.jobs)
+    is_much = facts.size_bytes is not None and total_bytes > MUCH * facts.size_bytes
+    run_ids = list(dict.fromkeys(run_id or "(no run id)" for run_id, _ in facts.jobs))
+    what = f"{len(facts.jobs)} dead job(s) hold {bytes_text(total_bytes)} in {facts.root}"
+    because = f"of {shortlist(run_ids, 5)}; a job that comes back (requeued, say) wants its memory"
+    remedy = f"torchelastic checkpoint prune --dead {facts.root}"
+    return Finding(LEFT_OVERS, Level.WARNING if is_much else Level.NOTE, what, because, remedy)
+
+
+def gather_left_overs(root: Path | None = None) -> LeftOverFacts:
+    """Search the memory root of this host, as `torchelastic checkpoint prune --dead` does; claims nothing."""
+    place = root or Path(os.environ.get(ROOT_VARIABLE) or DEFAULT_ROOT)
+    if not place.is_dir():
+        return LeftOverFacts(str(place), (), None)
+    status = os.statvfs(place)
+    jobs = tuple((dead.run_id, dead.size_bytes) for dead in find_dead(place))
+    return LeftOverFacts(str(place), jobs, status.f_blocks * status.f_frsize or None)
+
+
+def check_left_overs() -> Sequence[Finding]:
+    """Check the memory of this host for what dead jobs have left."""
+    return [judge_left_overs(gather_left_overs())]
+
+
+# --- clock ------------------------------------------------------------------------------------------------------------
+
+
+def judge_clock(is_synchronized: bool | None, hosts: int = 1) -> Finding:
+    """What follows from what the kernel says. Pure.
+
+    Args:
+        is_synchronized: whether chrony, ntpd or systemd-timesyncd synchronizes it; None: not known.
+        hosts: of the run.
+    """
+    if is_synchronized is None:
+        return Finding(CLOCK, Level.NOTE, "the kernel does not say whether the clock is synchronized")
+    if is_synchronized:
+        return Finding(CLOCK, Level.OK, "synchronized (NTP), says the kernel")
+    because = "deadlines given as dates, certificates and the order of lines in logs depend on it"
+    remedy = "start chrony or systemd-timesyncd; `chronyc tracking` or `timedatectl` shows its state"
+    level = Level.NOTE if hosts == 1 else Level.WARNING
+    return Finding(CLOCK, level, "not synchronized (NTP), says the kernel", because, remedy)
+
+
+def gather_clock() -> bool | None:
+    """Ask the kernel (adjtimex(2)); None where it cannot be asked."""
+    try:
+        state = int(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))
+    except (AttributeError, OSError):
+        return None
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def check_clock(hosts: int) -> Sequence[Finding]:
+    """Check this host's clock: the kernel's state, which `timedatectl` and chrony show too."""
+    return [judge_clock(gather_clock(), hosts)]
