@@ -296,7 +296,7 @@ class ModelState(InCheckpoints, State):
         level = [best.standing is Standing.WHOLE and worth == best for worth in worths]
         offers = [offer if ok else 0 for offer, ok in zip(offers, level, strict=True)]
         self._gradients.enter_group(offers, self.step, rank, device)
-        self._world.tell(world_size, rank)
+        self._world.changed(world_size, rank)
 
     def _bring_level(self, worths: Sequence[Worth], rank: int, device: torch.device) -> bool:
         """Move the source's state to those who lack it; returns whether there are any."""

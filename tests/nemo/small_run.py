@@ -246,7 +246,7 @@ def choose(folder: Path, _: int) -> None:
     """What is resumed from, for what is in memory (step 20) and in long-term storage."""
     plugin = Mock(container=CheckpointContainerId("/shm/job-7"))
     plugin.is_in_memory = lambda path: str(path).startswith("/shm/job-7/")
-    plugin.tier.of_rank_0 = lambda value: value
+    plugin.tier.ranks.all_gather = lambda _call, value: [value]
     in_memory = CheckpointContainerId("/shm/job-7/step-20_ckpt")
     trainer = Mock(world_size=1, global_rank=0)
 

@@ -28,7 +28,7 @@ def test_callbacks_hear_of_the_first_group_and_of_other_sizes_and_of_nothing_els
     watch = WorldWatch()
     watch.add(heard.append)
     for size, rank in [(3, 1), (3, 0), (2, 0), (3, 2)]:
-        watch.tell(size, rank)
+        watch.changed(size, rank)
     assert heard == [WorldChange(0, 3, 1), WorldChange(3, 2, 0), WorldChange(2, 3, 2)]
 
 
@@ -43,8 +43,8 @@ def test_what_a_callback_raises_is_raised_and_the_change_is_told_again() -> None
     watch = WorldWatch()
     watch.add(fail_once)
     with pytest.raises(ValueError, match="the user's"):
-        watch.tell(2, 0)
-    watch.tell(2, 0)
+        watch.changed(2, 0)
+    watch.changed(2, 0)
     assert heard == [2, 2]
 
 

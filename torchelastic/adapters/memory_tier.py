@@ -8,7 +8,8 @@ from collections import UserString
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 from torchelastic.checkpoint.memory import (
     CheckpointContainerId,
     CheckpointObjectManager,
@@ -29,8 +30,11 @@ from torchelastic.checkpoint.memory import (
     job_container,
 )
 from torchelastic.checkpoint.replication import ReplicationManager
+from torchelastic.group.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 #: As the size of the first buffer in ML Flashpoint; memory is taken as it is needed.
 INITIAL_BUFFER_SIZE_BYTES = 16 * 2**30
@@ -150,17 +154,22 @@ class StorageTier:
         except FAILURES as error:
             _log_failure(self._pending_id, error)
 
+    @property
+    def ranks(self) -> RankGroup:
+        """The ranks of the job, which agree on what they do. Raises: CheckpointError if the tier is not open."""
+        return self._opened().ranks
+
     def newest(self) -> CheckpointContainerId | None:
         """The newest complete checkpoint, which every host has now; None if there is none, or it cannot be read."""
-        opened = self._opened()
+        loader = self._opened().loader
         self.wait()
-        found, reason = None, None
         try:
-            found = opened.loader.get_latest_complete_checkpoint(self.container)
-        except FAILURES as error:
-            reason = error
+            return self.own_on_all("find the newest", lambda: loader.get_latest_complete_checkpoint(self.container))
+        except OutOfStepError:
+            raise
+        except CheckpointError as error:
             log.warning("checkpoints in %s cannot be used, and are skipped: %s", self.container, error)
-        return found if self.agree(reason is None) else None
+            return None
 
     def load(self, checkpoint_id: str, is_wanted: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint, whole, in memory of their own.
@@ -206,40 +215,30 @@ class StorageTier:
         self._loading(checkpoint_id, read)
 
     def _loading(self, checkpoint_id: str, read: Callable[[Any], None]) -> None:
-        opened = self._opened()
+        loader = self._opened().loader
         self.wait()
-        reason: BaseException | None = None
-        try:
-            read(MemoryStorageReader(path=checkpoint_id, checkpoint_loader=opened.loader))
-        except (*FAILURES, ValueError) as error:
-            reason = error
-        if not self.agree(reason is None):
-            cause = reason or "another rank could not read it, see its log"
-            raise CheckpointError(f"{checkpoint_id} cannot be loaded: {cause}") from reason
+        self.own_on_all(
+            f"load {Path(checkpoint_id).name}",
+            lambda: read(MemoryStorageReader(path=checkpoint_id, checkpoint_loader=loader)),
+            failure=f"{checkpoint_id} cannot be loaded",
+        )
 
-    def agree(self, is_well: bool) -> bool:
-        """Whether this holds on all ranks; after the save that is being written, since both use one group.
+    def own_on_all(self, call: str, work: Callable[[], Found], *, failure: str = "") -> Found:
+        """See `RankGroup.own_on_all`; whatever fails is a CheckpointError, on all ranks. Collective.
 
-        Raises:
-            CheckpointError: that save takes too long.
+        Args:
+            call: the same on all ranks, so without paths.
+            work: the part of this rank.
+            failure: begins the error, in place of `call`.
         """
-        group = self._opened().group
-        self.wait()
-        if group is None:
-            return is_well
-        flag = torch.tensor(int(is_well))
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-        return bool(flag)
 
-    def of_rank_0(self, value: Any) -> Any:
-        """The value that rank 0 gives, on all ranks. Raises: as `agree`."""
-        group = self._opened().group
-        self.wait()
-        if group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, 0, group=group)
-        return values[0]
+        def checked() -> Found:
+            try:
+                return work()
+            except (*FAILURES, KeyError, TypeError, ValueError) as error:  # DCP's own is no `Exception`
+                raise CheckpointError(f"{failure or call}: {type(error).__name__}: {error}") from error
+
+        return self.ranks.own_on_all(call, checked)
 
     def remove(self, local_rank: int) -> None:
         """Removes the container with all that is in it, on all hosts, after a barrier; closes the tier.
@@ -254,7 +253,7 @@ class StorageTier:
         self._settle()
         if local_rank == 0:
             manager.delete_container(self.container)
-        self.agree(True)
+        self.ranks.all_gather("remove the container", True)
         manager.delete_container(self.container)  # where it lies elsewhere for this rank; gone already as a rule
         self.close()
 
@@ -270,13 +269,14 @@ class StorageTier:
     def _settle(self) -> None:
         self.wait()
         self._opened().loader.wait_for_replicas(self._timeout_s)
-        self.agree(True)
+        self.ranks.all_gather("end with all replicas", True)
 
     def close(self) -> None:
         """Waits for the save that is being written, and closes what is open; `start` opens it again."""
         self.wait()
         opened, self._open = self._open, None
         if opened is not None:
+            opened.ranks.close()
             opened.replication.shutdown()
             opened.manager.teardown_pool()
 
@@ -293,6 +293,7 @@ class _Open:
     """The objects of a started tier."""
 
     def __init__(self, thread_count: int, saver_options: Mapping[str, Any], timeout_s: float) -> None:
+        self.ranks = RankGroup(None, timeout_s)
         self.group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

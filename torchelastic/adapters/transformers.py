@@ -26,6 +26,7 @@ from torchelastic.adapters.hugging_face.memory import (
     refuse_sharding,
 )
 from torchelastic.adapters.hugging_face.resume import (
+    Durable,
     choose,
     durable_checkpoints,
     rng_file,
@@ -126,7 +127,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
 
         Raises:
             ValueError: the Trainer is not known, or its strategy is not one that can be saved; says what to do.
-            CheckpointError: what there is in memory cannot be told.
+            CheckpointError: it is not known what is in memory.
         """
         args = self._args_of(trainer)
         durable = durable_checkpoints(args.output_dir)
@@ -135,7 +136,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         else:
             refuse_sharding("MemoryCheckpointCallback", distributed_kind())
             newest = self._tier.newest_step()
-            choice = choose(None if newest is None else newest[1], self._tier.gather(durable))
+            choice = choose(None if newest is None else newest[1], _seen_by_all(self._tier, durable))
             if newest is not None and choice.from_memory:
                 try:
                     path = str(self._materialise(self._tier, *newest, args))
@@ -183,9 +184,9 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             state = trainer_rng(part_from(tensors, own_part(rank)), is_distributed=args.world_size > 1)
             torch.save(state, folder / rng_file(rank, args.world_size))
 
-        tier.attempt(write_common if args.local_process_index == 0 else _nothing)
+        tier.own_on_all(f"write {folder.name}", write_common if args.local_process_index == 0 else _nothing)
         self._materialised = parent
-        tier.attempt(write_own)
+        tier.own_on_all(f"write the random numbers of {folder.name}", write_own)
         return folder
 
     def _remove_materialised(self, args: TrainingArguments) -> None:
@@ -248,8 +249,8 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             self._tier.end()
 
     def _is_over(self, tier: HuggingFaceTier, args: TrainingArguments, state: TrainerState) -> bool:
-        facts = tier.gather((state.global_step >= state.max_steps, durable_checkpoints(args.output_dir)))
-        done, seen = zip(*facts, strict=True)
+        done = tier.ranks.all_gather("end training", state.global_step >= state.max_steps)
+        seen = _seen_by_all(tier, durable_checkpoints(args.output_dir))
         if all(done) or not choose(self._newest, seen).from_memory:
             return True
         log.warning(
@@ -319,6 +320,12 @@ def _exported(callbacks: Iterable[Any]) -> dict[str, Any]:
         if isinstance(callback, ExportableState):
             states.setdefault(type(callback).__name__, []).append(callback.state())
     return {name: each[0] if len(each) == 1 else each for name, each in states.items()}
+
+
+def _seen_by_all(tier: HuggingFaceTier, durable: Iterable[Durable]) -> list[list[Durable]]:
+    """By rank, the durable checkpoints that it sees. Collective."""
+    rows = tier.ranks.all_gather("compare durable checkpoints", [[one.is_full, one.step] for one in durable])
+    return [[Durable(*one) for one in seen] for seen in rows]
 
 
 def _nothing() -> None:

@@ -145,7 +145,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def present_units(self) -> tuple[int, ...]:
-        """The units of the next uncommitted batch that stand for samples: all, where it is a full one."""
+        """The units of the next uncommitted batch with samples: all, where it is a full one."""
         samples = 0 if self.finished else len(self._batch(self._progress.position))
         return tuple(unit for unit in range(self.units) if places_of_unit(samples, unit, self._logical_shards))
 

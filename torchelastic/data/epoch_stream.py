@@ -30,7 +30,7 @@ class EpochStream:
     def __init__(self, stream: ElasticStream, *, fetched_ahead: int) -> None:
         if fetched_ahead not in (0, 1):
             raise ValueError(
-                f"fetched_ahead is 0 or 1 batches, got {fetched_ahead}: how far a loop is cannot be told else"
+                f"fetched_ahead is 0 or 1 batches, got {fetched_ahead}: the progress of the loop is not known otherwise"
             )
         self.stream = stream
         self._may_look = fetched_ahead == 1  # whether anything is left, when nothing is

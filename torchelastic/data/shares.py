@@ -126,7 +126,7 @@ def units_of_rank(units: int, rank: int, world_size: int) -> range:
 
 
 def places_of_unit(samples: int, unit: int, logical_shards: int | None) -> range:
-    """The places in a global batch of `samples` that one unit stands for; none where the batch is too short for it.
+    """The places in a global batch of `samples` of one unit; none where the batch is too short for it.
 
     >>> list(places_of_unit(10, 3, logical_shards=4))
     [8, 9]
@@ -144,7 +144,7 @@ def places_of_units(samples: int, units: Iterable[int], logical_shards: int | No
 
 
 def pick(indices: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
-    """The dataset indices that stand at these places of a global batch."""
+    """The dataset indices at these places of a global batch."""
     if isinstance(places, range):  # the case of every undisturbed step
         return indices[places.start : places.stop]
     return tuple(indices[place] for place in places)

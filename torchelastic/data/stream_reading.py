@@ -1,8 +1,8 @@
 """Reads the logical shards that a rank holds, in this process or in worker processes that read ahead.
 
-Both ways run the same `StreamReader`: a worker process has one for its part of the shards. A reader is told where to
-begin, and then gives one batch's samples of all its shards each time it is asked. torch's DataLoader starts the
-processes, asks them ahead of time, and brings what they answer in order.
+Both ways run the same `StreamReader`: a worker process has one for its part of the shards. A reader begins at a given
+place, and then returns one batch's samples of all its shards for each request. torch's DataLoader starts the processes,
+prefetches, and returns their batches in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long this machine lives, and the last good moment to save; see docs/lifetime.md.
+"""The deadline of this machine, and the last safe moment to save; see docs/lifetime.md.
 
 Importing this package imports no torch.
 """

@@ -186,10 +186,8 @@ class LoopLifetime(LoopObserver):
 
     def _decide(self, state: State) -> None:
         """On every rank after the same step."""
-        now_s = self._clock()
-        own = self._sample()
+        now_s, own, peers = self._clock(), self._sample(), self._coordinator.peers() or Alone()
         self._remaining_s = own.remaining_s
-        peers = self._coordinator.peers() or Alone()
         numbers, jobs, hosts = zip(*peers.all_gather([own.numbers(), self._job, self._host]), strict=True)
         try:
             common = own.agreed([max(column) for column in zip(*numbers, strict=True)])

@@ -119,11 +119,9 @@ def state_command(job_id: str) -> list[str]:
 
 
 def who_ends_it(output: str, restarts: int) -> str:
-    """Why a job needs no requeue, or must have none; "" if it is to have one, or nothing is known.
+    """Why a job must not be requeued, from the output of `state_command`; "": it may, or nothing is known.
 
-    Args:
-        output: what `state_command` prints.
-        restarts: how often the job had been started again when the present run of it began.
+    `restarts` is how often the job had been started again when its present run began.
 
     >>> who_ends_it("COMPLETING None 0", 0), who_ends_it("COMPLETING None 1", 0)
     ('somebody has cancelled it', 'somebody has requeued it already')
@@ -183,7 +181,6 @@ def requeue_job(
     if not plan.job_id:
         log.info("not requeued: %s", plan.because)
         return Requeue(False, plan.because)
-    command = ["scontrol", "requeue", plan.job_id]
     attempts = Retrying(
         stop=partial(_is_over, patience_s),
         wait=wait_exponential(PAUSE_S, max=MAX_PAUSE_S),
@@ -193,7 +190,7 @@ def requeue_job(
         reraise=True,
     )
     try:
-        attempts(runner, command, {}, ATTEMPT_S)
+        attempts(runner, ["scontrol", "requeue", plan.job_id], {}, ATTEMPT_S)
     except CommandError as error:
         log.warning("job %s was not requeued: %s", plan.job_id, error)
         return Requeue(False, str(error))
@@ -202,13 +199,13 @@ def requeue_job(
 
 
 def _is_over(patience_s: float, state: RetryCallState) -> bool:
-    """Whether the next attempt would begin too late. The pauses count as they were asked for."""
+    """Whether the next attempt would begin too late, by the pauses as requested."""
     waited_s = max(state.idle_for, state.seconds_since_start or 0.0)
     return waited_s + state.upcoming_sleep > patience_s
 
 
 def _why_not(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
-    """See `who_ends_it`; "" if squeue does not say."""
+    """See `who_ends_it`; "" if squeue fails."""
     try:
         output = runner(state_command(job_id), {}, STATE_S)
     except CommandError as error:
@@ -218,7 +215,7 @@ def _why_not(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether asking again may help."""
+    """Whether a retry may help."""
     if not isinstance(error, CommandError) or isinstance(error, NoCommandError):
         return False
     text = str(error).lower()

@@ -58,7 +58,7 @@ class Reduction:
         self.ends_early = False
         self._module, self._sampler = module, sampler
         self._running: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-        self._brought: Sums | None = None
+        self._kept: Sums | None = None
         self._begun = self._done = 0
         self._usual: int | None = None
         self._has_complained = False
@@ -80,10 +80,10 @@ class Reduction:
 
     def bring(self, sums: Sums | None) -> None:
         """Add these sums over samples to what this rank contributes, until the next call."""
-        self._brought = sums
+        self._kept = sums
 
     def take(self, samples: int) -> Sums | None:
-        """Take the gradients off the parameters, after a step has failed, as sums; with those that were brought.
+        """Take the gradients off the parameters, after a step has failed, as sums; with those that were kept before.
 
         Args:
             samples: how many of this rank's samples they are the mean over; 0 for padding.
@@ -91,20 +91,20 @@ class Reduction:
         Returns:
             None: there are none of this rank alone, because its backward pass was not over, or was reduced already.
         """
-        brought, self._brought = self._brought, None
+        kept, self._kept = self._kept, None
         if self._begun == 0:
-            return brought
+            return kept
         if not self.has_local:
             return None  # of several reductions in one step some are done: what is there is mixed
         if samples == 0:
-            return brought
+            return kept
         sums = summed(self._parameters(), samples)
-        return sums if brought is None else added(sums, brought)
+        return sums if kept is None else added(sums, kept)
 
     def commit(self) -> None:
         """The step has succeeded."""
         self._usual = self._done
-        self._brought = None
+        self._kept = None
 
     def check_reduced(self, rank: int) -> None:
         """Asked before the optimizer steps; RetryableException where this rank, other than usual, reduced nothing.
@@ -131,8 +131,8 @@ class Reduction:
         weight = self.weight
         # padding may overflow in half precision, and 0 times infinity is no 0
         buffer = bucket.buffer().mul_(weight) if weight else bucket.buffer().zero_()
-        if self._brought is not None:
-            self._add_brought(bucket, self._brought)
+        if self._kept is not None:
+            self._add_kept(bucket, self._kept)
         work = dist.all_reduce(buffer, async_op=True)
         assert work is not None
         if self.ends_early and work.is_completed():
@@ -146,9 +146,9 @@ class Reduction:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
-    def _add_brought(self, bucket: GradBucket, brought: Sums) -> None:
+    def _add_kept(self, bucket: GradBucket, kept: Sums) -> None:
         scale = 1.0 / self._sampler.pending[0].global_samples
-        of = {id(parameter): extra for parameter, extra in zip(self._parameters(), brought, strict=True)}
+        of = {id(parameter): extra for parameter, extra in zip(self._parameters(), kept, strict=True)}
         for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             extra = of[id(parameter)]
             if extra is not None:
@@ -168,4 +168,4 @@ class Reduction:
         self._done += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": [], "_brought": None}  # of a step under way
+        return {**self.__dict__, "_running": [], "_kept": None}  # of a step under way

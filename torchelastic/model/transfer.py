@@ -19,7 +19,7 @@ import torch.distributed as dist
 CHUNK_BYTES = 32 * 1024 * 1024
 #: From this size on a tensor travels alone: sent from where it lies and received where it stays, without a copy of it.
 LARGE_BYTES = 1024 * 1024
-#: A dict with this single key stands for a tensor; no state can have it by accident.
+#: A dict with this single key represents a tensor; no state can have it by accident.
 _TENSOR = "\0tensor"
 
 

@@ -46,7 +46,7 @@ class WorldWatch:
         """Call this one too from now on."""
         self._callbacks.append(callback)
 
-    def tell(self, now: int, rank: int) -> None:
+    def changed(self, now: int, rank: int) -> None:
         """Call all if the size has changed. What one raises is raised; then all are called again next time."""
         if now != self._before:
             for callback in self._callbacks:

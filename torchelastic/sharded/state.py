@@ -319,7 +319,7 @@ class ShardedState(State):
         self._unconfirmed = HeldState(version, built.layout(), built.tensors(), self._own.to_bytes(built))
         dist.all_reduce(torch.zeros(1), group=self._control)  # everybody has what it needs: what it had may go
         self._enter(built, version, offers, needed)
-        self._world.tell(world_size, rank)
+        self._world.changed(world_size, rank)
         if version.step:
             self._copy_if_due()
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchelastic.adapters.hugging_face.state import portion_of, replicated_bytes
-from torchelastic.adapters.memory_tier import FAILURES, TIMEOUT_S, StorageTier, container_of
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier, container_of
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
 DEFAULT_TIMEOUT_S = TIMEOUT_S
@@ -28,15 +25,7 @@ def distributed_kind() -> str:
 
 
 def refuse_sharding(what: str, kind: str) -> None:
-    """Raises where the ranks do not hold the whole model each.
-
-    Args:
-        what: names the caller in the error.
-        kind: as `distributed_kind` says.
-
-    Raises:
-        ValueError: the job runs with FSDP, DeepSpeed, Megatron-LM or XLA; says what to use.
-    """
+    """Raises ValueError if a rank does not hold the whole model, by `distributed_kind`; names `what` was called."""
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise ValueError(
             f"{what} saves what each rank holds whole (one process, or DDP), and this job runs with {kind}: save its "
@@ -87,8 +76,8 @@ class HuggingFaceTier(StorageTier):
         """
         self.start()
         sizes_bytes = replicated_bytes(tensors)
-        described = hashlib.sha256(repr(list(sizes_bytes.items())).encode()).digest()
-        seen = self.gather(described)
+        described = hashlib.sha256(repr(list(sizes_bytes.items())).encode()).hexdigest()
+        seen = self.ranks.all_gather(f"save step {step}", described)
         if len(set(seen)) == 1:  # else some rank has what another has not, and the planner finds out who writes what
             mine = portion_of(self.rank, len(seen), sizes_bytes)
             tensors = {name: tensor for name, tensor in tensors.items() if name in mine or name not in sizes_bytes}
@@ -102,27 +91,6 @@ class HuggingFaceTier(StorageTier):
         found = self.newest()
         step = None if found is None else CheckpointContainerId.parse_version_container_step(found.name)
         return None if found is None or step is None else (found, step)
-
-    def gather(self, value: Any) -> list[Any]:
-        """What all ranks have given, by rank: plain values. Waits for the save that is under way: it uses the group."""
-        self.wait()
-        group = self._opened().group
-        if group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Runs an action on all ranks. Raises: CheckpointError, on all of them, if it fails on one; names it."""
-        failure = None
-        try:
-            action()
-        except (*FAILURES, OSError, KeyError, TypeError, ValueError) as error:  # the others must not wait for this one
-            failure = f"{type(error).__name__}: {error}"
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(failure)) if text is not None]
-        if failures:
-            raise CheckpointError("; ".join(failures))
 
     def end(self) -> None:
         """Closes when the save that is under way is through; what was saved stays. Nothing if it is not open."""

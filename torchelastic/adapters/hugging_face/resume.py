@@ -59,11 +59,8 @@ class ResumeChoice:
 def choose(memory_step: int | None, seen: Sequence[Iterable[Durable]]) -> ResumeChoice:
     """Chooses the newest; of two of the same step that in memory, which is read faster.
 
-    A durable checkpoint without the optimizer's state is taken only where there is nothing else.
-
-    Args:
-        memory_step: of the newest complete checkpoint in memory.
-        seen: the durable checkpoints that each rank sees; one that not all see is no choice.
+    Of the durable checkpoints only those count that all ranks see (`seen` is by rank); one without the optimizer's
+    state is chosen only where there is nothing else.
 
     >>> choose(7, [[Durable(True, 5)], [Durable(True, 5), Durable(True, 10)]])
     ResumeChoice(from_memory=True, durable=Durable(is_full=True, step=5))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The storage option that tells a local save from a durable one.
+#: The storage option of a local save.
 LOCAL_CKPT_OPTS_KEY = "local_checkpoint_options"
 #: As `ckpt_path`: the newest local checkpoint, where there is no durable one yet.
 LOCAL_CHECKPOINT = "local"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchelastic.adapters.lightning.memory_state import Parts, names_of_optimizers, put_together, share_of, take_apart
+from torchelastic.adapters.lightning.memory_state import names_of_optimizers, put_together, share_of, take_apart
 from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of, load_sharded, names_on_all_ranks
 from torchelastic.adapters.memory_tier import AnyPath, StorageTier, container_of
 from torchelastic.checkpoint.errors import CheckpointError
@@ -112,14 +112,11 @@ class MemoryCheckpointing:
         checkpoint_id = self._step_container(path)
         self.start()
         layout = layout_of(self.trainer.strategy)
-        reason: BaseException | None = None
-        parts = Parts({})
-        try:
-            parts = take_apart(checkpoint, is_sharded=layout is Layout.SHARDED, allow_pickles=self.allow_pickles)
-        except (TypeError, ValueError) as error:
-            reason = error
-        if not self.tier.agree(reason is None):
-            raise reason or CheckpointError(f"{checkpoint_id} is not saved: another rank cannot store its state")
+        is_sharded = layout is Layout.SHARDED
+        parts = self.tier.ranks.own_on_all(
+            f"save {Path(checkpoint_id).name}",
+            lambda: take_apart(checkpoint, is_sharded=is_sharded, allow_pickles=self.allow_pickles),
+        )
         self._warn_of(parts.left_out)
         everywhere = names_on_all_ranks(self.trainer.strategy, layout, parts.tensors)
         if layout is Layout.REPLICATED:

@@ -29,7 +29,7 @@ _FILE_OF_SHARDED = "meta.pt"
 
 
 def step_of_checkpoint(path: AnyPath) -> int | None:
-    """The global step of a durable checkpoint of Lightning; None if it cannot be told.
+    """The global step of a durable checkpoint of Lightning; None if it is not known.
 
     It is read from the checkpoint where that can be done without running a pickle and without reading tensors, else
     taken from a name such as `epoch=1-step=200.ckpt`.
@@ -110,7 +110,7 @@ class MemoryAutoResume:
         is_first = self.trainer.global_rank == 0
         durable_step = self._durable_step(durable) if is_first and durable is not None and step is not None else None
         takes_memory = prefers_memory(step, durable is not None, durable_step)
-        if not tier.of_rank_0(takes_memory) or newest is None:
+        if not tier.ranks.all_gather("choose a checkpoint", takes_memory)[0] or newest is None:
             log.info("going on from the durable checkpoint: %s", durable)
             return None if durable is None else str(durable)
         log.info("going on from the checkpoint in memory %s; the durable one is %s", newest, durable)
@@ -187,16 +187,7 @@ def wrap_trainer(
     durable_step: Callable[[AnyPath], int | None] = step_of_checkpoint,
     **options: Any,
 ) -> MemoryAutoResume:
-    """Wraps a trainer; see `torchelastic.adapters.lightning.wrap_trainer_and_auto_resume`.
-
-    Args:
-        checkpoint_io_class: `MemoryCheckpointIO` of the trainer's package.
-        trainer: not fitting yet.
-        container: of the job.
-        default_auto_resume: for `MemoryAutoResume`.
-        durable_step: for `MemoryAutoResume`.
-        options: for the plugin.
-    """
+    """See `torchelastic.adapters.lightning.wrap_trainer_and_auto_resume`; `options` are for the plugin."""
     strategy = trainer.strategy
     layout_of(strategy)
     if any(one.__name__ == "_MultiProcessingLauncher" for one in type(strategy.launcher).__mro__):

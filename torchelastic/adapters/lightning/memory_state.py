@@ -45,10 +45,10 @@ class Parts:
 
 
 def take_apart(checkpoint: Mapping[str, Any], *, is_sharded: bool, allow_pickles: bool = False) -> Parts:
-    """Takes a checkpoint apart; changes nothing in it.
+    """A checkpoint of `trainer.dump_checkpoint` as named tensors; changes nothing in it.
 
     Args:
-        checkpoint: what `trainer.dump_checkpoint` makes.
+        checkpoint: the checkpoint.
         is_sharded: each rank has a part of the tensors of model and optimizers (DTensor), and loads them in place.
         allow_pickles: store objects that are neither plain values nor tensors as pickles.
 
@@ -102,15 +102,9 @@ def put_together(tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = F
 
 
 def share_of(rank: int, tensors: Mapping[str, Any], everywhere: Set[str]) -> dict[str, Any]:
-    """What one rank gives to be saved: rank 0 all, the others what `torch.distributed.checkpoint` may take from any.
+    """The tensors that one rank saves: rank 0 all, the others those `everywhere`: equal on all ranks, or sharded.
 
-    Lightning's own checkpoints are those of rank 0. Two ranks may differ in what has one name: in the running mean of
-    a batch norm, in the state of a callback.
-
-    Args:
-        rank: global.
-        tensors: of `take_apart`.
-        everywhere: names of tensors that are equal on all ranks, or of which each rank has its part.
+    Lightning's own checkpoints are those of rank 0: ranks may differ in the running mean of a batch norm, say.
     """
     return dict(tensors) if rank == 0 else {name: tensor for name, tensor in tensors.items() if name in everywhere}
 

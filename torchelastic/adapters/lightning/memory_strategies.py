@@ -86,7 +86,7 @@ def names_on_all_ranks(strategy: Any, layout: Layout, tensors: Mapping[str, torc
     module = strategy.lightning_module
     if layout is Layout.OF_RANK_0 or module is None:
         return set()
-    # what DDP is told to ignore is not kept equal
+    # what DDP is set to ignore is not kept equal
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return {f"{MODEL}/{name}" for name, _ in module.named_parameters() if name not in ignored} & set(tensors)
 

@@ -87,7 +87,7 @@ def _ours(save_strategy: Any) -> MegatronAsyncSaveStrategy:
 
 
 class MegatronCommonLoadStrategy(TorchCommonLoadStrategy):  # type: ignore[misc] # Megatron has no types
-    """Loads the common state without running what its file says, whatever the environment tells torch.
+    """Loads the common state without running code of its file, whatever is set in the environment.
 
     Plain values, tensors and the classes given to `torch.serialization.add_safe_globals`, among them Megatron's own.
     """
@@ -107,7 +107,7 @@ class MegatronCommonLoadStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
             ) from error
         except pickle.UnpicklingError as error:
             raise CheckpointingException(
-                f"{path} cannot be loaded without running what it says: name its classes with "
+                f"{path} cannot be loaded without running code in it: name its classes with "
                 "torch.serialization.add_safe_globals, or, if you trust whoever can write there, load the common state "
                 f"with a strategy of your own ({error})"
             ) from error

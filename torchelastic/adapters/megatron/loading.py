@@ -53,7 +53,7 @@ class MegatronLoadStrategy(LoadShardedStrategy):  # type: ignore[misc] # Megatro
     Args:
         replication_manager: initialised with the loader's object manager.
         checkpoint_loader: finds checkpoints and their parts.
-        backend: what metadata.json has to name; as the save strategy was told.
+        backend: in metadata.json; the same as for the save strategy.
         version: the highest version of that which is read.
         allow_pickles: run what pickled sharded objects say. Without, they may hold plain values, tensors and the
             classes that were given to `torch.serialization.add_safe_globals` (Megatron gives it its own).

@@ -89,12 +89,12 @@ class Ranks:
             OutOfStepError: a rank does something else, or did not come in time; names it.
         """
         cause: Exception | None = None
-        told: dict[str, Any]
+        answer: dict[str, Any]
         try:
-            told = {"value": here()}
-        except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
-            cause, told = error, {"text": _text_of(error), "reason": _reason_of(error)}
-        answers = self._group.all_gather(step, told)
+            answer = {"value": here()}
+        except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
+            cause, answer = error, {"text": _text_of(error), "reason": _reason_of(error)}
+        answers = self._group.all_gather(step, answer)
         failures = [_Failure(rank, a["text"], a["reason"]) for rank, a in enumerate(answers) if "text" in a]
         if failures:
             _raise(step, failures, cause)
@@ -205,7 +205,7 @@ class Planning:
         Args:
             step: completes "could not ...".
             writer: writes it.
-            begin: tells the writer of the checkpoint with `reset`, and returns the state as torch's planner takes it.
+            begin: calls the writer's `reset`, and returns the state as torch's planner takes it.
 
         Raises:
             LeftOutError: and what else `Ranks.agree` raises.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What a checkpoint's metadata.json says of who has written it, unless the strategy is told otherwise.
+#: Default backend and version in a checkpoint's metadata.json.
 BACKEND = "torchelastic"
 VERSION = 1
 #: As torch waits for a gloo collective if nobody says otherwise.

@@ -68,10 +68,10 @@ def wrap_trainer_and_auto_resume(
 
     Args:
         trainer: of `nemo.lightning`.
-        flashpoint_base_container: of this job: the path that the callback was given. None: derived from the run id.
+        flashpoint_base_container: of this job: that of the callback. None: derived from the run id.
         async_save: write in the background.
-        default_auto_resume: how long-term storage is looked into; None: it is not.
-        always_save_context: save what NeMo makes model and tokenizer from with each checkpoint in memory.
+        default_auto_resume: finds checkpoints in long-term storage; None: there is none.
+        always_save_context: save NeMo's context of model and tokenizer with each checkpoint in memory.
         write_thread_count: for writing.
         initial_write_buffer_size_bytes: grows when a rank needs more.
         use_optimized_save: see `DefaultCheckpointSaver`.

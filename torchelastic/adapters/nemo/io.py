@@ -32,11 +32,9 @@ from torchelastic.adapters.megatron import (
 from torchelastic.adapters.memory_tier import AnyPath, StorageTier
 from torchelastic.adapters.values import CONTEXT_FILE, packed
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
 
 log = logging.getLogger(__name__)
-
-_NAMED_FAILURES = 4
 
 
 class MegatronTier(StorageTier):
@@ -81,7 +79,7 @@ class MemoryCheckpointIO(MemoryCheckpointing, AsyncCompatibleCheckpointIO):  # t
     A path is in memory if it lies in the container, by the parts of the path. Methods that are given one are called on
     all ranks, from the thread that trains. `wrap_trainer_and_auto_resume` makes one.
 
-    A checkpoint in memory that cannot be loaded on some rank is passed over on all of them: the one in long-term
+    A checkpoint in memory that cannot be loaded on some rank is skipped on all of them: the one in long-term
     storage is loaded instead, if `MemoryAutoResume` has found one.
 
     Args:
@@ -119,7 +117,7 @@ class MemoryCheckpointIO(MemoryCheckpointing, AsyncCompatibleCheckpointIO):  # t
         self._always_save_context = always_save_context
         self._is_fully_parallel, self._is_cached = use_fully_parallel_wrapper, use_cached_ckpt_structure
         self._is_validated = False
-        self._passed_over: set[str] = set()
+        self._skipped: set[str] = set()
 
     def start(self) -> None:
         """Opens the tier, if it is not open. All ranks call it, when the process group is there."""
@@ -212,7 +210,7 @@ class MemoryCheckpointIO(MemoryCheckpointing, AsyncCompatibleCheckpointIO):  # t
         return self.trainer.strategy.load_checkpoint(long_term)  # whose content metadata may be others
 
     def load_content_metadata(self, path: AnyPath | None = None, preloaded_state_dict: Any = None) -> Any:
-        """What `save_checkpoint` was told of the state, so that the same kind of state is loaded; as NeMo's plugin.
+        """The content metadata given to `save_checkpoint`, to load the same kind of state; as NeMo's plugin.
 
         Raises:
             CheckpointError: as `load_checkpoint`.
@@ -242,21 +240,24 @@ class MemoryCheckpointIO(MemoryCheckpointing, AsyncCompatibleCheckpointIO):  # t
 
     def _unless_it_fails(self, path: str, read: Callable[[], Any]) -> Any:
         """What was read; None on all ranks if that fails on one of them, now or at another time. A collective."""
-        if path in self._passed_over:
+        if path in self._skipped:
             return None
-        content, failure = None, None
+
+        def checked() -> Any:
+            try:
+                return read()
+            except (Exception, CheckpointException) as error:
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+        self.start()
         try:
-            content = read()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - DCP's is no Exception; all must hear of it
-            failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-        named = [one for one in failures if one is not None]
-        if not named:
-            return content
-        self._passed_over.add(path)
-        log.warning("the checkpoint in memory %s is passed over: %s", path, "; ".join(named[:_NAMED_FAILURES]))
-        return None
+            return self.tier.ranks.own_on_all(f"read {Path(path).name}", checked)
+        except OutOfStepError:
+            raise
+        except CheckpointError as error:
+            self._skipped.add(path)
+            log.warning("the checkpoint in memory %s is skipped: %s", path, error)
+            return None
 
     def _long_term(self, path: AnyPath) -> AnyPath:
         if self.fallback is None:

@@ -73,7 +73,7 @@ def of_epoch(source: Source[T], epoch: int) -> Source[T]:
 
 
 def fields(position: Any, *names: str) -> tuple[Any, ...]:
-    """The values of a position that a checkpoint has brought back.
+    """The values of a position restored from a checkpoint.
 
     Raises:
         SourceError: it was taken from another kind of source.

@@ -60,7 +60,7 @@ _CLOUDS: dict[str, type[AwsSpot | GcpPreemption | AzureScheduledEvents]] = {
 
 
 def read_machine(folder: Path = _MACHINE) -> str:
-    """What the firmware says about the machine; "" where it cannot be read."""
+    """The firmware's description of the machine; "" where it cannot be read."""
     found = []
     for name in _MACHINE_FILES:
         try:
@@ -101,11 +101,7 @@ def parse_clouds(text: str) -> dict[str, bool]:
 
 
 def term_grace_s(environment: Mapping[str, str]) -> float:
-    """Seconds from SIGTERM to SIGKILL: as the user says, as the launcher gives it, else 30.
-
-    Raises:
-        ValueError: TORCHELASTIC_TERM_GRACE_S is no number of seconds.
-    """
+    """Seconds from SIGTERM to SIGKILL: of the user, of the launcher, else 30. Raises ValueError: it is no number."""
     text = environment.get(GRACE_VARIABLE, "").strip()
     remedy = "give seconds, for example a pod's terminationGracePeriodSeconds"
     if text:
@@ -119,10 +115,7 @@ def term_grace_s(environment: Mapping[str, str]) -> float:
 
 
 def is_grace_known(environment: Mapping[str, str]) -> bool:
-    """Whether the user has said how long it is from SIGTERM to SIGKILL.
-
-    The launcher's own variable does not count: whoever ends the launcher (`docker stop`, Kubernetes) may give less.
-    """
+    """Whether the user has set the grace; the launcher's may be longer than that of `docker stop` or Kubernetes."""
     return bool(environment.get(GRACE_VARIABLE, "").strip())
 
 
@@ -231,7 +224,7 @@ def _clouds(
 
 
 def _graces_s(variables: Mapping[str, str], is_in_slurm: bool) -> dict[signal.Signals, float]:
-    """Which signals to take. Those that the user names are taken in any case, the others where nobody has a handler."""
+    """The signals to handle: those that the user names, the others only without another handler."""
     grace_s = term_grace_s(variables)
     text = variables.get(SIGNALS_VARIABLE, "").strip()
     graces_s = parse_signals(text, grace_s) if text else {}
@@ -248,5 +241,5 @@ def _graces_s(variables: Mapping[str, str], is_in_slurm: bool) -> dict[signal.Si
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether nobody but other notices has taken a signal."""
+    """Whether only other `SignalNotices` handle a signal."""
     return signal.getsignal(number) is signal.SIG_DFL or notices_instead_of_default(number) is not None

@@ -66,11 +66,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 
 
 def open_url(request: urllib.request.Request, timeout_s: float) -> Answer:
-    """Send a request and read the answer, whatever its status.
-
-    Args:
-        request: the request.
-        timeout_s: for each wait, and for the whole body.
+    """Send a request and read the answer, whatever its status; `timeout_s` is for each wait, and for the whole body.
 
     Raises:
         NoAnswerError: no connection, no answer in time, or none in HTTP.
