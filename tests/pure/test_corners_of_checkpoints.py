@@ -20,10 +20,9 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointId
-from torchelastic.checkpoint.memory.names import ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import CheckpointId, ShardName, save_id_of
 from torchelastic.checkpoint.memory.plans import Note, collect_notes, tensor_bytes
-from torchelastic.checkpoint.memory.room import held_bytes
+from torchelastic.checkpoint.memory.room import Free, held_bytes
 from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.policy.arguments import text
 from torchelastic.checkpoint.schedule import SaveSchedule
@@ -192,7 +191,7 @@ def test_only_tensors_count_as_tensor_bytes() -> None:
 
 
 def test_notes_that_travel_in_the_plans_are_as_good_as_those_that_arrived() -> None:
-    notes = [Note("job/step-9", rank, "a", -1, 0, 0, 0, None, 0) for rank in range(2)]
+    notes = [Note("job/step-9", rank, "a", -1, 0, 0, 0, Free(None, 0)) for rank in range(2)]
     plans = [SavePlan([], storage_data=note) for note in notes]
     assert collect_notes("job/step-9", plans) == notes
     with pytest.raises(RuntimeError, match="rank 0 has said nothing about job/step-8"):

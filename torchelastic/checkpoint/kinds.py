@@ -12,8 +12,7 @@ from typing import BinaryIO
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.local.names import find_shard
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, CheckpointContainerId, ShardName
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.save_id import SaveId
 

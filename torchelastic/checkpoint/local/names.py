@@ -35,6 +35,7 @@ class CkptID(NamedTuple):
 def file_name_of(shard: ShardId) -> str:
     """The name of a shard's file; `find_shard` is the inverse.
 
+    >>> from torchelastic.checkpoint.store.save_id import SaveId
     >>> file_name_of(ShardId(SaveId(0, 0, 3, 10, "9f3a12cd"), 1, 4))
     'step-000000010.e0.r0.g3.9f3a12cd.shard-00001-of-00004.shard'
     """
