@@ -254,7 +254,7 @@ def test_without_any_readable_checkpoint_all_ranks_get_one_clear_error(crew: Cre
         assert isinstance(answer, Failed)
         assert answer.kind == "CheckpointError"
         assert "rank 0" in answer.text
-        assert "no good copy of the shard of rank 0 of iteration 5" in answer.text
+        assert "no good copy of the shard of rank 0 of step-000000005." in answer.text
 
 
 # Other ranks, other cliques, other worlds

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict, TensorPlaceholder
-from torchelastic.checkpoint.local.state_dict import decode, encode
+from torchelastic.checkpoint.local.state_dict import decode, encode, plain_basic
 from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 
@@ -115,3 +116,74 @@ def test_a_tensor_of_a_gpu_goes_back_to_this_processes_gpu_or_stays_where_there_
 def test_attributes_that_are_none_are_damage() -> None:
     with pytest.raises(CorruptCheckpointError, match=r"TensorAwareStateDict is a list"):
         TensorAwareStateDict.from_tree([1], [])
+
+
+class Named(TensorAwareStateDict):
+    """A state with no more than NVRx asks for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.content = tensor
+
+    def pop_tensors(self) -> list[torch.Tensor]:
+        return []
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.content]
+
+    @property
+    def is_hollow(self) -> bool:
+        return False
+
+    def insert_tensors(self, tensor_data: Any) -> None:
+        pass
+
+    def init_tensors(self) -> None:
+        pass
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        pass
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        pass
+
+
+class Slotted(Named):
+    __slots__ = ("more",)
+
+
+def test_a_class_of_your_own_is_stored_by_its_attributes_unless_some_would_be_lost() -> None:
+    header, sources = encode(Named(torch.ones(2)), RecurringLayout())
+    tensors = {entry.name: tensor for entry, tensor in zip(header.entries, sources, strict=True)}
+    decoded = decode(header, tensors, allow_pickles=False)
+    assert type(decoded) is Named
+    assert decoded.content.tolist() == [1.0, 1.0]
+    with pytest.raises(TypeError, match="Slotted has __slots__"):
+        encode(Slotted(torch.ones(2)), RecurringLayout())
+
+
+def test_what_is_no_state_or_makes_none_is_refused() -> None:
+    hollow = BasicTensorAwareStateDict(state())
+    hollow.pop_tensors()
+    with pytest.raises(RuntimeError, match="insert_tensors"):
+        encode(hollow, RecurringLayout())
+    with pytest.raises(TypeError, match="wrap a state dict in BasicTensorAwareStateDict"):
+        encode({"w": torch.ones(1)}, RecurringLayout())  # type: ignore[arg-type]
+    header, _ = encode(BasicTensorAwareStateDict({"step": 1}), RecurringLayout())
+    nowhere = replace(header, meta={**header.meta, "devices": [["nowhere", 1]]})
+    with pytest.raises(CorruptCheckpointError, match="devices of the saved state make no sense"):
+        decode(nowhere, {}, allow_pickles=False)
+    unknown = replace(header, meta={**header.meta, "state_class": "elsewhere:State"})
+    with pytest.raises(CheckpointError, match="which is not defined in this process"):
+        decode(unknown, {}, allow_pickles=False)
+
+
+def test_a_state_of_several_gpus_goes_back_to_each() -> None:
+    header, sources = encode(BasicTensorAwareStateDict({"v": torch.ones(1), "w": torch.ones(1)}), RecurringLayout())
+    tensors = {entry.name: tensor for entry, tensor in zip(header.entries, sources, strict=True)}
+    header.meta["devices"][:] = [["cuda:3", 1], ["cuda:4", 1]]
+    decoded = decode(header, tensors, allow_pickles=False)
+    assert isinstance(decoded, BasicTensorAwareStateDict)
+    assert decoded._devices == (torch.device("cuda:3"), torch.device("cuda:4"))
+    assert plain_basic(decoded) is decoded.state_dict
+    assert plain_basic([1]) == [1]

@@ -17,7 +17,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
 from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, shards_of, to_prune
-from torchelastic.checkpoint.local.names import CkptID, header_meta
+from torchelastic.checkpoint.local.names import CkptID, described, header_meta
 from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
 from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
@@ -300,7 +300,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 try:
                     self._verify(shard)
                 except CheckpointError as error:
-                    log.warning("a copy of %s that was lost is not made again before the next save: %s", shard, error)
+                    log.warning(
+                        "a copy of %s that was lost is not made again before the next save: %s", described(shard), error
+                    )
 
         if lost:
             self._ranks.run_on_all(f"{call}, making lost copies again", fetch)  # nobody goes while others fetch from it
@@ -332,7 +334,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 reader.close()
                 raise
 
-        return first_good_copy(shard, sources, take)
+        return first_good_copy(described(shard), sources, take)
 
 
 def _when_dropped(

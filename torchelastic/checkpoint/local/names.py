@@ -42,6 +42,11 @@ def file_name_of(shard: ShardId) -> str:
     return str(shard).replace("/", ".")
 
 
+def described(shard: ShardId) -> str:
+    """A shard, for people."""
+    return f"the shard of rank {shard.rank} of {shard.name}"
+
+
 def find_shard(file_name: str) -> ShardId | None:
     """Reads a file's name; None if it is none of ours."""
     save, dot, rest = file_name.partition(".shard-")

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX, file_name_of, find_shard, header_meta
+from torchelastic.checkpoint.local.names import SUFFIX, described, file_name_of, find_shard, header_meta
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
@@ -143,7 +143,7 @@ class ShardFolder:
             tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
 
         pull_into(self, name, partial(client.pull, name), check)
-        log.info("fetched %s from %s", shard, client.peer)
+        log.info("fetched %s from %s", described(shard), client.peer)
         return ShardReader(self.path_of(shard, self.rank))
 
     def _fetched_unnamed(self, shard: ShardId, client: ReplicaClient) -> ShardReader:

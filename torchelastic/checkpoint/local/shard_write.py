@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.local.names import described
 from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     PeerLostError,
@@ -124,16 +125,16 @@ class ShardWrite:
             except _UNREACHABLE as error:
                 publish_metric("torchelastic", "checkpoint.replication.failures", 1)
                 log.warning(
-                    "the shard of rank %d of %s has no replica on rank %d at %s, which could not be reached (%s): it "
-                    "is saved without",
-                    self.shard.rank,
-                    self.shard.name,
+                    "%s has no replica on rank %d at %s, which could not be reached (%s): it is saved without",
+                    described(self.shard),
                     rank,
                     client.peer,
                     error,
                 )
             except CheckpointError as error:
-                raise CheckpointError(f"rank {rank} could not get a copy of {self.shard}: {error}") from error
+                raise CheckpointError(
+                    f"rank {rank} could not get a copy of {described(self.shard)}: {error}"
+                ) from error
 
 
 def write_shard(write: ShardWrite) -> None:
