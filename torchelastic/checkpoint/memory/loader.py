@@ -36,8 +36,8 @@ from torchelastic.checkpoint.memory.inventory import (
     verify,
 )
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.manager import ReplicationManager
+from torchelastic.checkpoint.replication.topology import root_id
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.group.rank_group import begun
