@@ -8,13 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import xxhash
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import CheckpointObjectId
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.header import Entry, Header
 from torchelastic.checkpoint.shards.reading import ShardReader
 
@@ -224,7 +222,4 @@ class BufferIO:
 
 
 def _header(size_bytes: int, meta: Mapping[str, Any]) -> Header:
-    entry = Entry(
-        ENTRY, str(torch.uint8).removeprefix("torch."), (size_bytes,), Box((0,), (size_bytes,)), 0, size_bytes
-    )
-    return Header(None, (entry,), meta)
+    return Header(None, (Entry.of_bytes(ENTRY, size_bytes),), meta)

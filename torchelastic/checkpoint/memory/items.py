@@ -227,7 +227,7 @@ class CachedLayout:
         entries = place(tensors())
         capacity = align(pickled_bytes * 5 // 4, 4096) if pickled_bytes else 0
         end = max((entry.offset_bytes + entry.size_bytes for entry in entries), default=0)
-        room = Entry(BYTES_ENTRY, "uint8", (capacity,), Box.whole((capacity,)), align(end, ALIGNMENT_BYTES), capacity)
+        room = Entry.of_bytes(BYTES_ENTRY, capacity, align(end, ALIGNMENT_BYTES))
         header = Header(None, (*entries, room), {"reserved": " " * (reserve_bytes * 5 // 4)})
         self._last = looks, header
         return header
@@ -237,9 +237,8 @@ def entries_of_pickles(resolved: Resolved, room: Entry) -> list[Entry]:
     """The entries of the pickles, one behind the other, beginning where `BYTES_ENTRY` does."""
     entries, offset = [], room.offset_bytes
     for (_, content), name in zip(resolved.pickles, resolved.names[len(resolved.tensors) :], strict=True):
-        size = content.nbytes
-        entries.append(Entry(name, "uint8", (size,), Box.whole((size,)), offset, size))
-        offset = align(offset + size, ALIGNMENT_BYTES)
+        entries.append(Entry.of_bytes(name, content.nbytes, offset))
+        offset = align(offset + content.nbytes, ALIGNMENT_BYTES)
     return entries
 
 

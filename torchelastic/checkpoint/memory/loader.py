@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -185,7 +186,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
             OutOfStepError: a rank did not come, or its process has ended; names it.
             CheckpointError: a rank cannot use its container; names it.
         """
-        call = f"get_latest_complete_checkpoint(.../{_name_of(checkpoint_base_container)})"
+        call = f"get_latest_complete_checkpoint(.../{Path(checkpoint_base_container).name})"
         container, roster, listings = self._survey(checkpoint_base_container, call)
 
         def read(candidate: MemoryCandidate) -> CheckpointContainerId:
@@ -205,7 +206,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         self, checkpoint_base_container: str | os.PathLike[str] | CheckpointContainerId
     ) -> list[CheckpointContainerId]:
         """The checkpoints of which every object is on some host, newest first; nothing is verified. Collective."""
-        call = f"get_candidate_checkpoints(.../{_name_of(checkpoint_base_container)})"
+        call = f"get_candidate_checkpoints(.../{Path(checkpoint_base_container).name})"
         container, roster, listings = self._survey(checkpoint_base_container, call)
         return [
             CheckpointContainerId(container.folder_of(candidate.save.step))
@@ -341,10 +342,6 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["objects"], state["replication"])  # type: ignore[misc]
-
-
-def _name_of(base: str | os.PathLike[str] | CheckpointContainerId) -> str:
-    return os.fspath(base).rstrip("/").rpartition("/")[2]
 
 
 def _is_there(container: Container, candidate: CommitHead) -> bool:

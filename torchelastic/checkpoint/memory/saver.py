@@ -30,18 +30,9 @@ from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
 from torchelastic.checkpoint.memory.objects import Homes
 from torchelastic.checkpoint.memory.planning import CheckpointSaver, PlannedSave, with_note, with_tickets
-from torchelastic.checkpoint.memory.plans import (
-    NotSaved,
-    NotSavedError,
-    collect_ticket,
-)
+from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError, collect_ticket
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
-from torchelastic.checkpoint.memory.staged_state import (
-    StagedState,
-    TakenApart,
-    not_staged,
-    staged_in,
-)
+from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart, not_staged, staged_in
 from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.reading import ShardReader

@@ -73,6 +73,11 @@ class Entry:
         """The same before it has a place."""
         return cls(name, dtype, shape, box, 0, box.numel * dtype_named(dtype).itemsize, is_shard=is_shard)
 
+    @classmethod
+    def of_bytes(cls, name: str, size_bytes: int, offset_bytes: int = 0) -> Entry:
+        """A row of bytes."""
+        return cls(name, "uint8", (size_bytes,), Box.whole((size_bytes,)), offset_bytes, size_bytes)
+
     def as_plain(self) -> list[Any]:
         """What JSON can hold."""
         box = self.box

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.boxes import Box
 from torchelastic.checkpoint.shards.disk import Disk, lock_file
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, Entry, Header, decode_preamble
 from torchelastic.checkpoint.shards.pool import SlotPool
@@ -123,7 +122,7 @@ class SlotShelf:
 
 def _row_of(size_bytes: int) -> Header:
     """The layout of so many bytes, for a pool: it counts what it has to have room for."""
-    return Header(None, (Entry("shard", "uint8", (size_bytes,), Box.whole((size_bytes,)), 0, size_bytes),))
+    return Header(None, (Entry.of_bytes("shard", size_bytes),))
 
 
 def _shard_bytes(view: memoryview) -> int:
