@@ -11,55 +11,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchelastic.launch.options import UsageError, add
+from torchelastic.usage import UsageError
 
 if TYPE_CHECKING:
     from torchelastic.launch.esi_lives import Life, Verdict
     from torchelastic.launch.esi_simulation import Order
 
 NAME = "simulate-esi"
-EXAMPLES = """examples:
-  torchelastic simulate-esi --cmd 'torchrun --standalone --nproc-per-node 2 train.py' --timeout 120
-  torchelastic simulate-esi --cmd 'python train.py' --timeout 60 --grace 5 --max-restarts 10 --report report.json
-
-exit codes: 0 the job has finished, 1 it has not, 2 invalid arguments, 128 + N ended by signal N
-"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `simulate-esi` to the command line."""
-    parser = commands.add_parser(
-        NAME,
-        help="run a job as on instances that end at a known time: end it, start it again, tell what was lost",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add(parser, "cmd", required=True, metavar="COMMAND", help="the job: one line for the shell")
-    add(parser, "timeout", type=float, required=True, metavar="S", help="how long an instance lives, up to SIGTERM")
-    add(parser, "grace", type=float, default=30.0, metavar="S", help="from SIGTERM to SIGKILL (default 30 s)")
-    add(
-        parser,
-        "max-restarts",
-        type=int,
-        metavar="N",
-        help="start it again so often (default 100, but not after 3 failures in a row)",
-    )
-    add(parser, "pause", type=float, default=0.0, metavar="S", help="between two lives (default 0 s)")
-    add(
-        parser,
-        "requeue-code",
-        type=int,
-        action="append",
-        metavar="N",
-        help="a job that exits with this wants to be started again; may be given several times (default 75)",
-    )
-    add(parser, "velastic-dir", type=Path, default=Path(".velastic"), metavar="DIR", help="default: .velastic")
-    add(parser, "json", action="store_true", help="the report as one line of JSON, the last one on stdout")
-    add(parser, "report", type=Path, metavar="FILE", help="write the report as JSON here, anew after each life")
-    parser.set_defaults(execute=execute)
-
-
-def execute(options: argparse.Namespace) -> int:
+def simulate_esi(options: argparse.Namespace) -> int:
     """Run the lives. Exit code 0 if the job has finished, 1 if not, 128 + N if signal N has ended it."""
     from torchelastic.launch.esi_lives import report_document, table
     from torchelastic.launch.esi_simulation import Interrupted, Simulation, SurvivorsError, signals_raise
