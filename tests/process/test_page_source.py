@@ -18,7 +18,7 @@ import pytest
 
 from tests.process.page_clients import TOKEN, get
 from tests.pure.status_runs import NOW_S, a_host
-from torchelastic.agent.showing import Showing
+from torchelastic.agent.dashboard import Dashboard
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Worker
 from torchelastic.launch.run import opened_page
@@ -162,15 +162,15 @@ def test_an_agent_shows_more_events_of_its_host_than_it_tells_etcd_and_its_worke
 
     async def show() -> tuple[dict[str, Any], bytes]:
         options = listening("0", None, is_seen=False)
-        showing = Showing(
+        dashboard = Dashboard(
             options, MemoryStore(), url, host="node-1", status=lambda: view.status(Book()), events=view.lines,
             supervisor=cast(Supervisor, supervisor),
         )  # fmt: skip
-        showing.start()
+        dashboard.start()
         status = await asyncio.to_thread(lambda: json.load(get(options, "/status.json")))
         log = await asyncio.to_thread(lambda: get(options, "/log/0.0").read())
         assert (await asyncio.to_thread(lambda: get(options, "/log/1.0").status)) == 404
-        await showing.stop()
+        await dashboard.stop()
         return status, log
 
     status, log = asyncio.run(show())

@@ -18,8 +18,8 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from torchelastic.agent.predecessors import POLL_S, Predecessors
-from torchelastic.agent.process_record import describe
+from torchelastic.agent.events import Event, MemberDeclared, MemberWithdrawn
+from torchelastic.agent.predecessors import POLL_S, Predecessors, describe
 from torchelastic.agent.tasks import keep_running
 from torchelastic.processes.identity import Process
 from torchelastic.rendezvous.host import Host
@@ -121,6 +121,14 @@ class Membership:
                 keep_running("keeping the lease alive", lambda: self._drive(self._host.beat(), self._heart))
             ),
         ]
+
+    def on_event(self, event: Event) -> None:
+        """Declare and withdraw members of this host."""
+        match event:
+            case MemberDeclared(member):
+                self.declare(member)
+            case MemberWithdrawn(member_id, for_good):
+                self.withdraw(member_id, for_good=for_good)
 
     def declare(self, member: Member) -> None:
         """Write or rewrite the record of a member of this host."""

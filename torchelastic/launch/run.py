@@ -21,9 +21,9 @@ from urllib.parse import urlencode
 from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect, say_if_unfit
+from torchelastic.agent.events import Publish
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
-from torchelastic.agent.worker import Worker
 from torchelastic.agent.worker_environment import worker_environment
 from torchelastic.launch.own_etcd import MeetingPlace, OwnEtcd
 from torchelastic.launch.run_address import (
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         )
         own_variables = worker_environment(agent_options, options.nproc_per_node, run_log.size)
 
-        def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
+        def make_supervisor(run_is_over: Callable[[], bool], publish: Publish) -> Supervisor:
             return Supervisor(
                 command,
                 options.nproc_per_node,
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
                 sizes=url.settings if options.standalone else None,
                 log_dir=options.log_dir,
                 run_is_over=run_is_over,
-                on_exit=on_exit,
+                publish=publish,
                 terminal=run_log.terminal,
                 hidden=theirs.hidden,
                 plain=PlainGroup(options.nproc_per_node, options.max_restarts) if options.standalone else None,
@@ -109,7 +109,7 @@ async def _run_agent(
     options: AgentOptions,
     credentials: Credentials,
     is_standalone: bool,
-    make_supervisor: Callable[[Callable[[], bool], Callable[[Worker, int], None]], Supervisor],
+    make_supervisor: Callable[[Callable[[], bool], Publish], Supervisor],
 ) -> Outcome:
     leave_address(options.socket_path.parent, options.url)
     _say_how_to_watch(run_log, options.url, options.ledger_dir)
