@@ -427,6 +427,17 @@ def test_there_is_hope_again_when_others_come_in_time() -> None:
     assert (leader.round.roster, leader.round.hopeless) == (("a", "d"), False)
 
 
+def test_nobody_gives_up_before_waiting_workers_could_register_again_after_all_leases_were_lost() -> None:
+    leader = Leader(2, 4)
+    leader.hear(at_step(running("x", "y"), "x", 5))
+    event = RoundPublished(replace(running("x", "y").round, state=RoundState.BROKEN), proves_no_loss=True)
+    leader.view, _ = advance(leader.view, event, leader.now_s)
+    leader.hear(failed_for_good("y"))
+    assert not leader.wait(9.9).round.hopeless, "a worker that waited for a place may register again"
+    leader.hear(member("w", arrival=9)).wait(1.0)
+    assert (leader.round.roster, leader.round.hopeless) == (("x", "w"), False)
+
+
 def test_who_was_started_again_counts_once_where_the_others_failed_for_good() -> None:
     first, second = "h-0-aaaaaaaa1", "h-1-aaaaaaaa2"
     leader = running(first, second, minimum=2).hear(ended(first), ended(second))

@@ -240,10 +240,11 @@ def _release(view: View, _now_s: float) -> tuple[Action, ...]:
     return (Publish(_amended(view, **change, because=because)),)
 
 
-def _give_up(view: View, _now_s: float) -> tuple[Action, ...]:
+def _give_up(view: View, now_s: float) -> tuple[Action, ...]:
     """Those that are left wait for members that their hosts do not start again: say so, and take it back if it changes.
 
-    A loss that nobody has called one for good may be made good: by its own host, or by another one in its place.
+    A loss that nobody has called one for good may be made good: by its own host, or by another one in its place. After
+    leases were lost with the leader's own, it is not said before workers that wait for a place could register again.
     """
     lost = [name for name in view.round.roster if name in view.gave_up]
     again = started_again(view.waiting_since_s, view.absent) if lost else frozenset()
@@ -252,6 +253,8 @@ def _give_up(view: View, _now_s: float) -> tuple[Action, ...]:
     is_hopeless = bool(lost and (here or again)) and not view.settings.usable(len(here) + may_come)
     if is_hopeless == view.round.hopeless or (lost and not here and not again):
         return ()
+    if is_hopeless and now_s < view.trusted_from_s:
+        return (Wake(view.trusted_from_s),)
     because = f"{shortlist(lost)} failed for good; the others are fewer than {view.settings.least}"
     because = because if is_hopeless else "more workers have come"
     return (Publish(_amended(view, leaving=view.round.leaving, because=because, hopeless=is_hopeless)),)
