@@ -26,8 +26,8 @@ from torchelastic.launch.esi_lives import (
     table,
     what_next,
 )
-from torchelastic.launch.esi_simulation import Order
 from torchelastic.launch.main import main
+from torchelastic.launch.simulate_esi import Order
 from torchelastic.lifetime.progress_file import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY as REQUEUE_CODE
 
