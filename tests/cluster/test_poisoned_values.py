@@ -74,16 +74,16 @@ def test_members_and_agents_with_impossible_numbers_are_named_and_ignored_by_a_r
 FAILS = """
 import os
 from pathlib import Path
-from torchelastic.rendezvous import office
+from torchelastic.rendezvous import leadership
 
-advance = office.advance
+advance = leadership.advance
 
 def fails(view, event, now_s):
     if Path(os.environ["FAULT"]).exists():
         raise RuntimeError("a bug that a test has put here")
     return advance(view, event, now_s)
 
-office.advance = fails
+leadership.advance = fails
 """
 
 

@@ -15,9 +15,9 @@ from torchelastic.agent.event_log import events_log
 from torchelastic.agent.events import Event, LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
 from torchelastic.ledger.events import Failure
 from torchelastic.log_lines import Position, fields
+from torchelastic.rendezvous.leadership import read_members as members_among
 from torchelastic.rendezvous.loss import LeaseExpired, Left, Loss, ProcessEnded, losses
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.office import read_members as members_among
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 

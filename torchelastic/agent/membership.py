@@ -107,9 +107,9 @@ class Membership:
         )
         await retrying(self._look)
         await self._blocking(lambda _store: self._predecessors.look())
-        await self._bury_predecessors()
+        await self._declare_predecessors_dead()
         self._tasks = [
-            asyncio.create_task(keep_running("reporting earlier agents of this host", self._keep_burying)),
+            asyncio.create_task(keep_running("reporting earlier agents of this host", self._keep_declaring)),
             asyncio.create_task(
                 keep_running(
                     "the session with etcd",
@@ -194,15 +194,15 @@ class Membership:
         self._writer.shutdown(wait=False)
         self._heart.shutdown(wait=False)
 
-    async def _keep_burying(self) -> None:
+    async def _keep_declaring(self) -> None:
         """A process that was killed may take seconds to end, with much memory or a GPU."""
         while not self._predecessors.is_empty:
             await asyncio.sleep(POLL_S)
-            await self._bury_predecessors()
+            await self._declare_predecessors_dead()
 
-    async def _bury_predecessors(self) -> None:
+    async def _declare_predecessors_dead(self) -> None:
         for predecessor in await self._blocking(lambda _store: self._predecessors.ended()):
-            self._host.bury(predecessor)
+            self._host.declare_dead(predecessor)
 
     async def _look(self) -> None:
         await self._drive(self._host.look(), self._writer)

@@ -1,8 +1,8 @@
 """Other agents of this host that have ended without a word: found by the records that outlive them.
 
 Each agent writes which processes it and its workers are. Another one of the same host, under the same boot and in the
-same pid namespace, reads from that whether they have ended: see `torchelastic.rendezvous.burial`. Nothing read from the
-store is trusted.
+same pid namespace, reads from that whether they have ended: see `torchelastic.rendezvous.dead_agents`. Nothing read
+from the store is trusted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from torchelastic.foreign_json import RecordError, Text, checked, decode_json
 from torchelastic.processes.identity import Process, is_this_place, this_place
-from torchelastic.rendezvous.burial import Predecessor
+from torchelastic.rendezvous.dead_agents import Predecessor
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreError
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from torchelastic.launch.run_address import opened
-from torchelastic.rendezvous.office import read_members
+from torchelastic.rendezvous.leadership import read_members
 from torchelastic.rendezvous.records import Keys, Member, RecordError, RoundState, decode_round
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.usage import CommandError, UsageError
