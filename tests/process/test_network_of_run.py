@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.addresses import own_address
+from torchelastic.checkpoint.replication.topology import own_address
 from torchelastic.launch.run_options import Network, chosen_network
 from torchelastic.network import this_host
 from torchelastic.network.choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE, InterfaceError

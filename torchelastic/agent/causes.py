@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.counters import Counters
 from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.rendezvous.loss import loss_from_error
 
@@ -230,7 +230,7 @@ def report_of(troubles: Sequence[Trouble], *, is_over: bool = False) -> Report |
     return Report(first, tuple(others), is_over)
 
 
-def end_of(exit_code: int | None, tally: Tally | None, *, was_asked: bool, has_joined: bool) -> Ended:
+def end_of(exit_code: int | None, tally: Counters | None, *, was_asked: bool, has_joined: bool) -> Ended:
     """What an end was.
 
     To be asked to leave is not to have left: a worker that a signal ended in a step was lost, whoever sent it.

@@ -10,7 +10,7 @@ from torchelastic.agent.membership import Membership
 from torchelastic.agent.shown_progress import ShownProgress
 from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.terminal import Terminal
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.status.host import HostView
@@ -87,7 +87,7 @@ class StatusPublisher:
         if recorder is not None:
             recorder.sample()  # how things are now, not a second ago
         return self.view.status(
-            Book() if recorder is None else recorder.keeper.now(),
+            HostLedger() if recorder is None else recorder.keeper.now(),
             every_s,
             pids={} if recorder is None else recorder.pids(),
             places=0 if recorder is None else len(recorder.latest().places),

@@ -16,8 +16,7 @@ from torchelastic.ledger.events import Counted, LedgerFormatError, to_dict
 from torchelastic.ledger.journal import Journal, read_journals
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.store import StoreError
-from torchelastic.status.event_lines import lines_of
-from torchelastic.status.following import Following
+from torchelastic.status.event_lines import Following, lines_of
 from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import EventLine, RunStatus, every_s
 from torchelastic.status.screen import event_text

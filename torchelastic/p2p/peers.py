@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +17,15 @@ from torch.distributed.distributed_c10d import Store
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import listed
 from torchelastic.group.notes import Mailbox
-from torchelastic.p2p.keys import wait_for_key
+
+log = logging.getLogger(__name__)
 
 #: How much one message carries: each has to arrive within the time-out of collectives.
 CHUNK_BYTES = 64 * 2**20
+
+
+#: While another rank works (rank 0 writes a checkpoint), a waiting rank checks this often whether it still is a member.
+CHECK_S = 10.0
 
 
 class GroupPeers:
@@ -29,7 +37,7 @@ class GroupPeers:
         rank: of this worker.
         world_size: of the group.
         round_number: of the rendezvous.
-        raise_if_broken: raises RuntimeError if the round is no more.
+        raise_if_broken: raises RuntimeError if the round has ended.
         address: at which the other hosts reach this one; empty: there are none.
     """
 
@@ -53,24 +61,24 @@ class GroupPeers:
         self._barriers = self._turns = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What each rank says, by rank; JSON can hold it."""
+        """The value of each rank, by rank; as JSON."""
         return [json.loads(each) for each in all_gather_texts(self._group, json.dumps(value).encode(), _waited)]
 
     def rank_0_says(self, value: bool) -> bool:
-        """What rank 0 has given: one broadcast, which costs little beside a step."""
+        """The value of rank 0: one broadcast, which costs little compared to a step."""
         flag = torch.tensor([int(value)])
         dist.broadcast(flag, src=0, group=self._group)
         return bool(flag[0])
 
     def send(self, data: memoryview, rank: int) -> None:
-        """Give bytes to one rank, in messages of at most `CHUNK_BYTES`."""
+        """Send bytes to one rank, in messages of at most `CHUNK_BYTES`."""
         for begin in range(0, data.nbytes, CHUNK_BYTES):
             # a copy: what is sent may be a read-only map of a file
             chunk = _as_tensor(memoryview(bytearray(data[begin : begin + CHUNK_BYTES])))
             dist.send(chunk, group=self._group, group_dst=rank)
 
     def receive(self, into: memoryview, rank: int) -> None:
-        """Take as many bytes from one rank."""
+        """Receive as many bytes from one rank."""
         for begin in range(0, into.nbytes, CHUNK_BYTES):
             dist.recv(_as_tensor(into[begin : begin + CHUNK_BYTES]), group=self._group, group_src=rank)
 
@@ -98,14 +106,14 @@ class GroupPeers:
             wait_for_key(self._store, key, self._raise_if_broken, lambda: f"rank 0 {purpose}", bound_s)
 
     def mailbox(self) -> Mailbox:
-        """Notes in the store of the round, on a connection of their own, so that no wait holds them up."""
+        """Messages in the store of the round, on a connection of their own, so that no wait blocks them."""
         return _StoreMailbox(self._store)
 
 
 class _StoreMailbox:
     """See `Mailbox`; keys of the store under `note/`.
 
-    Connects at the first use: where the names of addresses are looked up slowly, torch takes seconds for that, and
+    Connects at the first use: where name resolution is slow, torch takes seconds for that, and
     forming a group must not.
     """
 
@@ -135,3 +143,41 @@ def _waited(work: dist.Work | None) -> None:
 
 def _as_tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def wait_for_key(
+    store: Store,
+    key: str,
+    raise_if_broken: Callable[[], None],
+    waited_for: Callable[[], str],
+    bound_s: float | None = None,
+) -> None:
+    """Wait for a key of a round's store; the missing ranks are logged after 10 s, 20 s, 40 s and so on.
+
+    Args:
+        store: of the round.
+        key: to wait for.
+        raise_if_broken: raises RuntimeError if the round has ended.
+        waited_for: describes the missing ranks.
+        bound_s: how long to wait at most; None: as long as the round lasts.
+
+    Raises:
+        RuntimeError: the round broke, the store is gone, or the bound is over.
+    """
+    first_s, next_log_s = time.monotonic(), CHECK_S
+    while True:
+        began_s = time.monotonic()
+        try:
+            store.wait([key], timedelta(seconds=CHECK_S))
+        except dist.DistStoreError:
+            raise_if_broken()
+            if time.monotonic() - began_s < CHECK_S / 2:
+                raise  # no time-out: the connection is gone
+        else:
+            return
+        waited_s = time.monotonic() - first_s
+        if bound_s is not None and waited_s >= bound_s:
+            raise RuntimeError(f"waited {waited_s:.0f} s for {waited_for()}")
+        if waited_s >= next_log_s:
+            log.warning("waiting for %s, for %.0f s so far", waited_for(), waited_s)
+            next_log_s *= 2
