@@ -25,7 +25,7 @@ from torchelastic.errors import DrainedException, NonRetryableException, StopExc
 from torchelastic.ledger.meter import this_worker
 from torchelastic.loop_observer import telling
 from torchelastic.metrics.loop_durations import LoopDurations
-from torchelastic.rendezvous.launcher import ONE_RUN_PER_START
+from torchelastic.rendezvous.own_agent import ONE_RUN_PER_START
 from torchelastic.repeated_failures import SAME_FAILURES, RepeatedFailures, new_process_may_help
 from torchelastic.state import State, call_sync, check_can_roll_back, check_hooks, check_train_step
 from torchelastic.step import Step

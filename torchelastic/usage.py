@@ -1,11 +1,18 @@
-"""What a command line says of invalid arguments: one line, which names the argument and where to read more."""
+"""How our command lines are read, and what they say of invalid arguments: one line, which names where to read more."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+
+class UsageError(Exception):
+    """The arguments make no sense together; the message says what to change. Exit code 2."""
+
+
+class CommandError(Exception):
+    """The command cannot do what it was asked to; the message says why. Exit code 1."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -26,6 +33,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def _meant(self, unknown: Sequence[str]) -> str:
         """Which options look like those that there are not, in brackets; empty: none does."""
+        import difflib  # here: --help does not need it
+
         known = [name for action in self._actions for name in action.option_strings]
         words = [word.partition("=")[0].replace("_", "-") for word in unknown if word.startswith("--")]
         alike = [match for word in words for match in difflib.get_close_matches(word, known, n=1, cutoff=0.7)]
@@ -43,3 +52,20 @@ def usage_line(command: str, message: str) -> str:
     "torchelastic run: --nnodes 'x': write a number, or MIN:MAX; see torchelastic run --help"
     """
     return f"{command}: {message}" + ("" if "\n" in message else f"; see {command} --help")
+
+
+def add_option(
+    parser: argparse._ActionsContainer, name: str, what: str, *, short: str | None = None, **settings: Any
+) -> None:
+    """Add an option; dashes and underscores in its name are the same, as for torchrun's users.
+
+    Args:
+        parser: or a group of options of it.
+        name: without the leading dashes.
+        what: its help.
+        short: such as `-t`.
+        settings: of `add_argument`.
+    """
+    spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
+    names = [*sorted(spellings), *filter(None, [short])]
+    parser.add_argument(*names, dest=name.replace("-", "_"), help=what, **settings)

@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
 from tests.cluster.harness import ROOT, RunRecords, process_tree, wait_until
-from torchelastic.agent.process_record import ProcessRecord
+from torchelastic.agent.predecessors import ProcessRecord
 from torchelastic.processes.identity import Process, this_place
 from torchelastic.rendezvous.records import Member, encode_member
 from torchelastic.rendezvous.server import EtcdServer
@@ -74,16 +74,16 @@ def test_members_and_agents_with_impossible_numbers_are_named_and_ignored_by_a_r
 FAILS = """
 import os
 from pathlib import Path
-from torchelastic.rendezvous import office
+from torchelastic.rendezvous import leadership
 
-advance = office.advance
+advance = leadership.advance
 
 def fails(view, event, now_s):
     if Path(os.environ["FAULT"]).exists():
         raise RuntimeError("a bug that a test has put here")
     return advance(view, event, now_s)
 
-office.advance = fails
+leadership.advance = fails
 """
 
 

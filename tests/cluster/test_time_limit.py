@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.launch.options import UsageError
-from torchelastic.launch.time_limit import limited
+from torchelastic.launch.run_options import limited
 from torchelastic.lifetime import STOPPED_EARLY
+from torchelastic.usage import UsageError
 
 SCRIPT = """
 import sys, time

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
+from torchelastic.agent.causes import Failed
+from torchelastic.agent.events import Event, Publish, Said, WorkerFailed, WorkerSaid, ignore
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 
@@ -19,6 +21,7 @@ def supervise(
     scenario: Callable[[Supervisor], Awaitable[None]],
     script: str = WAITS,
     plain: PlainGroup | None = None,
+    publish: Publish = ignore,
     **environment: str,
 ) -> None:
     """Run the scenario beside so many workers with this script, which are ended with it."""
@@ -31,8 +34,8 @@ def supervise(
             max_restarts=3,
             log_dir=None,
             run_is_over=lambda: False,
-            on_exit=lambda _worker, _pid: None,
             plain=plain,
+            publish=publish,
         )
         supervisor.start()
         try:
@@ -41,6 +44,21 @@ def supervise(
             await supervisor.stop(1.0)
 
     asyncio.run(run())
+
+
+def failures_into(failures: list[Failed]) -> Publish:
+    """What to publish to: keeps what has failed."""
+
+    def keep(event: Event) -> None:
+        if isinstance(event, WorkerFailed):
+            failures.append(event.failed)
+
+    return keep
+
+
+def ask(supervisor: Supervisor, pid: int, local_rank: int | None) -> None:
+    """A process asks for a group."""
+    supervisor.on_event(WorkerSaid(Said.ASKS, pid, local_rank))
 
 
 def pid_of(supervisor: Supervisor, local_rank: int) -> int:

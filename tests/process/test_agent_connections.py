@@ -17,6 +17,14 @@ from typing import Any
 import pytest
 
 from torchelastic.agent.connections import Connections
+from torchelastic.agent.events import (
+    Event,
+    MemberDeclared,
+    MemberWithdrawn,
+    MetricsPublished,
+    RoundChanged,
+    WorkerLeaves,
+)
 from torchelastic.rendezvous.records import Member, Round, RoundState, Standing
 
 Scenario = Callable[["Host"], Awaitable[None]]
@@ -37,13 +45,20 @@ class Host:
             address="127.0.0.1",
             incarnation="abc",
             clock=time.monotonic,
-            declare=self.declared.append,
-            withdraw=self.withdrawn.append,
+            publish=self._publish,
             until_written=self._written,
-            on_join=lambda _connection: None,
-            on_leave=self.let_leave.append,
-            on_metrics=lambda rank, items: self.metrics.append((rank, items)),
         )
+
+    def _publish(self, event: Event) -> None:
+        match event:
+            case MemberDeclared(member):
+                self.declared.append(member)
+            case MemberWithdrawn(member_id):
+                self.withdrawn.append(member_id)
+            case WorkerLeaves(pid):
+                self.let_leave.append(pid)
+            case MetricsPublished(local_rank, items):
+                self.metrics.append((local_rank, items))
 
     async def _written(self) -> None:
         return
@@ -187,9 +202,9 @@ def test_every_change_of_the_round_is_told_and_the_next_join_asks_for_the_one_af
         worker = await host.open()
         worker.say(op="hello", pid=7, local_rank=0)
         name = (await worker.hear())["member"]
-        host.connections.tell_round(Round(4, RoundState.RUNNING, (name,), "h:1"))
+        host.connections.on_event(RoundChanged(Round(4, RoundState.RUNNING, (name,), "h:1")))
         assert (await worker.hear())["round"]["number"] == 4
-        host.connections.tell_round(Round(4, RoundState.BROKEN, (name,), "h:1"))
+        host.connections.on_event(RoundChanged(Round(4, RoundState.BROKEN, (name,), "h:1")))
         assert (await worker.hear())["round"]["state"] == "broken"
         join(worker, failed=True)
         await until(lambda: host.declared)
@@ -205,7 +220,7 @@ def test_who_hangs_up_is_withdrawn_unless_it_has_finished(tmp_path: Path) -> Non
             worker = await host.open()
             worker.say(op="hello", pid=os.getpid(), local_rank=0)
             names.append((await worker.hear())["member"])
-            host.connections.tell_round(Round(1, RoundState.RUNNING, tuple(names), "h:1"))
+            host.connections.on_event(RoundChanged(Round(1, RoundState.RUNNING, tuple(names), "h:1")))
             await worker.hear_of("round")
             if finished:
                 worker.say(op="done", step=9)
@@ -331,7 +346,7 @@ def test_a_worker_in_a_group_that_is_to_leave_goes_when_the_next_round_is_there_
         join(worker)
         name = (await worker.hear())["member"]
         await until(lambda: len(host.declared) == 1)
-        host.connections.tell_round(Round(1, RoundState.RUNNING, (name, "x"), "h:1"))
+        host.connections.on_event(RoundChanged(Round(1, RoundState.RUNNING, (name, "x"), "h:1")))
         assert host.connections.leave(name)
         assert host.declared[-1].leaving
         assert host.let_leave == [os.getpid()]
@@ -339,9 +354,9 @@ def test_a_worker_in_a_group_that_is_to_leave_goes_when_the_next_round_is_there_
         join(worker)
         await until(lambda: len(host.declared) == 3)
         assert (host.declared[-1].ready_for, host.declared[-1].leaving) == (2, True)
-        host.connections.tell_round(Round(1, RoundState.GATHERING, (name, "x"), "h:1", leaving=(name,)))
+        host.connections.on_event(RoundChanged(Round(1, RoundState.GATHERING, (name, "x"), "h:1", leaving=(name,))))
         assert host.withdrawn == []
-        host.connections.tell_round(Round(2, RoundState.RUNNING, ("x",), "h:1"))
+        host.connections.on_event(RoundChanged(Round(2, RoundState.RUNNING, ("x",), "h:1")))
         assert (await hear_fatal(worker))["kind"] == "drained"
         assert host.withdrawn == [name]
         worker.say(op="done", step=8)  # it has left: nothing that it says counts any more
@@ -354,7 +369,7 @@ def test_a_worker_in_a_group_that_is_to_leave_goes_when_the_next_round_is_there_
 
 def test_a_spare_that_asks_to_leave_goes_at_once_and_is_not_started_again(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
-        host.connections.tell_round(Round(1, RoundState.RUNNING, ("x",), "h:1"))
+        host.connections.on_event(RoundChanged(Round(1, RoundState.RUNNING, ("x",), "h:1")))
         worker = await host.open()
         worker.say(op="hello", pid=4711, local_rank=0)
         join(worker)

@@ -28,7 +28,7 @@ class Fault:
                 raise OverflowError("an error that nobody foresaw")
             return advance(*arguments)
 
-        monkeypatch.setattr("torchelastic.rendezvous.office.advance", fails)
+        monkeypatch.setattr("torchelastic.rendezvous.leadership.advance", fails)
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:

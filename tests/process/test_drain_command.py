@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.launch.drain import choose, drain
-from torchelastic.launch.options import UsageError
+from torchelastic.launch.drain import choose, drained
 from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
+from torchelastic.usage import UsageError
 
 KEYS = Keys("/torchelastic/test")
 A0, A1, B0 = Member("a-0", "a"), Member("a-1", "a"), Member("b-0", "b")
@@ -79,7 +79,7 @@ def test_a_run_without_members_is_named() -> None:
 def test_it_returns_when_all_have_left_whether_their_record_says_so_or_is_gone() -> None:
     store = store_with(A0, B0)
     results: list[bool] = []
-    command = in_the_background(lambda: results.append(drain(store.connect(), KEYS, [A0, B0], 60.0)))
+    command = in_the_background(lambda: results.append(drained(store.connect(), KEYS, [A0, B0], 60.0)))
     wait_until(lambda: requests(store) == ["a/a-0", "b/b-0"])
     store.put(KEYS.member("a-0"), encode_member(replace(A0, departed=True)))
     command.join(0.5)
@@ -92,7 +92,7 @@ def test_it_returns_when_all_have_left_whether_their_record_says_so_or_is_gone()
 
 def test_a_request_that_nobody_takes_up_is_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
     store = store_with(A0)
-    assert not drain(store, KEYS, [A0], 0.2)
+    assert not drained(store, KEYS, [A0], 0.2)
     assert requests(store) == []
     assert "not within 0.2 s: a-0" in capsys.readouterr().err
 
@@ -100,4 +100,4 @@ def test_a_request_that_nobody_takes_up_is_taken_back(capsys: pytest.CaptureFixt
 def test_who_is_in_a_run_that_has_ended_counts_as_gone() -> None:
     store = store_with(A0)
     store.put(KEYS.round, encode_round(Round(3, RoundState.CLOSED, ("a-0",), "h:1")))
-    assert drain(store, KEYS, [A0], 20.0)
+    assert drained(store, KEYS, [A0], 20.0)

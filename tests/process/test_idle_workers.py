@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.process.supervised import pid_of, supervise, until
+from tests.process.supervised import ask, failures_into, pid_of, supervise, until
 from torchelastic.agent import supervisor as supervising
 from torchelastic.agent.causes import Failed
 from torchelastic.agent.idle_workers import IdleWorkers
@@ -75,14 +75,13 @@ def test_a_hung_worker_that_is_still_there_is_killed_and_started_again() -> None
     failures: list[Failed] = []
 
     async def scenario(supervisor: Supervisor) -> None:
-        supervisor.on_failure = failures.append
         worker = supervisor.workers[0]
         await until(lambda: "ready" in worker.tail)
         os.kill(pid_of(supervisor, 0), signal.SIGSTOP)
         supervisor.end_hung(pid_of(supervisor, 0))
         await until(lambda: worker.restarts == 1)
 
-    supervise(1, scenario, STUBBORN, PYTHONFAULTHANDLER="")
+    supervise(1, scenario, STUBBORN, publish=failures_into(failures), PYTHONFAULTHANDLER="")
     assert [(failed.exit_code, failed.is_hang) for failed in failures] == [(-signal.SIGKILL, True)]
 
 
@@ -97,7 +96,7 @@ def test_a_worker_that_is_late_with_its_first_request_is_named_once_and_not_ende
 ) -> None:
     async def scenario(supervisor: Supervisor) -> None:
         asks, late = pid_of(supervisor, 0), pid_of(supervisor, 1)
-        supervisor.has_asked(asks, 0)
+        ask(supervisor, asks, 0)
         watched = Watched(supervisor)
         watched.check(LATE_START_FLOOR_S - 30.0, round_)
         assert warnings(caplog) == []
@@ -106,7 +105,7 @@ def test_a_worker_that_is_late_with_its_first_request_is_named_once_and_not_ende
         (line,) = warnings(caplog)
         assert line.startswith(f"worker 1 (pid {late}) has not asked for a group after 62 s; {others}")
         assert pid_of(supervisor, 1) == late
-        supervisor.has_asked(late, 1)
+        ask(supervisor, late, 1)
         assert supervisor.starting == []
 
     supervise(2, scenario)
@@ -114,9 +113,9 @@ def test_a_worker_that_is_late_with_its_first_request_is_named_once_and_not_ende
 
 def test_a_process_that_a_worker_has_started_asks_in_its_place() -> None:
     async def scenario(supervisor: Supervisor) -> None:
-        supervisor.has_asked(os.getpid(), 1)
+        ask(supervisor, os.getpid(), 1)
         assert [worker.local_rank for worker in supervisor.starting] == [0]
-        supervisor.has_asked(os.getpid(), None)  # started by hand
+        ask(supervisor, os.getpid(), None)  # started by hand
         assert len(supervisor.starting) == 1
 
     supervise(2, scenario)
@@ -125,7 +124,7 @@ def test_a_process_that_a_worker_has_started_asks_in_its_place() -> None:
 def test_where_workers_start_slowly_one_may_take_longer_before_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(supervisor: Supervisor) -> None:
         supervisor.workers[0].started_s -= 30.0
-        supervisor.has_asked(pid_of(supervisor, 0), 0)
+        ask(supervisor, pid_of(supervisor, 0), 0)
         watched = Watched(supervisor)
         watched.check(145.0, RUNNING)
         assert warnings(caplog) == []
@@ -143,7 +142,7 @@ def test_a_worker_that_was_to_leave_and_hangs_is_ended_once_the_others_train_wit
     async def scenario(supervisor: Supervisor) -> None:
         hangs, goes_on = supervisor.workers
         for pid in (pid_of(supervisor, 0), pid_of(supervisor, 1)):
-            supervisor.has_asked(pid, None)
+            ask(supervisor, pid, None)
         await until(lambda: "ready" in hangs.tail)
         watched = Watched(supervisor)
         left = Member("h-0", "h", ready_for=1, leaving=True, patience_s=15.0)
@@ -170,9 +169,8 @@ def test_after_the_run_has_finished_a_late_worker_has_its_grace_and_is_ended_wit
     failures: list[Failed] = []
 
     async def scenario(supervisor: Supervisor) -> None:
-        supervisor.on_failure = failures.append
         asked, late = supervisor.workers
-        supervisor.has_asked(pid_of(supervisor, 0), 0)
+        ask(supervisor, pid_of(supervisor, 0), 0)
         await until(lambda: "ready" in late.tail)
         watched = Watched(supervisor, grace_s=10.0)
         for ahead_s in (0.0, 9.0):
@@ -188,7 +186,7 @@ def test_after_the_run_has_finished_a_late_worker_has_its_grace_and_is_ended_wit
         assert len(warnings(caplog)) == 2
         assert asked.process is not None, "it is in the user's code after training"
 
-    supervise(2, scenario, STUBBORN, PYTHONFAULTHANDLER="1")
+    supervise(2, scenario, STUBBORN, PYTHONFAULTHANDLER="1", publish=failures_into(failures))
     assert failures == []
 
 

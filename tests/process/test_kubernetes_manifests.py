@@ -29,7 +29,8 @@ from tests.process.manifests import (
     the,
 )
 from torchelastic.agent.supervisor import KILL_GRACE_S
-from torchelastic.launch import run
+from torchelastic.launch.command_line import command_parser
+from torchelastic.launch.run_options import nodes
 from torchelastic.lifetime import STOPPED_EARLY
 from torchelastic.lifetime.sources import detection
 
@@ -49,9 +50,7 @@ def launcher_options() -> argparse.Namespace:
     """The trainer's command line, as the launcher reads it."""
     program, command, *words = container_of("Job", "train")["command"]
     assert (program, command) == ("torchelastic", "run")
-    parser = argparse.ArgumentParser()
-    run.add_parser(parser.add_subparsers())
-    return parser.parse_args(["run", *words])
+    return command_parser().parse_args(["run", *words])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -229,7 +228,7 @@ def test_memory_for_checkpoints_is_a_volume_that_fits_into_the_memory_of_the_con
 
 def test_the_command_line_of_the_pods_means_an_elastic_run_that_a_late_pod_does_not_fail() -> None:
     options = launcher_options()
-    low, high = run._nodes(options.nnodes)
+    low, high = nodes(options.nnodes)
     job = the("Job", "train")["spec"]
     assert low <= job["parallelism"] == job["completions"] <= high, "an Indexed Job is elastic if both are equal"
     assert job["completionMode"] == "Indexed"

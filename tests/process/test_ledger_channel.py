@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.process.ledger_workers import killed, started
-from torchelastic.agent.bookkeeping import exit_code_of
+from torchelastic.agent.ledger_recorder import exit_code_of
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.ledger import page as page_module
 from torchelastic.ledger.accounts import Account

@@ -13,7 +13,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from examples.migrating.diffs import DOCS, PAGES, SCRIPTS, unified_diff, with_diff
-from torchelastic.launch.main import command_parser, main
+from torchelastic.launch.command_line import command_parser
+from torchelastic.launch.main import main
 
 
 @pytest.mark.parametrize("system", PAGES)

@@ -13,14 +13,14 @@ import pytest
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.topology import own_address
-from torchelastic.launch.interface import Meant, meant_interface
-from torchelastic.launch.options import UsageError
+from torchelastic.launch.run_options import Network, chosen_network
 from torchelastic.network import this_host
 from torchelastic.network.choice import GLOO_VARIABLE, IFACE_VARIABLE, NCCL_VARIABLE, InterfaceError
 from torchelastic.network.interfaces import Interface, address_towards, interfaces
 from torchelastic.p2p.options import choose_interface
 from torchelastic.page.listening import PageOptions
 from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
+from torchelastic.usage import UsageError
 
 NAMES = (IFACE_VARIABLE, GLOO_VARIABLE, NCCL_VARIABLE)
 
@@ -70,12 +70,12 @@ def test_a_choice_that_cannot_be_is_a_mistake_in_the_words(
     text: str | None, variables: dict[str, str], said: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        meant_interface(text, variables)
+        chosen_network(text, variables)
     assert said in str(refused.value)
 
 
 def test_nothing_chosen_is_nothing_told() -> None:
-    assert meant_interface(None, {GLOO_VARIABLE: "eth7", IFACE_VARIABLE: ""}) == Meant()
+    assert chosen_network(None, {GLOO_VARIABLE: "eth7", IFACE_VARIABLE: ""}) == Network()
 
 
 def test_an_etcd_whose_name_nobody_knows_is_waited_for_and_then_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import time
 import types
 from dataclasses import replace
@@ -17,11 +18,10 @@ import pytest
 
 from tests.process.page_clients import TOKEN, get
 from tests.pure.status_runs import NOW_S, a_host
-from torchelastic.agent.showing import Showing
+from torchelastic.agent.dashboard import Dashboard
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Worker
-from torchelastic.launch.options import UsageError
-from torchelastic.launch.page import opened_page
+from torchelastic.launch.run import opened_page
 from torchelastic.ledger.events import Save
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.page.document import About, document_of
@@ -35,6 +35,7 @@ from torchelastic.rendezvous.url import parse_url
 from torchelastic.status.host import HostView
 from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import HostStatus, RunStatus, combined
+from torchelastic.usage import UsageError
 
 # --- where it listens -------------------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
 
 def opened(stack: contextlib.ExitStack, **options: Any) -> PageOptions | None:
     usual = {"page": None, "page_token_file": None, "standalone": False}
-    return opened_page(argparse.Namespace(**{**usual, **options}), stack)
+    return opened_page(argparse.Namespace(**{**usual, **options}), stack, "", lambda text: print(text, file=sys.stderr))
 
 
 def test_the_page_is_off_unless_it_is_asked_for_and_on_loopback_for_a_run_on_one_host(
@@ -161,15 +162,15 @@ def test_an_agent_shows_more_events_of_its_host_than_it_tells_etcd_and_its_worke
 
     async def show() -> tuple[dict[str, Any], bytes]:
         options = listening("0", None, is_seen=False)
-        showing = Showing(
+        dashboard = Dashboard(
             options, MemoryStore(), url, host="node-1", status=lambda: view.status(HostLedger()), events=view.lines,
             supervisor=cast(Supervisor, supervisor),
         )  # fmt: skip
-        showing.start()
+        dashboard.start()
         status = await asyncio.to_thread(lambda: json.load(get(options, "/status.json")))
         log = await asyncio.to_thread(lambda: get(options, "/log/0.0").read())
         assert (await asyncio.to_thread(lambda: get(options, "/log/1.0").status)) == 404
-        await showing.stop()
+        await dashboard.stop()
         return status, log
 
     status, log = asyncio.run(show())

@@ -9,7 +9,7 @@ import socket
 import psutil
 import pytest
 
-from tests.process.supervised import pid_of, supervise, until
+from tests.process.supervised import ask, pid_of, supervise, until
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.network.ports import is_in, kernel_tables, unused_ports
@@ -44,7 +44,7 @@ def test_where_a_worker_has_asked_only_the_lost_one_is_started_again(caplog: pyt
     async def scenario(supervisor: Supervisor) -> None:
         await until(lambda: supervisor.is_plain_group)
         survivor = pid_of(supervisor, 0)
-        supervisor.has_asked(survivor, 0)
+        ask(supervisor, survivor, 0)
         assert not supervisor.is_plain_group
         os.kill(pid_of(supervisor, 1), signal.SIGKILL)
         await until(lambda: restarts(supervisor) == [0, 1] and supervisor.workers[1].process is not None)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchelastic.agent.process_record import ProcessRecord, decode
+from torchelastic.agent.predecessors import ProcessRecord, decode
 from torchelastic.foreign_json import RecordError
 from torchelastic.processes.identity import Process, is_this_place, this_place
 

@@ -15,6 +15,7 @@ from typing import TextIO
 import pytest
 
 from tests.cluster.shell import shown
+from tests.process.supervised import failures_into
 from torchelastic.agent.causes import Failed, report_of
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.screen_writer import ScreenWriter
@@ -140,8 +141,7 @@ def run_workers(script: str, nproc: int, terminal: Terminal, log_dir: Path | Non
             max_restarts=0,
             log_dir=log_dir,
             run_is_over=lambda: False,
-            on_exit=lambda _worker, _pid: None,
-            on_failure=failures.append,
+            publish=failures_into(failures),
             terminal=terminal,
         )
         supervisor.start()

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from torchelastic.launch.esi_simulation import Reported
+from torchelastic.launch.simulate_esi import Reported
 from torchelastic.lifetime.progress import Steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")

@@ -467,7 +467,7 @@ def test_a_sigint_whose_exception_python_discards_ends_top(etcd: EtcdServer, run
 
 
 def test_sigint_ends_a_command_that_is_still_being_imported() -> None:
-    first = SIGINT_AT_IMPORT.format(module="torchelastic.launch.top")
+    first = SIGINT_AT_IMPORT.format(module="torchelastic.launch.status")
     with top("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", first=first) as terminal:
         assert terminal.wait() == -signal.SIGINT
         assert "SIGINT arrives" in terminal.text()

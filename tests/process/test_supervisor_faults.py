@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.process.supervised import PATIENCE_S
+from torchelastic.agent.events import Event, WorkerExited
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker import Worker
 
 #: More than the pipe to the agent holds: who is not read does not get to its end.
 TALKS = "import sys; [print('x' * 100) for _ in range(5000)]; print('the end', file=sys.stderr)"
@@ -21,7 +21,7 @@ def run_to_the_end(script: str, **options: Any) -> Supervisor:
     """Run one worker until all is over."""
 
     async def run() -> Supervisor:
-        arguments: dict[str, Any] = {"on_exit": lambda _worker, _pid: None, "log_dir": None, **options}
+        arguments: dict[str, Any] = {"log_dir": None, **options}
         supervisor = Supervisor(
             [sys.executable, "-c", script], 1, environment={}, max_restarts=0, run_is_over=lambda: False, **arguments
         )
@@ -44,11 +44,12 @@ def test_a_worker_whose_lines_cannot_be_shown_runs_to_its_end(caplog: pytest.Log
 
 
 def test_a_worker_whose_end_cannot_be_handled_does_not_look_as_if_it_ran(caplog: pytest.LogCaptureFixture) -> None:
-    def on_exit(worker: Worker, _pid: int) -> None:
-        assert worker.process is None
-        fails()
+    def publish(event: Event) -> None:
+        if isinstance(event, WorkerExited):
+            assert event.worker.process is None
+            fails()
 
-    supervisor = run_to_the_end("raise SystemExit(3)", on_exit=on_exit)
+    supervisor = run_to_the_end("raise SystemExit(3)", publish=publish)
     assert supervisor.workers[0].gave_up
     assert "this is a bug in torchelastic: worker 0 ended" in caplog.text
     assert "OverflowError" in caplog.text

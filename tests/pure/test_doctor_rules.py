@@ -27,8 +27,8 @@ from torchelastic.doctor.lifetime import DeadlineSource, LifetimeFacts, judge_li
 from torchelastic.doctor.screen import document, lines_of, summary
 from torchelastic.doctor.versions import VersionFacts, judge_versions, parse_requirement, satisfies
 from torchelastic.launch.doctor import parse_size
-from torchelastic.launch.options import UsageError
 from torchelastic.text import bytes_text
+from torchelastic.usage import UsageError
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 MIB, GIB = 2**20, 2**30

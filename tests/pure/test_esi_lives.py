@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchelastic.launch import simulate_esi
+from torchelastic.launch.command_line import command_parser
 from torchelastic.launch.esi_lives import (
     Ending,
     How,
@@ -25,8 +26,8 @@ from torchelastic.launch.esi_lives import (
     table,
     what_next,
 )
-from torchelastic.launch.esi_simulation import Order
 from torchelastic.launch.main import main
+from torchelastic.launch.simulate_esi import Order
 from torchelastic.lifetime.progress import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY as REQUEUE_CODE
 
@@ -243,9 +244,7 @@ def test_a_life_in_words() -> None:
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    simulate_esi.add_parser(parser.add_subparsers())
-    return parser.parse_args(["simulate-esi", "--cmd", "train", *words])
+    return command_parser().parse_args(["simulate-esi", "--cmd", "train", *words])
 
 
 def test_the_words_of_the_seed_are_enough() -> None:

@@ -19,7 +19,8 @@ from torchelastic.agent.causes import (
     last_account,
     report_of,
 )
-from torchelastic.agent.explaining import Explaining
+from torchelastic.agent.events import LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
+from torchelastic.agent.failure_reporter import FailureReporter
 from torchelastic.ledger.events import Failure, Join
 from torchelastic.log_lines import Position, json_line
 from torchelastic.rendezvous.records import Member, Round, RoundState
@@ -164,35 +165,37 @@ class Gathered:
         self.now_s = 100.0
         self.said: list[Report] = []
         self.members: list[Member] = [Member(MINE, "a"), Member(THEIRS, "b")]
-        self.explaining = Explaining("aaaaaaaa", lambda: self.members, say=self.said.append, wall_s=lambda: self.now_s)
-        self.explaining.heard_of(ROUND)
+        self.reporter = FailureReporter(
+            "aaaaaaaa", lambda: self.members, say=self.said.append, wall_s=lambda: self.now_s
+        )
+        self.reporter.on_event(RoundChanged(ROUND))
 
     def looks(self, *after_s: float) -> list[int]:
         """How many reports were said by each of these times."""
         counts = []
         for now_s in after_s:
             self.now_s = 100.0 + now_s
-            self.explaining.look()
+            self.reporter.on_event(LedgerSampled())
             counts.append(len(self.said))
         return counts
 
     def last_words(self) -> Report | None:
-        return asyncio.run(self.explaining.last_words())
+        return asyncio.run(self.reporter.last_words())
 
 
 def lost_elsewhere(of: Callable[[str], Round]) -> list[LostElsewhere]:
     gathered = Gathered()
-    gathered.explaining.heard_of(of(THEIRS))
-    gathered.explaining.heard_of(of(THEIRS))
-    gathered.explaining.close()
+    gathered.reporter.on_event(RoundChanged(of(THEIRS)))
+    gathered.reporter.on_event(RoundChanged(of(THEIRS)))
+    gathered.reporter.close()
     return [one for report in gathered.said for one in (report.first, *report.others) if isinstance(one, LostElsewhere)]
 
 
 def test_a_loss_on_another_host_is_the_first_cause_of_what_it_broke_here() -> None:
     gathered = Gathered()
-    gathered.explaining.heard_of(Round(3, RoundState.BROKEN, ROUND.roster, departed=(THEIRS,)))
+    gathered.reporter.on_event(RoundChanged(Round(3, RoundState.BROKEN, ROUND.roster, departed=(THEIRS,))))
     gathered.now_s += 0.1
-    gathered.explaining.failed(failed(0, gathered.now_s, RESET))
+    gathered.reporter.on_event(WorkerFailed(failed(0, gathered.now_s, RESET)))
     told = gathered.last_words()
     assert told is not None
     assert told.text().splitlines() == [
@@ -200,7 +203,7 @@ def test_a_loss_on_another_host_is_the_first_cause_of_what_it_broke_here() -> No
         f"then worker 0 failed: exit code 1 (rank 10, round 3, step 12): {RESET[1]}",
     ]
     assert told.to_plain()["first"]["member"] == THEIRS
-    gathered.explaining.close()
+    gathered.reporter.close()
     assert gathered.said == [], "it was in the last words"
 
 
@@ -215,33 +218,35 @@ def test_what_a_round_tells_of_other_hosts_is_taken_once_and_only_if_it_is_a_los
     assert lost_elsewhere(lambda _name: Round(3, RoundState.BROKEN, ROUND.roster, departed=(MINE,))) == [], "own"
     assert lost_elsewhere(lambda name: Round(3, RoundState.CLOSED, ROUND.roster, departed=(name,))) == [], "finished"
     left = Gathered()
-    left.explaining.heard_of(Round(3, RoundState.GATHERING, ROUND.roster, leaving=(THEIRS,)))
-    left.explaining.heard_of(Round(4, RoundState.RUNNING, (MINE,)))
-    left.explaining.close()
+    left.reporter.on_event(RoundChanged(Round(3, RoundState.GATHERING, ROUND.roster, leaving=(THEIRS,))))
+    left.reporter.on_event(RoundChanged(Round(4, RoundState.RUNNING, (MINE,))))
+    left.reporter.close()
     assert left.said == [], "it was asked to leave"
 
 
 def test_a_failure_is_told_once_when_the_next_group_has_stood_for_a_while() -> None:
     gathered = Gathered()
-    gathered.explaining.failed(failed(0, 100.0, gave_up=False))
-    gathered.explaining.noticed(100.1, Failure(at_ns=0, rank=1, round=3, step=12, cause="RuntimeError: reset"))
-    gathered.explaining.noticed(100.1, Join(at_ns=0, rank=1, round=3))
+    gathered.reporter.on_event(WorkerFailed(failed(0, 100.0, gave_up=False)))
+    gathered.reporter.on_event(
+        LedgerWritten(100.1, Failure(at_ns=0, rank=1, round=3, step=12, cause="RuntimeError: reset"))
+    )
+    gathered.reporter.on_event(LedgerWritten(100.1, Join(at_ns=0, rank=1, round=3)))
     assert gathered.looks(1.0) == [0]
-    gathered.explaining.heard_of(Round(4, RoundState.RUNNING, ROUND.roster))
+    gathered.reporter.on_event(RoundChanged(Round(4, RoundState.RUNNING, ROUND.roster)))
     assert gathered.looks(2.0, 2.9, 3.0, 50.0) == [0, 0, 1, 1]
     assert [one.who for one in gathered.said[0].others] == ["rank 1"]
 
 
 def test_a_group_that_stood_before_the_failure_was_known_counts_too() -> None:
     gathered = Gathered()
-    gathered.explaining.heard_of(Round(4, RoundState.RUNNING, ROUND.roster))
-    gathered.explaining.failed(failed(0, 100.0, gave_up=False))
+    gathered.reporter.on_event(RoundChanged(Round(4, RoundState.RUNNING, ROUND.roster)))
+    gathered.reporter.on_event(WorkerFailed(failed(0, 100.0, gave_up=False)))
     assert gathered.looks(1.9, 2.0) == [0, 1]
 
 
 def test_where_no_group_comes_it_is_told_all_the_same() -> None:
     gathered = Gathered()
-    gathered.explaining.failed(failed(0, 100.0))
+    gathered.reporter.on_event(WorkerFailed(failed(0, 100.0)))
     assert gathered.looks(9.9, 10.0) == [0, 1]
     told = gathered.last_words()
     assert told is not None
@@ -263,7 +268,7 @@ def test_in_the_end_who_is_not_registered_any_more_is_the_first_cause(
 ) -> None:
     gathered = Gathered()
     gathered.members = there
-    gathered.explaining.failed(failed(0, 100.0, RESET))
+    gathered.reporter.on_event(WorkerFailed(failed(0, 100.0, RESET)))
     told = gathered.last_words()
     assert told is not None
     assert [one.certainty for one in (told.first,) if isinstance(one, LostElsewhere)] == certainties
@@ -272,9 +277,9 @@ def test_in_the_end_who_is_not_registered_any_more_is_the_first_cause(
 
 def test_who_was_asked_to_leave_is_not_lost_in_the_end() -> None:
     gathered = Gathered()
-    gathered.explaining.heard_of(Round(3, RoundState.GATHERING, ROUND.roster, leaving=(THEIRS,)))
+    gathered.reporter.on_event(RoundChanged(Round(3, RoundState.GATHERING, ROUND.roster, leaving=(THEIRS,))))
     gathered.members = []
-    gathered.explaining.failed(failed(0, 100.0, RESET))
+    gathered.reporter.on_event(WorkerFailed(failed(0, 100.0, RESET)))
     told = gathered.last_words()
     assert told is not None
     assert isinstance(told.first, Failed)
@@ -282,9 +287,9 @@ def test_who_was_asked_to_leave_is_not_lost_in_the_end() -> None:
 
 def test_a_loss_elsewhere_that_was_told_long_ago_is_still_the_cause_when_no_group_came_after_it() -> None:
     gathered = Gathered()
-    gathered.explaining.heard_of(Round(3, RoundState.BROKEN, ROUND.roster, departed=(THEIRS,)))
+    gathered.reporter.on_event(RoundChanged(Round(3, RoundState.BROKEN, ROUND.roster, departed=(THEIRS,))))
     assert gathered.looks(10.0) == [1]
-    gathered.explaining.failed(failed(0, 700.0, RESET))
+    gathered.reporter.on_event(WorkerFailed(failed(0, 700.0, RESET)))
     told = gathered.last_words()
     assert told is not None
     assert isinstance(told.first, LostElsewhere)
@@ -292,16 +297,16 @@ def test_a_loss_elsewhere_that_was_told_long_ago_is_still_the_cause_when_no_grou
 
 def test_a_failure_after_the_end_of_the_run_is_told_alone_and_once() -> None:
     gathered = Gathered()
-    gathered.explaining.failed(failed(0, 90.0))
-    assert gathered.explaining.after_end() is None, "the run went on without it"
-    gathered.explaining.failed(failed(1, 100.0, had_finished=True))
-    told = gathered.explaining.after_end()
+    gathered.reporter.on_event(WorkerFailed(failed(0, 90.0)))
+    assert gathered.reporter.after_end() is None, "the run went on without it"
+    gathered.reporter.on_event(WorkerFailed(failed(1, 100.0, had_finished=True)))
+    told = gathered.reporter.after_end()
     assert told is not None
     assert told.text().splitlines() == [
         "worker 1 failed: exit code 1 after it had finished training (rank 11, round 3, step 12)",
         *BOOM[1:],
     ]
-    gathered.explaining.close()
+    gathered.reporter.close()
     assert [(one.first.who, one.others) for one in gathered.said] == [("worker 0", ())]
 
 
@@ -309,8 +314,8 @@ def test_a_store_that_does_not_answer_keeps_no_words_back() -> None:
     def away() -> list[Member]:
         raise StoreUnavailableError("away")
 
-    explaining = Explaining("aaaaaaaa", away, wall_s=lambda: 100.0)
-    explaining.failed(failed(0, 100.0))
-    told = asyncio.run(explaining.last_words())
+    reporter = FailureReporter("aaaaaaaa", away, wall_s=lambda: 100.0)
+    reporter.on_event(WorkerFailed(failed(0, 100.0)))
+    told = asyncio.run(reporter.last_words())
     assert told is not None
     assert told.first.who == "worker 0"

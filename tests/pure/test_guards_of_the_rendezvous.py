@@ -18,7 +18,7 @@ from tests.simulation import world as simulated
 from tests.simulation.training import Pace
 from tests.simulation.transitions import prepare, run_while
 from tests.simulation.world import World
-from torchelastic.rendezvous.burial import Predecessor
+from torchelastic.rendezvous.dead_agents import Predecessor
 from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.protocol import advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, decode_member, encode_member, encode_round
@@ -235,7 +235,7 @@ def _buried(stage: Stage) -> None:
     stage.store.put(KEYS.member("m"), encode_member(Member("m", "h", "h:1", ready_for=1)), lease_id)
     record = stage.store.get(f"{KEYS.processes}h/before")
     assert record is not None
-    stage.host.bury(Predecessor(record, "h", lease_id, ("m",), all_ended=True))
+    stage.host.declare_dead(Predecessor(record, "h", lease_id, ("m",), all_ended=True))
     stage.go()
 
 

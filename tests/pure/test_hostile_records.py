@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.pure.hostile_json import VALUES, taken, with_field
-from torchelastic.agent.process_record import ProcessRecord, decode
+from torchelastic.agent.predecessors import ProcessRecord, decode
 from torchelastic.processes.identity import Process, this_place
 from torchelastic.rendezvous.protocol import Publish, advance
 from torchelastic.rendezvous.records import (

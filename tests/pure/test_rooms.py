@@ -123,6 +123,23 @@ def test_the_agent_loads_no_torch() -> None:
     assert "torch" not in loaded
 
 
+HELP = """
+import contextlib, io
+from torchelastic.launch.main import main
+for words in ([], ["run"], ["drain"], ["status"], ["top"], ["events"], ["report"], ["simulate-esi"], ["doctor"],
+              ["checkpoint"], ["checkpoint", "prune"]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+"""
+
+
+def test_the_help_loads_no_room_that_does_the_work() -> None:
+    loaded = loaded_by(f"exec({HELP!r})")
+    ours = {room_named(name.removeprefix("torchelastic.")) for name in loaded if name.startswith("torchelastic.")}
+    assert ours <= {"launch", "checkpoint", "checkpoint.errors", "lazy_names", "log_lines", "text", "usage", "version"}
+    assert not loaded & {"torch", "numpy", "asyncio", "aiohttp", "grpc", "jinja2", "msgspec", "psutil", "rich"}
+
+
 def test_the_trainer_loads_neither_grpc_nor_protobuf() -> None:
     loaded = loaded_by("import torchelastic.p2p, torchelastic.model_state, torchelastic.train_loop")
     assert "torch" in loaded

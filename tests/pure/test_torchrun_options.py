@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.launch.main import command_parser
-from torchelastic.launch.options import UsageError
+from torchelastic.launch.command_line import command_parser
 from torchelastic.launch.torchrun_options import Translation, from_environment, translated, workers_per_host
+from torchelastic.usage import UsageError
 
 BOTH = ("stdout", "stderr")
 

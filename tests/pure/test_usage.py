@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from torchelastic.launch.main import command_parser, main
+from torchelastic.launch.command_line import command_parser
+from torchelastic.launch.main import main
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from torchelastic.agent.ending import Ended, end_of
+from torchelastic.agent.causes import Ended, end_of
 from torchelastic.ledger.counters import Counters
 
 STARTING = Counters.begun(0)

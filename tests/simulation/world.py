@@ -15,7 +15,7 @@ from tests.simulation.invariants import Invariants
 from tests.simulation.network import Weather
 from tests.simulation.store import SimulatedStore
 from tests.simulation.training import Group, Pace, Worker, fresh_member
-from torchelastic.rendezvous.burial import Predecessor
+from torchelastic.rendezvous.dead_agents import Predecessor
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
@@ -118,7 +118,7 @@ class World:
             if stored is not None:
                 record = json.loads(stored.value)
                 ended = tuple(record["members"])
-                agent.host.bury(Predecessor(stored, place.name, record["lease"], ended, all_ended=True))
+                agent.host.declare_dead(Predecessor(stored, place.name, record["lease"], ended, all_ended=True))
         place.predecessors.clear()
         self.engine.note(place.name, "boots", agent.agent_id)
         agent.start()

@@ -1,4 +1,4 @@
-"""`python -m torchelastic.agent`: a private agent, started by `torchelastic.rendezvous.private_agent`.
+"""`python -m torchelastic.agent`: a private agent, started by `torchelastic.rendezvous.own_agent`.
 
 The credentials come through standard input, because every user of this host may read a command line.
 """

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchelastic.agent import passing_on
-from torchelastic.agent.bookkeeping import Bookkeeping
-from torchelastic.agent.connections import Connection, Connections
-from torchelastic.agent.explaining import Explaining, read_members
-from torchelastic.agent.exposing import Exposing
+from torchelastic.agent import signal_forwarding
+from torchelastic.agent.connections import Connections
+from torchelastic.agent.dashboard import Dashboard
+from torchelastic.agent.events import Dispatcher, Event, Publish, RoundChanged, StoreAnswered, WorkerExited
+from torchelastic.agent.failure_reporter import FailureReporter, read_members
 from torchelastic.agent.idle_workers import IdleWorkers
+from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
-from torchelastic.agent.showing import Showing
+from torchelastic.agent.metrics_endpoint import MetricsEndpoint
+from torchelastic.agent.status_publisher import StatusPublisher
 from torchelastic.agent.supervisor import KILL_GRACE_S, Supervisor
-from torchelastic.agent.telling import Telling
-from torchelastic.agent.worker import Worker
+from torchelastic.agent.wait_limit import WaitLimit
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import HUMAN, JSON
 from torchelastic.network.choice import InterfaceError
@@ -35,7 +36,7 @@ from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.records import Keys, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.rendezvous.worker_rules import Contact, wait_left_s
+from torchelastic.rendezvous.worker_rules import Contact
 
 log = logging.getLogger(__name__)
 
@@ -89,25 +90,23 @@ class Agent:
     Args:
         options: see `AgentOptions`.
         store: a connection to the run's etcd, owned by the agent from now on.
-        make_supervisor: builds the supervisor of this host's workers from (run_is_over, on_exit); None: a private
-        agent.
+        make_supervisor: builds the supervisor of this host's workers from (run_is_over, publish); None: a private
+            agent.
     """
 
     def __init__(
         self,
         options: AgentOptions,
         store: CoordinationStore,
-        make_supervisor: Callable[[Callable[[], bool], Callable[[Worker, int], None]], Supervisor] | None = None,
+        make_supervisor: Callable[[Callable[[], bool], Publish], Supervisor] | None = None,
     ) -> None:
         self._options = options
         self._store = store
         self._make_supervisor = make_supervisor
-        self._exposing = Exposing(options.url.run_id, socket.gethostname())
         self.supervisor: Supervisor | None = None
-        self._books: Bookkeeping | None = None
-        self._showing: Showing | None = None
+        self._recorder: LedgerRecorder | None = None
+        self._dashboard: Dashboard | None = None
         self._stop_signal: int | None = None
-        self._trained_until_s = 0.0  # when somebody did last, as far as is known; infinite: now
         self._draining = asyncio.Event()
         self._interrupted = asyncio.Event()
 
@@ -127,26 +126,26 @@ class Agent:
         if self.connections.run_was_closed and self._make_supervisor is not None:
             return Outcome(1, _closed_already(self._options.url), came_late=True)
         self.connections.open()
-        self._exposing.start(self._options.metrics_address, self._options.push_gateway)
-        self._telling.start()
-        if self._showing is not None:
-            self._showing.start()
+        self._metrics.start(self._options.metrics_address, self._options.push_gateway)
+        self._status.start()
+        if self._dashboard is not None:
+            self._dashboard.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        for number in passing_on.SIGNALS:
+        for number in signal_forwarding.SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_notice, number)
         try:
             return await (self._serve_owner() if self._make_supervisor is None else self._run_workers())
         finally:
-            if self._showing is not None:
-                await self._showing.stop()
-            self._telling.stop()
+            if self._dashboard is not None:
+                await self._dashboard.stop()
+            self._status.stop()
             await self.connections.stop()
             await self.membership.stop()
-            if self._books is not None:
-                await self._books.stop()
-            self._explaining.close()
-            await self._exposing.stop()
+            if self._recorder is not None:
+                await self._recorder.stop()
+            self._failures.close()
+            await self._metrics.stop()
 
     def _look_at_address(self) -> None:
         """Warn of one that no other host reaches, where others are expected."""
@@ -171,59 +170,53 @@ class Agent:
     # --- assembling -------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        url = self._options.url
-        incarnation = uuid.uuid4().hex[:8]
-        host = socket.gethostname()
-        self._explaining = Explaining(incarnation, lambda: read_members(self._store, Keys(url.root)))
+        """Make the parts; they know each other by the events that they publish and act on."""
+        url, keys = self._options.url, Keys(self._options.url.root)
+        host, incarnation = socket.gethostname(), uuid.uuid4().hex[:8]
+        events = Dispatcher()
+        publish = events.publish
         self.connections = Connections(
             self._options.socket_path,
             host=host,
             incarnation=incarnation,
             clock=time.monotonic,
-            declare=lambda member: self.membership.declare(member),
-            withdraw=lambda member_id: self.membership.withdraw(member_id),
+            publish=publish,
             until_written=lambda: self.membership.until_written(),
-            on_join=self._on_join,
-            on_leave=self._on_leave,
-            on_metrics=self._on_metrics,
-            on_gone=self._on_gone,
         )
         self.membership = Membership(
-            self._store, Keys(url.root), url.settings, host=host, agent_id=f"{host}-{incarnation}",
-            on_round=self._on_round,
-            on_contact=self._on_contact,
+            self._store, keys, url.settings, host=host, agent_id=f"{host}-{incarnation}",
+            on_round=lambda round_: publish(RoundChanged(round_)),
+            on_contact=lambda sent_s: publish(StoreAnswered(sent_s, Contact.at(sent_s, url.orphan_timeout_s))),
             on_drain=self.connections.leave,
             processes=self.connections.processes,
             owner_pid=self._options.owner_pid,
             clock=boot_time_s,
         )  # fmt: skip
+        wait_limit = WaitLimit(url, publish, self.connections.waiting_since_s)
+        self._metrics = MetricsEndpoint(url.run_id, host)
+        self._failures = FailureReporter(incarnation, lambda: read_members(self._store, keys))
         if self._make_supervisor is not None:
-            self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, self._on_worker_exit)
-            self._pass_on_to(self.supervisor)
-            self._books = self._open_books(self.supervisor, host, incarnation)
-        self._telling = Telling(
-            self._store, Keys(url.root), host=host, incarnation=incarnation,
-            membership=self.membership, books=self._books,
+            self.supervisor = self._make_supervisor(lambda: self.membership.round.is_over, publish)
+            self._recorder = self._make_recorder(self.supervisor, host, incarnation, publish)
+        self._status = StatusPublisher(
+            self._store, keys, host=host, incarnation=incarnation,
+            membership=self.membership, recorder=self._recorder,
             terminal=None if self.supervisor is None else self.supervisor.terminal,
         )  # fmt: skip
-        page = self._options.page
-        if page is not None and self.supervisor is not None:
-            self._telling.address = page.url
-            self._showing = Showing(
-                page, self._store, url, host=host, status=self._telling.status, events=self._telling.view.lines,
-                supervisor=self.supervisor,
-            )  # fmt: skip
+        for part in (self.connections, self.membership, wait_limit, self._status, self._metrics):
+            events.subscribe(part.on_event)
+        if self.supervisor is not None and self._recorder is not None:
+            for on_event in (
+                self._recorder.on_event,
+                self._failures.on_event,
+                self.supervisor.on_event,
+                self._on_event,
+            ):
+                events.subscribe(on_event)
+            self._dashboard = self._make_dashboard(self.supervisor, host)
 
-    def _pass_on_to(self, supervisor: Supervisor) -> None:
-        """Let the supervisor know what its workers say."""
-        self.connections.on_ask, self.connections.on_late = supervisor.has_asked, supervisor.has_come_late
-        self.connections.on_done = supervisor.has_finished
-        self.connections.on_fail_for_good = supervisor.fails_for_good
-        supervisor.on_giving_up = self._on_giving_up
-
-    def _open_books(self, supervisor: Supervisor, host: str, incarnation: str) -> Bookkeeping:
-        supervisor.on_failure = self._explaining.failed
-        books = Bookkeeping(
+    def _make_recorder(self, supervisor: Supervisor, host: str, incarnation: str, publish: Publish) -> LedgerRecorder:
+        recorder = LedgerRecorder(
             self._options.socket_path,
             run_id=self._options.url.run_id,
             host=host,
@@ -233,64 +226,40 @@ class Agent:
             workers=lambda: supervisor.workers,
             sees_store=lambda: self.membership.sees_store,
             logs_each=self._options.log_form == JSON,
-            on_event=self._explaining.noticed,
-            on_look=self._explaining.look,
+            publish=publish,
         )
-        self._exposing.add_ledger(books.latest)
-        return books
+        self._metrics.add_ledger(recorder.latest)
+        return recorder
+
+    def _make_dashboard(self, supervisor: Supervisor, host: str) -> Dashboard | None:
+        page, status = self._options.page, self._status
+        if page is None:
+            return None
+        status.address = page.url
+        return Dashboard(
+            page, self._store, self._options.url, host=host, status=status.status, events=status.view.lines,
+            supervisor=supervisor,
+        )  # fmt: skip
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def _on_round(self, round_: Round) -> None:
-        trains = round_.state in (RoundState.RUNNING, RoundState.GATHERING)
-        self._trained_until_s = float("inf") if trains else min(self._trained_until_s, time.monotonic())
-        self.connections.tell_round(round_)
-        self._telling.view.heard_of(round_)
-        if self.supervisor is not None:
-            self._explaining.heard_of(round_)
-        self._exposing.record("torchelastic", "rendezvous.round", round_.number)
-        self._exposing.record("torchelastic", "rendezvous.world_size", len(round_.roster))
-        for member_id in round_.evicted if self.supervisor is not None else ():
+    def _on_event(self, event: Event) -> None:
+        """What ends workers of this host, or how they ended."""
+        match event:
+            case RoundChanged(round_):
+                self._end_as_decided(round_)
+            case WorkerExited(worker):
+                worker.has_finished = worker.has_finished and self.membership.round.state is RoundState.CLOSED
+
+    def _end_as_decided(self, round_: Round) -> None:
+        assert self.supervisor is not None
+        for member_id in round_.evicted:
             pid = self.connections.evict(member_id)
-            if pid is not None and self.supervisor is not None:
+            if pid is not None:
                 self.supervisor.end_hung(pid)
-        if round_.hopeless and self.supervisor is not None and self.connections.had_worker_in(round_):
+        if round_.hopeless and any(self.connections.is_own(name) for name in round_.roster):
             log.error("%s: the run ends", round_.because)
             self.supervisor.too_few.set()
-
-    def _on_contact(self, sent_s: float) -> None:
-        if self._books is not None:
-            self._books.heard_of_store(sent_s)
-        self.connections.tell_contact(Contact.at(sent_s, self._options.url.orphan_timeout_s))
-
-    def _on_gone(self, pid: int) -> None:
-        if self._books is not None:
-            self._books.died(pid)
-
-    def _on_worker_exit(self, worker: Worker, pid: int) -> None:
-        worker.has_finished = worker.has_finished and self.membership.round.state is RoundState.CLOSED
-        self.connections.process_gone(pid)
-        if self._books is not None:
-            self._books.ended(worker, pid)
-        self._telling.view.ended(worker.local_rank)
-        if self.supervisor is not None:
-            self._exposing.record("torchelastic", "agent.worker_restarts", self.supervisor.total_restarts)
-
-    def _on_giving_up(self, pid: int) -> None:
-        for member_id, process in self.connections.processes.items():
-            if process.pid == pid:
-                self.membership.withdraw(member_id, for_good=True)
-
-    def _on_metrics(self, local_rank: int | None, items: list[Any]) -> None:
-        for group, name, value, *_ in items:
-            self._exposing.record(group, name, value, local_rank)
-        self._telling.view.published(local_rank, items)
-
-    def _on_leave(self, pid: int) -> None:
-        if self._books is not None:
-            self._books.leaves(pid)
-        if self.supervisor is not None:
-            self.supervisor.let_leave(pid)
 
     def _on_signal(self, number: int) -> None:
         """SIGTERM once: the workers leave in order. A second one, or SIGINT: they are ended."""
@@ -300,32 +269,7 @@ class Agent:
 
     def _on_notice(self, number: signal.Signals) -> None:
         workers = [] if self.supervisor is None else self.supervisor.workers
-        passing_on.pass_on(number, [worker.process.pid for worker in workers if worker.process is not None])
-
-    def _on_join(self, connection: Connection, left_s: float | None = None) -> None:
-        """A worker waits for a group: look at it again when its time is over."""
-        left_s = self._options.url.timeout_s if left_s is None else left_s
-        asyncio.get_running_loop().call_later(left_s, self._on_long_wait, connection, connection.waiting_since_s)
-
-    def _on_long_wait(self, connection: Connection, since_s: float | None) -> None:
-        """Tell a worker that has waited longer than the run's time-out. A spare waits as long as it takes."""
-        if connection.waiting_since_s != since_s or since_s is None:
-            return  # it got its group; it may be waiting for another one by now
-        left_s = wait_left_s(since_s, self._trained_until_s, time.monotonic(), self._options.url.timeout_s)
-        if left_s > 0:
-            self._on_join(connection, left_s)
-            return
-        connection.waiting_since_s = None
-        connection.tell({"op": "fatal", "kind": "timeout", "message": self._too_few()})
-        self.membership.withdraw(connection.member.member_id)
-
-    def _too_few(self) -> str:
-        url = self._options.url
-        return (
-            f"run {url.run_id!r}: fewer than {url.settings.least} workers came within {url.timeout_s:g} s: "
-            f"start more, lower min_workers, or raise timeout "
-            f"(etcd at {url.endpoints_text}; {self.membership.round.because})"
-        )
+        signal_forwarding.forward(number, [worker.process.pid for worker in workers if worker.process is not None])
 
     # --- the two lives of an agent ----------------------------------------------------------------
 
@@ -349,8 +293,8 @@ class Agent:
         """Run this host's workers to the end of the run, or of their strength."""
         assert self.supervisor is not None
         self.supervisor.start()
-        if self._books is not None:
-            self._books.start()
+        if self._recorder is not None:
+            self._recorder.start()
         grace_s = self._options.term_grace_s
         idle = IdleWorkers(self.supervisor, self.connections.members, lambda: self.membership.round, grace_s)
         idle.start()
@@ -364,7 +308,7 @@ class Agent:
             await self._leave_in_order(self._options.url.timeout_s)
             return Outcome(128 + self._stop_signal, f"stopped by {signal.Signals(self._stop_signal).name}")
         await self._leave_in_order(self._options.url.timeout_s)
-        failed = self._explaining.after_end()
+        failed = self._failures.after_end()
         if failed is not None:
             return Outcome(1, failed.text(), detail=failed.to_plain())
         codes = {worker.exit_code for worker in self.supervisor.workers if not worker.came_late}
@@ -373,7 +317,7 @@ class Agent:
             return Outcome(0)
         if codes <= {0, STOPPED_EARLY} and not is_given_up:
             return Outcome(STOPPED_EARLY, "stopped before a deadline, not finished: start it again, and it goes on")
-        report = await self._explaining.last_words()
+        report = await self._failures.last_words()
         return Outcome(1) if report is None else Outcome(1, report.text(), detail=report.to_plain())
 
     async def _drain(self) -> None:

@@ -8,12 +8,15 @@ is taken for a consequence of one, within `SAME_FAILURE_S`, that does not.
 
 from __future__ import annotations
 
+import enum
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.counters import Counters
 from torchelastic.log_lines import NOWHERE, Position
 from torchelastic.rendezvous.loss import loss_from_error
 
@@ -27,6 +30,19 @@ _MOST_ERROR = 300
 _TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?Traceback \(most recent call last\)")
 _STACKS = re.compile(r"Fatal Python error|(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\)")
 _RANK = re.compile(r"\[rank\d+\]: ?")
+
+
+class Ended(enum.Enum):
+    """What the end of a worker's process was to its run."""
+
+    #: It has finished.
+    FINISHED = enum.auto()
+    #: It left the run in order, as it was asked to.
+    LEFT = enum.auto()
+    #: The others lost it.
+    LOST = enum.auto()
+    #: It was ended before it had asked for a group: nobody needed it any more.
+    NOT_NEEDED = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +228,27 @@ def report_of(troubles: Sequence[Trouble], *, is_over: bool = False) -> Report |
             told.add(one.who)
             others.append(one)
     return Report(first, tuple(others), is_over)
+
+
+def end_of(exit_code: int | None, tally: Counters | None, *, was_asked: bool, has_joined: bool) -> Ended:
+    """What an end was.
+
+    To be asked to leave is not to have left: a worker that a signal ended in a step was lost, whoever sent it.
+
+    Args:
+        exit_code: as subprocess has it (negative: a signal); None: not known.
+        tally: what the worker has counted; None: nothing is known.
+        was_asked: whether it was asked to leave the run, or stopped before a deadline.
+        has_joined: whether it has ever asked for a group.
+    """
+    if not was_asked:
+        return Ended.FINISHED if exit_code == 0 else Ended.LOST
+    if exit_code is None or exit_code >= 0:
+        return Ended.LEFT
+    if not has_joined:
+        return Ended.NOT_NEEDED
+    # after its last step it has left; what ended it then (a slow exit, a crash of the interpreter) cost nobody a step
+    return Ended.LEFT if tally is not None and tally.account is Account.IDLE else Ended.LOST
 
 
 def failed_at_s(ended_s: float, exit_code: int | None, traceback_s: float | None) -> float:

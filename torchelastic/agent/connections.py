@@ -18,18 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchelastic.agent import events
 from torchelastic.foreign_json import checked
 from torchelastic.processes.death_notice import notice_path, take_notice, wait_for_death
 from torchelastic.processes.identity import Process
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.records import (
-    MAX_SECONDS,
-    Member,
-    Round,
-    RoundState,
-    round_to_dict,
-)
+from torchelastic.rendezvous.records import MAX_SECONDS, Member, Round, RoundState, round_to_dict
 from torchelastic.rendezvous.view import is_done
 from torchelastic.rendezvous.worker_rules import Contact, asks, asks_again, finishes, may_go
 
@@ -73,20 +68,11 @@ class Connections:
         address: where the workers of other hosts reach this one; to be known by `open`.
         incarnation: unique for this agent process; part of its members' ids.
         clock: monotonic seconds.
-        declare: called with a member's new record.
-        withdraw: called with the id of a member that is gone.
+        publish: is told what the workers say, who is a member, and whose process is dead.
         until_written: waits until the store has what was declared.
-        on_join: called with a worker that has begun to wait for a group.
-        on_leave: called with the process of a worker that is to leave the run, however it then ends.
-        on_metrics: called with (local rank, the message's items).
-        on_gone: called with a process that is known to be dead, as soon as that is known; maybe more than once.
 
     Attributes:
-        on_ask: called with the process and the local rank of a worker that asks for a group, if it gets one or not.
-        on_done: called with those of a worker that says that it has finished.
-        on_late: called with those of a worker that came to a run, other than this one, that was closed already.
         processes: of every member that there has been.
-        on_fail_for_good: called with those of a worker whose error would come again in another process.
     """
 
     def __init__(
@@ -97,13 +83,8 @@ class Connections:
         address: str = "",
         incarnation: str,
         clock: Callable[[], float],
-        declare: Callable[[Member], None],
-        withdraw: Callable[[str], None],
+        publish: events.Publish,
         until_written: Callable[[], Any],
-        on_join: Callable[[Connection], None],
-        on_leave: Callable[[int], None],
-        on_metrics: Callable[[int | None, list[Any]], None],
-        on_gone: Callable[[int], None] = lambda _pid: None,
     ) -> None:
         self.by_member: dict[str, Connection] = {}
         self.processes: dict[str, Process] = {}
@@ -112,14 +93,8 @@ class Connections:
         self.emptied = asyncio.Event()
         self.address = address
         self._path, self._host, self._incarnation = socket_path, host, incarnation
-        self._clock, self._declare, self._withdraw = clock, declare, withdraw
-        self._until_written, self._on_join, self._on_leave = until_written, on_join, on_leave
-        self._on_metrics, self._on_gone = on_metrics, on_gone
-        self.on_ask: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
-        self.on_done: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
-        self.on_late: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
+        self._clock, self._publish, self._until_written = clock, publish, until_written
         self._knows_elsewhere = False
-        self.on_fail_for_good: Callable[[int, int | None], None] = lambda _pid, _local_rank: None
         self._count = 0
         self._open = asyncio.Event()
         self._refusal: wire.Message | None = None
@@ -154,7 +129,30 @@ class Connections:
             connection.writer.close()
         self._path.unlink(missing_ok=True)
 
-    def tell_round(self, round_: Round) -> None:
+    def on_event(self, event: events.Event) -> None:
+        """Tell the workers what concerns them."""
+        match event:
+            case events.RoundChanged(round_):
+                self._tell_round(round_)
+            case events.StoreAnswered(_, contact):
+                self._tell_contact(contact)
+            case events.WaitTimedOut(member_id, message):
+                connection = self.by_member[member_id]
+                connection.waiting_since_s = None
+                connection.tell({"op": "fatal", "kind": "timeout", "message": message})
+                self._publish(events.MemberWithdrawn(member_id))
+            case events.WorkerExited(_, pid):
+                self.process_gone(pid)
+            case events.WorkerGivenUp(pid):
+                for member_id in [name for name, process in self.processes.items() if process.pid == pid]:
+                    self._publish(events.MemberWithdrawn(member_id, for_good=True))
+
+    def waiting_since_s(self, member_id: str) -> float | None:
+        """Since when a member waits for a group, by the clock; None: it does not, or is not here."""
+        connection = self.by_member.get(member_id)
+        return None if connection is None else connection.waiting_since_s
+
+    def _tell_round(self, round_: Round) -> None:
         """Every worker hears of every change of the round; what it means for it, it knows."""
         self.round = round_
         message = {"op": "round", "round": round_to_dict(round_)}
@@ -168,9 +166,9 @@ class Connections:
             again = None if connection.waiting_since_s is None else asks_again(connection.member, round_)
             if again is not None:
                 connection.member = again
-                self._declare(again)
+                self._publish(events.MemberDeclared(again))
 
-    def tell_contact(self, contact: Contact) -> None:
+    def _tell_contact(self, contact: Contact) -> None:
         """Every worker hears how long it may go on without a further sign of the store."""
         if math.isinf(contact.commit_until_s) or (self._contact and contact.leave_at_s <= self._contact.leave_at_s):
             return
@@ -191,9 +189,9 @@ class Connections:
             log.warning("%s leaves the run, at the end of a step", member_id)
             connection.member = replace(connection.member, leaving=True)
             connection.tell({"op": "leave"})
-            self._on_leave(connection.pid)
+            self._publish(events.WorkerLeaves(connection.pid))
             if connection.waiting_since_s is not None or self._is_in_a_group(connection):  # else when it asks
-                self._declare(connection.member)
+                self._publish(events.MemberDeclared(connection.member))
             self._let_go(connection)
         return True
 
@@ -204,9 +202,13 @@ class Connections:
 
     def process_gone(self, pid: int) -> None:
         """A worker's process has ended: whatever it was, it is no member any more, unless it had finished."""
-        self._on_gone(pid)
+        self._publish(events.ProcessDied(pid))
         for connection in [c for c in self.by_member.values() if c.pid == pid]:
             self._drop(connection)
+
+    def is_own(self, member_id: str) -> bool:
+        """Whether it is a member of this agent, though it may have ended since."""
+        return MemberId.of(member_id).incarnation == self._incarnation
 
     def evict(self, member_id: str) -> int | None:
         """A member of this host was left out because it hung, and is about to be ended; returns its process.
@@ -270,9 +272,9 @@ class Connections:
                 "--rdzv-id)",
                 "?" if told.local_rank is None else told.local_rank, told.run,
             )  # fmt: skip
-        self.on_ask(told.pid, told.local_rank)
+        self._publish(events.WorkerSaid(events.Said.ASKS, told.pid, told.local_rank))
         if told.closed:
-            self.on_late(told.pid, told.local_rank)
+            self._publish(events.WorkerSaid(events.Said.CAME_LATE, told.pid, told.local_rank))
 
     def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> Connection:
         self._count += 1
@@ -323,12 +325,12 @@ class Connections:
         elif op == "stop":
             self._stop(connection)
         elif op == "fail_for_good":
-            self.on_fail_for_good(connection.pid, connection.local_rank)
+            self._publish(events.WorkerSaid(events.Said.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
         elif op == "done":
             connection.waiting_since_s = None
-            self.on_done(connection.pid, connection.local_rank)
+            self._publish(events.WorkerSaid(events.Said.FINISHED, connection.pid, connection.local_rank))
             connection.member = finishes(connection.member, self.round, checked(op, message, wire.Done).step)
-            self._declare(connection.member)
+            self._publish(events.MemberDeclared(connection.member))
             await self._until_written()
             connection.tell({"op": "noted"})
         else:
@@ -346,15 +348,15 @@ class Connections:
             patience_s=min(told.patience_s, MAX_SECONDS),
         )
         connection.waiting_since_s = self._clock()
-        self.on_ask(connection.pid, connection.local_rank)
+        self._publish(events.WorkerSaid(events.Said.ASKS, connection.pid, connection.local_rank))
         connection.member = member
         if not self._let_go(connection):
-            self._declare(connection.member)
-            self._on_join(connection)
+            self._publish(events.MemberDeclared(connection.member))
+            self._publish(events.MemberWaits(member.member_id))
 
     def _stop(self, connection: Connection) -> None:
         """Its group stops before a deadline: it is not started again, and who waits here for a place does not stay."""
-        self._on_leave(connection.pid)
+        self._publish(events.WorkerLeaves(connection.pid))
         for member_id in [name for name, other in self.by_member.items() if other.waiting_since_s is not None]:
             self.leave(member_id)
 
@@ -379,11 +381,7 @@ class Connections:
             items = wire.decode(line).get("items")
             if not isinstance(items, list) or not all(isinstance(item, list) and len(item) >= 3 for item in items):
                 raise wire.WireError("metrics without a list of 'items', each of a group, a name and a value")
-            self._on_metrics(local_rank, items)
-
-    def had_worker_in(self, round_: Round) -> bool:
-        """Whether a worker of this agent is on that roster, though it may have ended since."""
-        return any(MemberId.of(name).incarnation == self._incarnation for name in round_.roster)
+            self._publish(events.MetricsPublished(local_rank, items))
 
     def _drop(self, connection: Connection) -> None:
         known = self.by_member.pop(connection.member.member_id, None)
@@ -394,7 +392,7 @@ class Connections:
             self.round.state is RoundState.CLOSED or is_done(connection.member, self.round)
         )
         if known is not None and not finished:
-            self._withdraw(connection.member.member_id)
+            self._publish(events.MemberWithdrawn(connection.member.member_id))
 
 
 def _contact_message(contact: Contact) -> wire.Message:

@@ -18,8 +18,8 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from torchelastic.agent.predecessors import POLL_S, Predecessors
-from torchelastic.agent.process_record import describe
+from torchelastic.agent.events import Event, MemberDeclared, MemberWithdrawn
+from torchelastic.agent.predecessors import POLL_S, Predecessors, describe
 from torchelastic.agent.tasks import keep_running
 from torchelastic.processes.identity import Process
 from torchelastic.rendezvous.host import Host
@@ -107,9 +107,9 @@ class Membership:
         )
         await retrying(self._look)
         await self._blocking(lambda _store: self._predecessors.look())
-        await self._bury_predecessors()
+        await self._declare_predecessors_dead()
         self._tasks = [
-            asyncio.create_task(keep_running("reporting earlier agents of this host", self._keep_burying)),
+            asyncio.create_task(keep_running("reporting earlier agents of this host", self._keep_declaring)),
             asyncio.create_task(
                 keep_running(
                     "the session with etcd",
@@ -121,6 +121,14 @@ class Membership:
                 keep_running("keeping the lease alive", lambda: self._drive(self._host.beat(), self._heart))
             ),
         ]
+
+    def on_event(self, event: Event) -> None:
+        """Declare and withdraw members of this host."""
+        match event:
+            case MemberDeclared(member):
+                self.declare(member)
+            case MemberWithdrawn(member_id, for_good):
+                self.withdraw(member_id, for_good=for_good)
 
     def declare(self, member: Member) -> None:
         """Write or rewrite the record of a member of this host."""
@@ -186,15 +194,15 @@ class Membership:
         self._writer.shutdown(wait=False)
         self._heart.shutdown(wait=False)
 
-    async def _keep_burying(self) -> None:
+    async def _keep_declaring(self) -> None:
         """A process that was killed may take seconds to end, with much memory or a GPU."""
         while not self._predecessors.is_empty:
             await asyncio.sleep(POLL_S)
-            await self._bury_predecessors()
+            await self._declare_predecessors_dead()
 
-    async def _bury_predecessors(self) -> None:
+    async def _declare_predecessors_dead(self) -> None:
         for predecessor in await self._blocking(lambda _store: self._predecessors.ended()):
-            self._host.bury(predecessor)
+            self._host.declare_dead(predecessor)
 
     async def _look(self) -> None:
         await self._drive(self._host.look(), self._writer)

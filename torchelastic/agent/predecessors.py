@@ -1,15 +1,26 @@
-"""Other agents of this host that have ended without a word: found by the records that outlive them."""
+"""Other agents of this host that have ended without a word: found by the records that outlive them.
+
+Each agent writes which processes it and its workers are. Another one of the same host, under the same boot and in the
+same pid namespace, reads from that whether they have ended: see `torchelastic.rendezvous.dead_agents`. Nothing read
+from the store is trusted.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated
 
-from torchelastic.agent.process_record import ProcessRecord, decode
-from torchelastic.foreign_json import RecordError
-from torchelastic.processes.identity import Process
-from torchelastic.rendezvous.burial import Predecessor
+import msgspec
+from msgspec import Meta
+
+from torchelastic.foreign_json import RecordError, Text, checked, decode_json
+from torchelastic.processes.identity import Process, is_this_place, this_place
+from torchelastic.rendezvous.dead_agents import Predecessor
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreError
 
@@ -17,6 +28,52 @@ log = logging.getLogger(__name__)
 
 #: Between two looks at whether a process has ended that had not at the one before, in seconds.
 POLL_S = 0.25
+#: What is longer was not written by us.
+MAX_RECORD_BYTES = 1_500_000
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """One agent and its workers.
+
+    Attributes:
+        place: boot and pid namespace, see `identity.this_place`.
+        agent: its process.
+        lease_id: of what it wrote.
+        members: the process of each member.
+    """
+
+    place: Mapping[str, Text]
+    agent: Process
+    lease_id: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    members: Mapping[str, Process]
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(msgspec.to_builtins(self), separators=(",", ":")).encode()
+
+    @property
+    def is_of_this_place(self) -> bool:
+        """Whether anything can be said here of its processes."""
+        return is_this_place(self.place)
+
+
+def describe(processes: Mapping[str, Process], lease_id: int, members: Collection[str]) -> bytes:
+    """The record of this agent.
+
+    Args:
+        processes: of its members; of one that is not in there, nothing can be said later.
+        lease_id: of what it writes.
+        members: that live.
+    """
+    unknown = Process(0, -1)
+    agent = Process.of(os.getpid())
+    return ProcessRecord(this_place(), agent, lease_id, {n: processes.get(n, unknown) for n in members}).encode()
+
+
+def decode(key: str, value: bytes) -> ProcessRecord:
+    """The inverse of `ProcessRecord.encode`; the key that it stands under is named in a RecordError."""
+    return checked(key, decode_json(key, value, most_bytes=MAX_RECORD_BYTES), ProcessRecord)
 
 
 class Predecessors:

@@ -25,8 +25,8 @@ from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_d
 
 from torchelastic.agent.predecessors import Predecessors
 from torchelastic.processes.identity import Process
-from torchelastic.rendezvous.burial import bury
 from torchelastic.rendezvous.credentials import Credentials
+from torchelastic.rendezvous.dead_agents import declare_dead
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.requests import Ask
 from torchelastic.rendezvous.store import CoordinationStore, StoreUnavailableError
@@ -114,7 +114,7 @@ def _report_to(store: CoordinationStore, keys: Keys, agent: Process) -> None:
         for process in predecessors.living():
             _kill(process)
         for predecessor in predecessors.ended():
-            _carry_out(bury(keys, predecessor), store)
+            _carry_out(declare_dead(keys, predecessor), store)
         time.sleep(POLL_S)
 
 

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
-from torchelastic.agent.causes import Failed, describe_exit
-from torchelastic.agent.passing_on import catches
+from torchelastic.agent import events
+from torchelastic.agent.causes import describe_exit
 from torchelastic.agent.plain_group import NOT_AGAIN, PlainGroup, misses_ranks
 from torchelastic.agent.plain_member import STANDS_IN, stand_in
+from torchelastic.agent.signal_forwarding import catches
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker import Worker, signal_group
+from torchelastic.agent.worker import Worker, signal_group, worker_stdin
 from torchelastic.agent.worker_lines import WorkerLines
 from torchelastic.agent.worker_log import WorkerLog, WorkerLogs
-from torchelastic.agent.worker_stdin import worker_stdin
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.log_lines import NOWHERE
 from torchelastic.processes.lifeline import dies_with_parent
@@ -64,9 +64,7 @@ class Supervisor:
         sizes: how many workers a group needs, of a run in which no other host takes part; None: others may.
         log_dir: where their output goes as files, None: only to the screen.
         run_is_over: whether the run is closed or closing, so that none is started again.
-        on_exit: called with the worker and its former pid as soon as a process has ended.
-        on_failure: called with what has failed, once all that it had said was read and it is known whether it is
-            started again.
+        publish: is told of each process that has ended, of what has failed, and of who is given up.
         terminal: shows what they say.
         hidden: (local rank, "stdout" or "stderr") of what it does not show.
         plain: the workers as a group of torchrun's kind; None: others may take part in the run, so they are none.
@@ -82,8 +80,7 @@ class Supervisor:
         sizes: Settings | None = None,
         log_dir: Path | None,
         run_is_over: Callable[[], bool],
-        on_exit: Callable[[Worker, int], None],
-        on_failure: Callable[[Failed], None] = lambda _failed: None,
+        publish: events.Publish = events.ignore,
         terminal: Terminal | None = None,
         hidden: Set[tuple[int, str]] = frozenset(),
         plain: PlainGroup | None = None,
@@ -98,10 +95,7 @@ class Supervisor:
         self._command, self._environment = list(command), dict(environment)
         self._max_restarts, self._sizes = max_restarts, sizes
         self._logs = None if log_dir is None else WorkerLogs(log_dir)
-        self._run_is_over, self._on_exit = run_is_over, on_exit
-        self.on_failure = on_failure
-        #: called with the former pid of a worker that has failed and is not started again
-        self.on_giving_up: Callable[[int], None] = lambda _pid: None
+        self._run_is_over, self._publish = run_is_over, publish
         self.terminal = terminal or Terminal()
         self._lines = WorkerLines(self.terminal, hidden)
         self._plain, self._anyone_asked = plain, False
@@ -115,38 +109,32 @@ class Supervisor:
             self._spawn(worker)
         self._task(self._tick())
 
-    def let_leave(self, pid: int) -> None:
-        """The worker with this process leaves the run."""
-        for worker in self.workers:
-            worker.leaves = worker.leaves or (worker.process is not None and worker.process.pid == pid)
+    def on_event(self, event: events.Event) -> None:
+        """Take note of what workers say of themselves; of others, nothing is noted."""
+        match event:
+            case events.WorkerLeaves(pid):
+                for worker in self.workers:
+                    worker.leaves = worker.leaves or (worker.process is not None and worker.process.pid == pid)
+            case events.WorkerSaid(said, pid, local_rank):
+                by = self._worker(pid, local_rank)
+                if by is not None:
+                    self._take_note(by, said)
 
-    def has_asked(self, pid: int, local_rank: int | None) -> None:
-        """A process asks for a group: a worker, or the process that a worker has started to train in its place."""
-        worker = self._worker(pid, local_rank)
-        if worker is not None:
-            self._anyone_asked = True
-            worker.has_finished = False  # it had, and one more round is needed
-            if worker.asked_s is None:
-                worker.asked_s = time.monotonic()
-                self.slowest_start_s = max(self.slowest_start_s, worker.asked_s - worker.started_s)
-
-    def has_finished(self, pid: int, local_rank: int | None) -> None:
-        """A process says that it has finished; arguments as for `has_asked`."""
-        worker = self._worker(pid, local_rank)
-        if worker is not None:
-            worker.has_finished = True
-
-    def has_come_late(self, pid: int, local_rank: int | None) -> None:
-        """The run that a process came to was finished: while it was started again, if it was; arguments as above."""
-        worker = self._worker(pid, local_rank)
-        if worker is not None and worker.restarts:
-            worker.leaves = worker.came_late = True
-
-    def fails_for_good(self, pid: int, local_rank: int | None) -> None:
-        """A process says that its error would come again in another one; arguments as for `has_asked`."""
-        worker = self._worker(pid, local_rank)
-        if worker is not None:
-            worker.fails_for_good = True
+    def _take_note(self, worker: Worker, said: events.Said) -> None:
+        match said:
+            case events.Said.ASKS:
+                self._anyone_asked = True
+                worker.has_finished = False  # it had, and one more round is needed
+                if worker.asked_s is None:
+                    worker.asked_s = time.monotonic()
+                    self.slowest_start_s = max(self.slowest_start_s, worker.asked_s - worker.started_s)
+            case events.Said.FINISHED:
+                worker.has_finished = True
+            case events.Said.CAME_LATE:  # while it was started again, if it was
+                if worker.restarts:
+                    worker.leaves = worker.came_late = True
+            case events.Said.FAILS_FOR_GOOD:
+                worker.fails_for_good = True
 
     @property
     def starting(self) -> list[Worker]:
@@ -266,7 +254,7 @@ class Supervisor:
         await process_end(process.pid)
         # the others are told before anything else is done: their recovery waits for nothing here
         worker.process, worker.ended_s = None, time.time()
-        self._on_exit(worker, process.pid)
+        self._publish(events.WorkerExited(worker, process.pid, self.total_restarts))
         self._look_at_plain_group()
         # its data loaders, if it left any; before it is reaped, for then its number may become another process's
         signal_group(process.pid, signal.SIGKILL)
@@ -282,7 +270,7 @@ class Supervisor:
         assert worker.exit_code is not None
         if self._plain is not None and self._plain.is_ending:
             if worker.exit_code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                self.on_failure(worker.failed())
+                self._publish(events.WorkerFailed(worker.failed()))
             return  # who ends the group goes on when all its workers have ended
         if worker.exit_code != 0 and not self._stopping.is_set() and not worker.leaves:
             log.info("worker %d (pid %d): %s", worker.local_rank, pid, describe_exit(worker.exit_code))
@@ -305,9 +293,9 @@ class Supervisor:
                 await self._end_group(worker, self._plain)
                 return
             worker.gave_up = after is AfterLoss.GIVEN_UP
-            self.on_failure(worker.failed())
+            self._publish(events.WorkerFailed(worker.failed()))
             if worker.gave_up:
-                self.on_giving_up(pid)
+                self._publish(events.WorkerGivenUp(pid))
             if misses:
                 log.error("worker %d: %s", worker.local_rank, NOT_AGAIN)
             if not worker.gave_up:
@@ -329,7 +317,7 @@ class Supervisor:
             worker.gave_up = not goes_on and not worker.is_over
             if worker.process is not None:
                 self._task(worker.end(worker.process, (0.0, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)))
-        self.on_failure(lost.failed())
+        self._publish(events.WorkerFailed(lost.failed()))
         others = [watch for local_rank, watch in self._watches.items() if local_rank != lost.local_rank]
         await asyncio.gather(*others)
         if goes_on and not await _is_set_within(self._stopping, restart_delay_s(lost.restarts + 1)):

@@ -103,6 +103,26 @@ class Worker:
             self.signal(number)
 
 
+def worker_stdin(nproc: int) -> int | None:
+    """What `subprocess.Popen` takes as `stdin`; None: the terminal of this launcher.
+
+    A single worker of a launcher in the foreground of a terminal gets that: `breakpoint()` and `input()` work. Several
+    would read each other's lines. The kernel stops no reader for being in the background of a terminal that is not its
+    session's: so a worker, which has a session of its own, may read, and Ctrl-C stays the launcher's.
+
+    Args:
+        nproc: how many workers the launcher has.
+    """
+    return None if nproc == 1 and _is_in_foreground() else subprocess.DEVNULL
+
+
+def _is_in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # no terminal, not that of this session, or closed
+        return False
+
+
 def signal_group(group: int, number: int) -> None:
     """Send a signal to a worker's process and to what it has started, by the process's number."""
     try:

@@ -8,16 +8,11 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from torchelastic.launch.options import UsageError, add
-from torchelastic.launch.run_address import add_run, opened
-from torchelastic.rendezvous.office import read_members
+from torchelastic.launch.run_address import opened
+from torchelastic.rendezvous.leadership import read_members
 from torchelastic.rendezvous.records import Keys, Member, RecordError, RoundState, decode_round
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
-
-EXAMPLES = """examples:
-  torchelastic drain --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --host node-3
-  torchelastic drain --rdzv-endpoint etcd-host:2379 --rdzv-id job7 node-3-0-1f2e3d4c1
-"""
+from torchelastic.usage import CommandError, UsageError
 
 #: A request that no agent carries out ends with this lease, if this command does not live to take it back.
 REQUEST_TTL_S = 10.0
@@ -27,38 +22,15 @@ LOOK_S = 0.1
 MAX_WRITES = 100
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `drain` to the command line."""
-    parser = commands.add_parser(
-        "drain",
-        help="let workers leave a run at an agreed step, without a roll-back",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_run(parser)
-    add(parser, "host", metavar="HOST", help="all members on this host")
-    add(
-        parser,
-        "timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="wait so long until they have left (default 60 s)",
-    )
-    parser.add_argument("members", nargs="*", metavar="MEMBER", help="ids of members; without any, those are listed")
-    parser.set_defaults(execute=execute)
-
-
-def execute(options: argparse.Namespace) -> int:
+def drain(options: argparse.Namespace) -> int:
     """Ask, and wait until they have left. Exit code 0 if all have, 1 if not, 2 for a name that is none."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         with opened(options) as (store, url):
             keys = Keys(url.root)
-            return 0 if drain(store, keys, choose(store, keys, options.members, options.host), options.timeout) else 1
+            return 0 if drained(store, keys, choose(store, keys, options.members, options.host), options.timeout) else 1
     except StoreError as error:
-        print(f"torchelastic drain: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
-        return 1
+        raise CommandError(str(error)) from error
 
 
 def choose(store: CoordinationStore, keys: Keys, names: Sequence[str], host: str | None) -> list[Member]:
@@ -77,7 +49,7 @@ def choose(store: CoordinationStore, keys: Keys, names: Sequence[str], host: str
     raise UsageError(f"{what}; the members of this run:\n{listed}")
 
 
-def drain(store: CoordinationStore, keys: Keys, members: Iterable[Member], timeout_s: float) -> bool:
+def drained(store: CoordinationStore, keys: Keys, members: Iterable[Member], timeout_s: float) -> bool:
     """Ask these members to leave; whether they have left within `timeout_s`. What nobody has taken up is taken back.
 
     Raises:

@@ -4,54 +4,27 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchelastic.checkpoint.command.screen import say, say_json
-from torchelastic.launch.options import UsageError, add
-from torchelastic.launch.run_address import add_run, opened
-from torchelastic.launch.status import fresh, unknown
+from torchelastic.launch.run_address import opened
+from torchelastic.launch.status import current
 from torchelastic.ledger.events import Counted, LedgerFormatError, to_dict
 from torchelastic.ledger.journal import Journal, read_journals
 from torchelastic.rendezvous.records import RoundState
-from torchelastic.rendezvous.store import CoordinationStore, StoreError
-from torchelastic.rendezvous.url import RendezvousUrl
+from torchelastic.rendezvous.store import StoreError
 from torchelastic.status.event_lines import Following, lines_of
-from torchelastic.status.reading import StatusReader, is_known
+from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import EventLine, RunStatus, every_s
+from torchelastic.status.screen import event_text
 from torchelastic.status.status_format import event_to_plain
-
-EXAMPLES = """examples:
-  torchelastic events --rdzv-endpoint etcd-host:2379 --rdzv-id job7
-  torchelastic events --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --follow
-  torchelastic events --journal /logs/job7 /logs/job7-node2 --json
-
-From etcd come the newest events of each host that takes part now, from journals all that are in them. With --follow it
-goes on until the run is over, or Ctrl-C.
-"""
+from torchelastic.usage import CommandError, UsageError
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `events` to the command line."""
-    parser = commands.add_parser(
-        "events",
-        help="list what has happened in a run: joins, losses, re-forms, saves, ..",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_run(parser, required=False)
-    add(parser, "follow", action="store_true", help="go on as they come")
-    add(parser, "json", action="store_true", help="one JSON object per line, for programs")
-    what = "folders with journals of the run, instead of its etcd"
-    add(parser, "journal", type=Path, nargs="+", default=[], metavar="PATH", help=what)
-    parser.set_defaults(execute=execute)
-
-
-def execute(options: argparse.Namespace) -> int:
+def events(options: argparse.Namespace) -> int:
     """List them. Exit code 0; 1: no such run, no journal, or etcd does not answer."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     if bool(options.journal) == bool(options.rdzv_endpoint and options.rdzv_id):
@@ -63,30 +36,19 @@ def execute(options: argparse.Namespace) -> int:
             _from_journals(options.journal, as_json=options.json)
             return 0
         with opened(options) as (store, url):
-            return _from_etcd(store, url, follow=options.follow, as_json=options.json)
+            status = current(store, url)
+            if options.follow:
+                _follow(StatusReader(store, url), status, as_json=options.json)
+            else:
+                _show(status.events, as_json=options.json)
+    except BrokenPipeError:
+        raise  # nobody reads on
     except (StoreError, LedgerFormatError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
-            return 128 + signal.SIGPIPE
-        print(f"torchelastic events: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        raise CommandError(str(error)) from error
+    return 0
 
 
 # --- from etcd --------------------------------------------------------------------------------------------------------
-
-
-def _from_etcd(store: CoordinationStore, url: RendezvousUrl, *, follow: bool, as_json: bool) -> int:
-    status = fresh(store, url)
-    if not is_known(status):
-        print(f"torchelastic events: {unknown(url)}", file=sys.stderr)  # noqa: T201 - the last word on the screen
-        return 1
-    if not follow:
-        _show(status.events, as_json=as_json)
-        return 0
-    _follow(StatusReader(store, url), status, as_json=as_json)
-    return 0
 
 
 def _follow(reader: StatusReader, status: RunStatus, *, as_json: bool) -> None:
@@ -108,8 +70,6 @@ def _is_over(status: RunStatus) -> bool:
 
 
 def _show(lines: Iterable[EventLine], *, as_json: bool) -> None:
-    from torchelastic.status.screen import event_text
-
     for line in lines:
         if as_json:
             say_json(event_to_plain(line))

@@ -1,60 +1,57 @@
-"""The entry point of the command line."""
+"""The entry point of the command line. A command's module is imported when it runs, and not for `--help`."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pkgutil import resolve_name
 
-from torchelastic.usage import CommandParser, usage_line
-from torchelastic.version import __version__
+from torchelastic.launch.command_line import CHECKPOINT, command_parser
+from torchelastic.usage import CommandError, UsageError, usage_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    from torchelastic.launch import checkpoint
-    from torchelastic.launch.options import UsageError
-
-    parser = command_parser()
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == [checkpoint.NAME]:
-        return checkpoint.execute(words[1:])
-    options = parser.parse_args(words)
-    try:
-        return int(options.execute(options))
-    except UsageError as error:
-        parser.exit(2, f"{usage_line(f'torchelastic {options.command}', str(error))}\n")
-
-
-def command_parser() -> argparse.ArgumentParser:
-    """What understands the command line; the words after `checkpoint` have a parser of their own."""
-    from torchelastic.launch import checkpoint, doctor, drain, events, report, run, simulate_esi, status, top
-
-    parser: argparse.ArgumentParser = CommandParser(prog="torchelastic", description="Keeps PyTorch training alive.")
-    parser.add_argument("--version", action="version", version=f"torchelastic {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run.add_parser(commands)
-    drain.add_parser(commands)
-    status.add_parser(commands)
-    top.add_parser(commands)
-    events.add_parser(commands)
-    report.add_parser(commands)
-    checkpoint.add_parser(commands)
-    simulate_esi.add_parser(commands)
-    doctor.add_parser(commands)
-    return parser
+    return _command(sys.argv[1:] if arguments is None else arguments)()
 
 
 def console() -> None:
-    """What the `torchelastic` script calls. It imports the commands, so that Ctrl-C ends the process meanwhile, too.
+    """What the `torchelastic` script calls. Ctrl-C ends the process also while it imports the command.
 
     Python discards a KeyboardInterrupt that is raised in a weak reference's callback, and each import runs one: until
-    the commands are imported, SIGINT has its default action. A shell's "ignore SIGINT" stays.
+    the command is imported, SIGINT has its default action. A shell's "ignore SIGINT" stays.
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        command_parser()
+    command = _command(sys.argv[1:])
+    if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, handler)
-    sys.exit(main())
+    sys.exit(command())
+
+
+def _command(words: Sequence[str]) -> Callable[[], int]:
+    """The imported command with its options. Raises SystemExit: --help, or invalid arguments."""
+    if list(words[:1]) == [CHECKPOINT]:
+        return partial(resolve_name("torchelastic.checkpoint.command.main:main"), words[1:])
+    options = command_parser().parse_args(words)
+    return partial(_run, f"torchelastic {options.command}", partial(resolve_name(options.function), options))
+
+
+def _run(name: str, function: Callable[[], int]) -> int:
+    try:
+        return function()
+    except UsageError as error:
+        print(usage_line(name, str(error)), file=sys.stderr)  # noqa: T201 - the last word on the screen
+        raise SystemExit(2) from error
+    except CommandError as error:
+        print(f"{name}: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,100 +21,37 @@ from urllib.parse import urlencode
 from torchelastic.agent import sentinel
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect, say_if_unfit
+from torchelastic.agent.events import Publish
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
-from torchelastic.agent.worker import Worker
 from torchelastic.agent.worker_environment import worker_environment
-from torchelastic.launch.interface import add_interface, meant_interface
-from torchelastic.launch.log import RunLog, add_log, opened_log
-from torchelastic.launch.meeting_place import MeetingPlace
-from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
-from torchelastic.launch.own_etcd import OwnEtcd
-from torchelastic.launch.page import add_page, opened_page
-from torchelastic.launch.runs_here import FOLDER_PREFIX, SOCKET, leave_address, words_for
-from torchelastic.launch.time_limit import add_time_limit, limited
-from torchelastic.launch.torchrun_options import (
-    Translation,
-    add_torchrun_options,
-    from_environment,
-    translated,
-    workers_per_host,
+from torchelastic.launch.own_etcd import MeetingPlace, OwnEtcd
+from torchelastic.launch.run_address import (
+    FOLDER_PREFIX,
+    SOCKET,
+    access,
+    find_credentials,
+    leave_address,
+    without_password,
+    words_for,
 )
-from torchelastic.metrics.pushing import checked_gateway
+from torchelastic.launch.run_log import RunLog, opened_log
+from torchelastic.launch.run_options import chosen_network, gateway_url, limited, nodes, understood, worker_command
+from torchelastic.page.listening import PageOptions, listening
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
+from torchelastic.usage import UsageError
 
-EXAMPLES = """examples:
-  torchelastic run --standalone --nproc-per-node 3 train.py --epochs 10
-  torchelastic run --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --nnodes 2:4 --nproc-per-node 8 train.py
+log = logging.getLogger(__name__)
 
-exit codes: 0 the run is finished, 1 it or a worker failed, 2 invalid arguments, 75 stopped before a deadline: start it
-again (see docs/lifetime.md), 128 + N stopped by signal N
-"""
+_NO_PAGE = "off"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `run` to the command line. Dashes and underscores are the same, as for torchrun's users."""
-    parser = commands.add_parser(
-        "run",
-        help="run a training script on this host, alone or together with others",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # else an option of the script that begins like two of ours is refused as ambiguous
-    )
-    _add_meeting(parser)
-    add(parser, "max-restarts", type=int, default=3, metavar="K", help="of each worker (default 3)")
-    add(parser, "log-dir", type=Path, metavar="DIR", help="write each worker's output to a file in here too")
-    add(parser, "rdzv-timeout", type=float, default=600.0, metavar="S", help="wait for a group (default 600 s)")
-    add(parser, "last-call", type=float, default=30.0, metavar="S", help="first group: wait for more (default 30 s)")
-    add(parser, "ttl", type=float, default=10.0, metavar="S", help="silence after which a host is lost (default 10 s)")
-    add(parser, "connect-timeout", type=float, default=30.0, metavar="S", help="wait for etcd (default 30 s)")
-    grace_help = "on SIGTERM, let workers leave in order for so long (default 30 s)"
-    add(parser, "term-grace", type=float, default=30.0, metavar="S", help=grace_help)
-    orphan_help = (
-        "how long a group may train without contact to etcd; 'unlimited' (default 300 s; --standalone: unlimited)"
-    )
-    add(parser, "orphan-timeout", metavar="S", help=orphan_help)
-    add_interface(parser)
-    add_time_limit(parser)
-    finished_help = "what to do in a run that was finished before: fail (default), or succeed with exit code 0"
-    add(parser, "if-finished", choices=("fail", "succeed"), default="fail", help=finished_help)
-    add_access(parser)
-    add(parser, "metrics-port", type=int, metavar="PORT", help="serve Prometheus metrics there; 0: any free port")
-    add(parser, "metrics-host", default="127.0.0.1", metavar="ADDR", help="where to serve them (default 127.0.0.1)")
-    gateway_help = "push the metrics to a Prometheus push gateway, every 15 s and at the end"
-    add(parser, "push-gateway", metavar="URL", help=gateway_help)
-    add_page(parser)
-    add_log(parser)
-    add_torchrun_options(parser)
-    parser.set_defaults(**from_environment(os.environ))
-    parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module")
-    parser.add_argument("-v", "--verbose", action="store_true", help="say more about membership")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    parser.set_defaults(execute=execute)
-
-
-def _add_meeting(parser: argparse.ArgumentParser) -> None:
-    """Add the options about who trains together, and where they meet."""
-    alone_help = "this host alone, with an etcd of its own: the default without --nnodes and --rdzv-endpoint"
-    add(parser, "standalone", action="store_true", help=alone_help)
-    add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", help="the etcd where the hosts of a run meet")
-    add(parser, "rdzv-id", metavar="ID", help="names the run; the same on every host")
-    add(parser, "nnodes", default="1:1", metavar="MIN[:MAX]", help="how many hosts (default 1)")
-    nproc_help = "workers on each host: a number (default 1), cpu, gpu: as many as there are, or auto: gpu, or else cpu"
-    add(parser, "nproc-per-node", default="1", metavar="N", help=nproc_help)
-    add(parser, "min-workers", type=int, metavar="M", help="default: 1 with --standalone, else MIN x N")
-    add(parser, "max-workers", type=int, metavar="M", help="default: MAX x N")
-    multiple_help = "train in groups whose size is a multiple of it; who is over waits as a spare (default 1)"
-    add(parser, "multiple-of", type=int, default=1, metavar="K", help=multiple_help)
-
-
-def execute(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Be the agent until the run is over. Exit code 0 only if the run was completed; 75: stopped before a deadline."""
-    options, theirs = _understood(options)
-    environment, command, gateway = dict(os.environ), _worker_command(options), _gateway(options)
-    end, network = limited(environment, options.time_limit, time.time()), meant_interface(options.iface, environment)
+    options, theirs = understood(options)
+    environment, command, gateway = dict(os.environ), worker_command(options), gateway_url(options)
+    end, network = limited(environment, options.time_limit, time.time()), chosen_network(options.iface, environment)
     os.environ.pop(PASSWORD_VARIABLE, None)  # whatever is started from here on does not inherit it
     with ExitStack() as stack:
         run_log = opened_log(options, environment, stack, theirs.notes)
@@ -136,7 +72,7 @@ def execute(options: argparse.Namespace) -> int:
         )
         own_variables = worker_environment(agent_options, options.nproc_per_node, run_log.size)
 
-        def make_supervisor(run_is_over: Callable[[], bool], on_exit: Callable[[Worker, int], None]) -> Supervisor:
+        def make_supervisor(run_is_over: Callable[[], bool], publish: Publish) -> Supervisor:
             return Supervisor(
                 command,
                 options.nproc_per_node,
@@ -145,7 +81,7 @@ def execute(options: argparse.Namespace) -> int:
                 sizes=url.settings if options.standalone else None,
                 log_dir=options.log_dir,
                 run_is_over=run_is_over,
-                on_exit=on_exit,
+                publish=publish,
                 terminal=run_log.terminal,
                 hidden=theirs.hidden,
                 plain=PlainGroup(options.nproc_per_node, options.max_restarts) if options.standalone else None,
@@ -173,7 +109,7 @@ async def _run_agent(
     options: AgentOptions,
     credentials: Credentials,
     is_standalone: bool,
-    make_supervisor: Callable[[Callable[[], bool], Callable[[Worker, int], None]], Supervisor],
+    make_supervisor: Callable[[Callable[[], bool], Publish], Supervisor],
 ) -> Outcome:
     leave_address(options.socket_path.parent, options.url)
     _say_how_to_watch(run_log, options.url, options.ledger_dir)
@@ -181,55 +117,8 @@ async def _run_agent(
     return await Agent(options, store, make_supervisor).run()
 
 
-def _understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
-    """The options with what torchrun's words among them come to."""
-    nproc = workers_per_host(options.nproc_per_node, lambda: os.cpu_count() or 1, _visible_gpus)
-    theirs = translated(options, several_hosts=_nodes(options.nnodes)[1] > 1, nproc=nproc)
-    defaults = {"meeting_place": None, "nproc_per_node": nproc}
-    ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
-    if theirs.to_files and ours.log_dir is None:
-        ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
-        theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))
-    return ours, theirs
-
-
-def _visible_gpus() -> int:
-    """In another process: torch would take 200 MB of the launcher's memory as long as the run lasts."""
-    asking = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    try:
-        return int(subprocess.run(asking, capture_output=True, text=True, check=True).stdout)
-    except (subprocess.CalledProcessError, ValueError) as error:
-        raise UsageError(f"--nproc-per-node: torch cannot count the GPUs here ({error}); write a number") from error
-
-
-def _worker_command(options: argparse.Namespace) -> list[str]:
-    if options.no_python and not options.run_path:
-        return _program(options)
-    if options.module:
-        return [sys.executable, "-m", options.script, *options.arguments]
-    if not Path(options.script).is_file():
-        raise UsageError(f"there is no file {options.script!r}; for a module write -m {options.script}")
-    return [sys.executable, options.script, *options.arguments]
-
-
-def _program(options: argparse.Namespace) -> list[str]:
-    if options.module:
-        raise UsageError("--no-python and -m exclude each other: leave one out")
-    found = shutil.which(options.script)
-    if found is None:
-        raise UsageError(f"--no-python: there is no program {options.script!r} that this user may start")
-    return [found, *options.arguments]
-
-
-def _gateway(options: argparse.Namespace) -> str | None:
-    try:
-        return None if options.push_gateway is None else checked_gateway(options.push_gateway)
-    except ValueError as error:
-        raise UsageError(f"--push-gateway: {error}") from error
-
-
 def _url(options: argparse.Namespace, stack: ExitStack) -> RendezvousUrl:
-    min_nodes, max_nodes = _nodes(options.nnodes)
+    min_nodes, max_nodes = nodes(options.nnodes)
     per_node = options.nproc_per_node
     if per_node < 1 or options.max_restarts < 0:
         raise UsageError("--nproc-per-node starts at 1 and --max-restarts at 0")
@@ -268,12 +157,33 @@ def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> 
         raise UsageError(f"the hosts cannot meet at {host}:{port}: {error}") from error
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
+def opened_page(
+    options: argparse.Namespace, stack: ExitStack, address: str, say: Callable[[str], None]
+) -> PageOptions | None:
+    """Take the page's address and say where it is, once; None: there is none.
+
+    Args:
+        options: of the command line.
+        stack: frees the address.
+        address: where the other hosts reach this one, if one was chosen; told instead of its name.
+        say: shows a line; no log, for the line may hold a token.
+
+    Raises:
+        UsageError: the words make no sense, or the address cannot be had.
+    """
+    where = options.page or ("0" if options.standalone else _NO_PAGE)
+    if where == _NO_PAGE:
+        if options.page_token_file is not None:
+            raise UsageError("--page-token-file is for a page: give --page [HOST:]PORT too")
+        return None
     try:
-        nodes = int(low), int(high or low)
-    except ValueError:
-        raise UsageError(f"--nnodes {text!r}: write a number, or MIN:MAX") from None
-    if not 1 <= nodes[0] <= nodes[1]:
-        raise UsageError(f"--nnodes {text!r}: 1 <= MIN <= MAX")
-    return nodes
+        page = listening(where, options.page_token_file, is_seen=sys.stderr.isatty())
+    except (ValueError, OSError) as error:
+        if options.page is None and options.page_token_file is None:  # nobody has asked for it
+            log.warning("the live page is not served: %s", error)
+            return None
+        raise UsageError(str(error)) from error
+    stack.callback(page.socket.close)
+    page = replace(page, address=address)
+    say(f"live page: {page.url_to_open}")
+    return page

@@ -1,37 +1,36 @@
-"""For commands about a run that goes on elsewhere: which run, by its etcd, and a connection to that."""
+"""Which run a command is about, where its etcd is, who may speak to that, and a connection to it.
+
+Each launcher leaves the address of its run beside its socket, so that `top` and `status` find the runs of this host.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+import shlex
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import urlencode
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from torchelastic.agent.etcd_connection import connect
-from torchelastic.launch.options import UsageError, access, add, add_access, find_credentials, without_password
-from torchelastic.launch.runs_here import chosen_run, runs_here
-from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
+from torchelastic.launch.command_line import ACCESS_OPTIONS
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials, CredentialsError, read_file, resolve
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore, StoreUnavailableError
 from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
+from torchelastic.usage import UsageError
 
-
-def add_run(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options that name a run and its etcd.
-
-    Args:
-        parser: of the command.
-        required: whether they must be given.
-    """
-    what = "the etcd where the hosts of the run meet"
-    add(parser, "rdzv-endpoint", metavar="HOST:PORT[,..]", required=required, help=what)
-    add(parser, "rdzv-id", metavar="ID", required=required, help="names the run")
-    add(parser, "connect-timeout", type=float, default=30.0, metavar="S", help="wait for etcd (default 30 s)")
-    add_access(parser)
+#: Of a launcher's folder below the folder for temporary files; only its user may open it. Short: a Unix socket's path
+#: has 107 bytes.
+FOLDER_PREFIX = "te-"
+#: In there: where the agent listens, which says that the launcher lives; and the run's URL, without a password.
+SOCKET, ADDRESS = "agent", "run"
 
 
 @contextmanager
@@ -39,7 +38,7 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[CoordinationStore, Ren
     """A connection to the run's etcd, which has answered.
 
     Args:
-        options: those of `add_run`.
+        options: `--rdzv-endpoint`, `--rdzv-id`, `--connect-timeout` and those about access to etcd.
 
     Raises:
         UsageError: invalid arguments.
@@ -55,7 +54,7 @@ def unanswered(options: argparse.Namespace) -> Iterator[tuple[CoordinationStore,
     """As `opened`, but for the answer: nothing has been sent yet. Imports gRPC.
 
     Args:
-        options: those of `add_run`.
+        options: as of `opened`.
 
     Raises:
         UsageError: invalid arguments.
@@ -96,3 +95,96 @@ def url_of(options: argparse.Namespace) -> RendezvousUrl:
         return parse_url(f"etcd://{without_password(options.rdzv_endpoint)}/{options.rdzv_id}?{query}")
     except RendezvousUrlError as error:
         raise UsageError(str(error)) from error
+
+
+# --- access to etcd ---------------------------------------------------------------------------------------------------
+
+
+def access(options: argparse.Namespace) -> dict[str, str]:
+    """What the options say about access to etcd, in the URL's words."""
+    given = {parameter: getattr(options, name.replace("-", "_")) for name, (parameter, *_) in ACCESS_OPTIONS.items()}
+    return {parameter: value for parameter, value in given.items() if value}
+
+
+def access_words(url: RendezvousUrl) -> list[str]:
+    """What to type for the same access to etcd as the URL has it; a password in the environment stays there."""
+    given = {name: getattr(url.access, parameter) for name, (parameter, *_) in ACCESS_OPTIONS.items()}
+    return [word for name, value in given.items() if value for word in (f"--{name}", shlex.quote(value))]
+
+
+def without_password(endpoint: str) -> str:
+    """The endpoint as given. Raises UsageError if it has a password in it."""
+    if ":" in endpoint.rpartition("@")[0]:
+        raise UsageError(
+            "every user of this host may read a command line: give no password with --rdzv-endpoint, but "
+            f"--etcd-password-file FILE, or the environment's {PASSWORD_VARIABLE}"
+        )
+    return endpoint
+
+
+def find_credentials(url: RendezvousUrl, environment: Mapping[str, str]) -> Credentials:
+    """What the URL, the environment and files say. Raises UsageError."""
+    try:
+        return resolve(url.access, environment, read_file)
+    except CredentialsError as error:
+        raise UsageError(str(error)) from error
+
+
+# --- the runs of this host --------------------------------------------------------------------------------------------
+
+
+def leave_address(folder: Path, url: RendezvousUrl) -> None:
+    """Let the commands of this user find the run; called by the launcher, whose folder goes when it ends."""
+    (folder / ADDRESS).write_text(str(url), encoding="utf-8")
+
+
+def runs_here(folder: Path | None = None) -> list[RendezvousUrl]:
+    """The runs whose launchers live on this host and belong to this user.
+
+    Args:
+        folder: where launchers make theirs; default: the folder for temporary files.
+    """
+    found = {}
+    for address in sorted((folder or Path(tempfile.gettempdir())).glob(f"{FOLDER_PREFIX}*/{ADDRESS}")):
+        try:
+            if address.parent.lstat().st_uid == os.getuid() and _is_answered(address.with_name(SOCKET)):
+                url = parse_url(address.read_text(encoding="utf-8"))
+                found[url.root, url.endpoints] = url
+        except (OSError, RendezvousUrlError):
+            continue  # another user's, or its launcher has just ended
+    return list(found.values())
+
+
+def chosen_run(options: argparse.Namespace, runs: Sequence[RendezvousUrl]) -> RendezvousUrl:
+    """The one run of this host that the options fit.
+
+    Args:
+        options: as of `opened`, without an endpoint.
+        runs: what `runs_here` has found.
+
+    Raises:
+        UsageError: there is none, or there are several, which the message lists with the words to type.
+    """
+    fitting = [url for url in runs if options.rdzv_id in (None, url.run_id)]
+    if len(fitting) == 1:
+        return fitting[0]
+    how = "give --rdzv-endpoint HOST:PORT and --rdzv-id ID"
+    if not fitting:
+        called = "" if options.rdzv_id is None else f" called {options.rdzv_id!r}"
+        raise UsageError(f"no launcher of this user runs a job{called} on this host: {how}")
+    lines = "\n".join(f"  {words_for(options.command, url)}" for url in fitting)
+    raise UsageError(f"{len(fitting)} runs of this user are on this host:\n{lines}")
+
+
+def words_for(command: str, url: RendezvousUrl) -> str:
+    """What to type for a command about a run."""
+    words = ["torchelastic", command, "--rdzv-endpoint", url.endpoints_text, "--rdzv-id", url.run_id]
+    return " ".join([*words, *access_words(url)])
+
+
+def _is_answered(path: Path) -> bool:
+    """Whether somebody listens at that socket: a launcher that was killed has left it. Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        connection.connect(str(path))
+    return True

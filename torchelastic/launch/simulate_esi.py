@@ -1,69 +1,103 @@
-"""`torchelastic simulate-esi`: a job on instances whose time is limited, life after life, on this host."""
+"""`torchelastic simulate-esi`: a job on instances whose time is limited, life after life, on this host.
+
+Each life is started, sent SIGTERM at its end, and all of it is ended before the next; `esi_lives` judges how it went.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
-from torchelastic.launch.options import UsageError, add
+import psutil
 
-if TYPE_CHECKING:
-    from torchelastic.launch.esi_lives import Life, Verdict
-    from torchelastic.launch.esi_simulation import Order
+from torchelastic.foreign_json import decode_json
+from torchelastic.launch.esi_lives import (
+    Ending,
+    Life,
+    Verdict,
+    exit_text,
+    judge,
+    parse_manager_state,
+    parse_progress,
+    report_document,
+    table,
+    what_next,
+)
+from torchelastic.lifetime.deadline import MLP_VARIABLE
+from torchelastic.lifetime.progress import PROGRESS_VARIABLE, Steps
+from torchelastic.lifetime.requeue import STOPPED_EARLY
+from torchelastic.lifetime.sources.detection import GRACE_VARIABLE, TERMINATION_FILE_VARIABLE
+from torchelastic.processes import dies_with_parent
+from torchelastic.usage import CommandError, UsageError
 
-NAME = "simulate-esi"
-EXAMPLES = """examples:
-  torchelastic simulate-esi --cmd 'torchrun --standalone --nproc-per-node 2 train.py' --timeout 120
-  torchelastic simulate-esi --cmd 'python train.py' --timeout 60 --grace 5 --max-restarts 10 --report report.json
+#: Which life this is, counted from 1.
+LIFE_VARIABLE = "TORCHELASTIC_LIFE"
+#: velastic's file, and that of `torchelastic.lifetime.IterManager`.
+MANAGER_FILE = "manager_state.json"
+#: What ends the simulator, and the job with it, at once.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
-exit codes: 0 the job has finished, 1 it has not, 2 invalid arguments, 128 + N ended by signal N
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `simulate-esi` to the command line."""
-    parser = commands.add_parser(
-        NAME,
-        help="run a job as on instances that end at a known time: end it, start it again, tell what was lost",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add(parser, "cmd", required=True, metavar="COMMAND", help="the job: one line for the shell")
-    add(parser, "timeout", type=float, required=True, metavar="S", help="how long an instance lives, up to SIGTERM")
-    add(parser, "grace", type=float, default=30.0, metavar="S", help="from SIGTERM to SIGKILL (default 30 s)")
-    add(
-        parser,
-        "max-restarts",
-        type=int,
-        metavar="N",
-        help="start it again so often (default 100, but not after 3 failures in a row)",
-    )
-    add(parser, "pause", type=float, default=0.0, metavar="S", help="between two lives (default 0 s)")
-    add(
-        parser,
-        "requeue-code",
-        type=int,
-        action="append",
-        metavar="N",
-        help="a job that exits with this wants to be started again; may be given several times (default 75)",
-    )
-    add(parser, "velastic-dir", type=Path, default=Path(".velastic"), metavar="DIR", help="default: .velastic")
-    add(parser, "json", action="store_true", help="the report as one line of JSON, the last one on stdout")
-    add(parser, "report", type=Path, metavar="FILE", help="write the report as JSON here, anew after each life")
-    parser.set_defaults(execute=execute)
+_POLL_S = 0.05
+#: How often orphans that have ended are waited for while the job runs: it reads the list of all processes of the host.
+_REAP_EVERY_S = 5.0
+#: How long processes may take to be gone after SIGKILL.
+_KILL_TIMEOUT_S = 10.0
+_MAX_BYTES = 1 << 20
 
 
-def execute(options: argparse.Namespace) -> int:
+class Interrupted(BaseException):
+    """A signal ends the simulator; raised on the main thread, once.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is simulated.
+
+    Attributes:
+        command: for the shell.
+        timeout_s: seconds of a life, up to SIGTERM.
+        grace_s: seconds from SIGTERM to SIGKILL.
+        pause_s: seconds from the end of a life to the next.
+        max_restarts: as of `what_next`.
+        requeue_codes: as of `judge`.
+        velastic_dir: where the job has velastic's `manager_state.json`, if it has one.
+    """
+
+    command: str
+    timeout_s: float
+    grace_s: float = 30.0
+    pause_s: float = 0.0
+    max_restarts: int | None = None
+    requeue_codes: tuple[int, ...] = (STOPPED_EARLY,)
+    velastic_dir: Path = Path(".velastic")
+
+
+def simulate_esi(options: argparse.Namespace) -> int:
     """Run the lives. Exit code 0 if the job has finished, 1 if not, 128 + N if signal N has ended it."""
-    from torchelastic.launch.esi_lives import report_document, table
-    from torchelastic.launch.esi_simulation import Interrupted, Simulation, SurvivorsError, signals_raise
-
     order, path = read_order(options), options.report
     if sys.platform != "linux":
         raise UsageError("it needs Linux, whose kernel hands it the processes that a job leaves behind")
@@ -80,14 +114,13 @@ def execute(options: argparse.Namespace) -> int:
             partial.replace(path)  # a reader finds the old one or the new one
 
     try:
-        with tempfile.TemporaryDirectory(prefix="torchelastic-esi-") as folder, signals_raise():
+        with tempfile.TemporaryDirectory(prefix="torchelastic-esi-") as folder:
             verdict = Simulation(order, Path(folder)).run(note)
     except Interrupted as interrupted:  # after the last life
         return 128 + interrupted.number
-    except (OSError, SurvivorsError) as error:
-        print(f"{NAME}: {error}", file=sys.stderr)  # noqa: T201 - for a person
-        return 1
-    print(table(document), f"{NAME}: {verdict.reason}", sep="\n", file=sys.stderr, flush=True)  # noqa: T201 - for a person
+    except OSError as error:
+        raise CommandError(str(error)) from error
+    _say(verdict.reason, above=table(document))
     if options.json:
         print(json.dumps(document, allow_nan=False), flush=True)  # noqa: T201 - asked for
     return verdict.exit_code
@@ -95,9 +128,6 @@ def execute(options: argparse.Namespace) -> int:
 
 def read_order(options: argparse.Namespace) -> Order:
     """What the words order. Raises UsageError."""
-    from torchelastic.launch.esi_simulation import Order
-    from torchelastic.lifetime.requeue import STOPPED_EARLY
-
     if not options.cmd.strip():
         raise UsageError("--cmd is empty: give the command that starts the job")
     for name, least in (("timeout", "above 0"), ("grace", "0 or more"), ("pause", "0 or more")):
@@ -110,6 +140,237 @@ def read_order(options: argparse.Namespace) -> Order:
     restarts = options.max_restarts
     if restarts is not None and restarts < 0:
         raise UsageError(f"--max-restarts {restarts}: give a number from 0 on")
-    return Order(
-        options.cmd, options.timeout, options.grace, options.pause, restarts, codes, velastic_dir=options.velastic_dir
-    )
+    return Order(options.cmd, options.timeout, options.grace, options.pause, restarts, codes, options.velastic_dir)
+
+
+class Simulation:
+    """Life after life. On the main thread of a process of its own: its signals are handled, its orphans adopted.
+
+    Children that this process has already are left alone.
+
+    Args:
+        order: what is simulated.
+        folder: for the files that the job is told of.
+    """
+
+    def __init__(self, order: Order, folder: Path) -> None:
+        self._order = order
+        self._spare = frozenset(child.pid for child in psutil.Process().children())
+        self._termination_path, self._progress_path = folder / "termination-time", folder / "progress.json"
+        self._job: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self._reap_s = 0.0
+
+    def run(self, note: Callable[[list[Life], Verdict], None]) -> Verdict:
+        """All lives; nothing of them is left when this returns or raises.
+
+        Args:
+            note: called with the lives and the verdict after each of them, and when nothing is left.
+
+        Raises:
+            CommandError: processes are still there after SIGKILL; names them.
+            OSError: the job could not be started, or one of our files not be written.
+        """
+        lives: list[Life] = []
+        _adopt_orphans()
+        try:
+            _let_signals_interrupt()
+            verdict = Verdict(True, 0, "")
+            while verdict.goes_on:
+                if lives:
+                    time.sleep(self._order.pause_s)
+                lives.append(self._live(len(lives) + 1))
+                verdict = what_next(lives, self._order.max_restarts)
+                note(lives, verdict)
+        except Interrupted as interrupted:
+            whole = f"{len(lives)} whole {'life' if len(lives) == 1 else 'lives'}"
+            reason = f"interrupted by {exit_text(-interrupted.number)} after {whole}"
+            verdict = Verdict(False, 128 + interrupted.number, reason)
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # nothing interrupts this
+            self._end_all()
+        note(lives, verdict)
+        return verdict
+
+    def _live(self, number: int) -> Life:
+        """One life, from its start until no process of it is left."""
+        order, self._number = self._order, number
+        reported = Reported(self._progress_path, order.velastic_dir / MANAGER_FILE)
+        end_unix_s, began_s = time.time() + order.timeout_s, time.monotonic()
+        self._termination_path.write_text(f"{end_unix_s:.3f}\n")
+        self._say(f"starts, until {datetime.fromtimestamp(end_unix_s).astimezone():%Y-%m-%d %H:%M:%S %z}")
+        job = self._job = subprocess.Popen(
+            dies_with_parent(["/bin/sh", "-c", order.command]),
+            env={GRACE_VARIABLE: f"{order.grace_s:g}", **os.environ}  # what the user has said stays
+            | {
+                MLP_VARIABLE: f"{end_unix_s:.3f}",
+                TERMINATION_FILE_VARIABLE: str(self._termination_path),
+                PROGRESS_VARIABLE: str(self._progress_path),
+                LIFE_VARIABLE: str(number),
+            },
+            stdin=subprocess.DEVNULL,  # an instance has no keyboard
+            start_new_session=True,
+        )
+        deadline_s = began_s + order.timeout_s
+        timed_out = not self._holds_by(deadline_s, reported, lambda: job.poll() is not None)
+        given_up_s = 0.0 if timed_out else max(0.0, deadline_s - time.monotonic())
+        if timed_out:
+            self._say(f"time is over: SIGTERM to process group {job.pid}")
+            with suppress(ProcessLookupError):  # it has ended by itself this moment
+                os.killpg(job.pid, signal.SIGTERM)
+            # children of the command too have the grace: a shell goes first
+            self._holds_by(deadline_s + order.grace_s, reported, lambda: not self._descendants())
+        killed = self._end_all()
+        reported.read()
+        ending = Ending(job.wait(), time.monotonic() - began_s, given_up_s, timed_out, len(killed))
+        life = Life(judge(ending, reported.steps, order.requeue_codes), ending, reported.steps)
+        self._say(str(life))
+        if reported.fault:
+            self._say(f"its progress file is left out: {reported.fault}")
+        return life
+
+    def _holds_by(self, deadline_s: float, reported: Reported, condition: Callable[[], bool]) -> bool:
+        """Whether something comes true before that moment. Reads what the job reports meanwhile."""
+        while not condition():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0.0:
+                return False
+            reported.read()
+            if time.monotonic() > self._reap_s:
+                self._descendants()
+                self._reap_s = time.monotonic() + _REAP_EVERY_S
+            time.sleep(min(_POLL_S, left_s))
+        return True
+
+    def _descendants(self) -> list[psutil.Process]:
+        """What is left of a life, waited for what has ended of it."""
+        while True:
+            children = [child for child in psutil.Process().children() if child.pid not in self._spare]
+            if not any(self._has_ended(child.pid) for child in children):
+                break  # else its own children are ours now
+        found = []
+        for child in children:
+            try:
+                found += [child, *child.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                found.append(child)
+        return found
+
+    def _has_ended(self, pid: int) -> bool:
+        if self._job is not None and pid == self._job.pid:
+            return self._job.poll() is not None
+        try:
+            return os.waitpid(pid, os.WNOHANG)[0] == pid
+        except ChildProcessError:  # whoever started us ignores SIGCHLD
+            return True
+
+    def _end_all(self) -> set[int]:
+        """SIGKILL to every descendant, again and again until none is left: meanwhile they may have started others.
+
+        Returns the pids of those that were alive. Raises CommandError.
+        """
+        killed: set[int] = set()
+        give_up_s = time.monotonic() + _KILL_TIMEOUT_S
+        while present := self._descendants():
+            for process in present:
+                if _kill(process):
+                    killed.add(process.pid)
+            if time.monotonic() > give_up_s:
+                pids = ", ".join(str(process.pid) for process in present)
+                raise CommandError(
+                    f"still there {_KILL_TIMEOUT_S:g} s after SIGKILL: {pids}. They belong to another user, or the "
+                    "kernel waits for a device: end them by hand before the job is started again"
+                )
+            time.sleep(_POLL_S / 2)
+        return killed
+
+    def _say(self, text: str) -> None:
+        _say(f"life {self._number}: {text}")
+
+
+class Reported:
+    """What a job reports in one life; what was last readable counts: a killed job may leave half a line.
+
+    Args:
+        progress_path: of our file; what a life before has left there is removed.
+        manager_path: of velastic's, which is only read, and only if it was written in this life.
+
+    Attributes:
+        fault: what is wrong with our file; "" if nothing is.
+    """
+
+    def __init__(self, progress_path: Path, manager_path: Path) -> None:
+        self._progress_path, self._manager_path = progress_path, manager_path
+        self._manager_before = _stamp(manager_path)
+        self._progress = Steps()
+        self._managers_step: int | None = None
+        self.fault = ""
+        progress_path.unlink(missing_ok=True)
+
+    def read(self) -> None:
+        """Read both files."""
+        try:
+            self._progress, self.fault = parse_progress(_read(self._progress_path)), ""
+        except FileNotFoundError:
+            pass  # the job reports nothing, or nothing yet
+        except (OSError, ValueError, RecursionError) as error:
+            self.fault = str(error)
+        if _stamp(self._manager_path) not in (None, self._manager_before):
+            with suppress(OSError, ValueError, RecursionError):  # velastic writes it in place: half of it is usual
+                self._managers_step = parse_manager_state(_read(self._manager_path))
+
+    @property
+    def steps(self) -> Steps:
+        """Of this life. velastic's total is left out: it does not tell whether an exit with 0 was the end."""
+        if self._progress.committed_step is not None:
+            return self._progress
+        return replace(self._progress, committed_step=self._managers_step)
+
+
+def _let_signals_interrupt() -> None:
+    """The first of `SIGNALS` raises `Interrupted`; the next ones, and those ignored before (nohup), change nothing."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+
+
+def _adopt_orphans() -> None:
+    """Whatever this process's descendants leave behind becomes its child. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _kill(process: psutil.Process) -> bool:
+    """Whether it was alive. Also what looks dead gets the signal: a first thread may end before the others."""
+    try:
+        was_alive = bool(process.status() != psutil.STATUS_ZOMBIE)
+        process.kill()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return was_alive
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _read(path: Path) -> Any:
+    with path.open("rb") as file:
+        return decode_json(path.name, file.read(_MAX_BYTES + 1), most_bytes=_MAX_BYTES)
+
+
+def _say(text: str, above: str = "") -> None:
+    lines = [above] if above else []
+    print(*lines, f"simulate-esi: {text}", sep="\n", file=sys.stderr, flush=True)  # noqa: T201 - for a person, beside the job's output

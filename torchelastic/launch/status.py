@@ -1,79 +1,261 @@
-"""`torchelastic status`: a run as it is now, for people or for programs."""
+"""`torchelastic status`: a run as it is now, for people or for programs; `torchelastic top`: live in the terminal."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
+import select
+import signal
 import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator
+from typing import Any
 
 from torchelastic.checkpoint.command.screen import say_json
-from torchelastic.launch.options import add
-from torchelastic.launch.run_address import add_run, opened
+from torchelastic.launch.run_address import opened, unanswered, wait_for_answer
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.reading import StatusReader, is_known
 from torchelastic.status.run_status import RunStatus, every_s
 from torchelastic.status.status_format import run_to_plain
+from torchelastic.usage import CommandError
 
-NAME = "status"
-EXAMPLES = """examples:
-  torchelastic status                     # the run of a launcher on this host
-  torchelastic status --rdzv-endpoint etcd-host:2379 --rdzv-id job7
-  torchelastic status --rdzv-endpoint etcd-host:2379 --rdzv-id job7 --json
-
-exit codes: 0 the run is known, 1 it is not or etcd did not answer, 2 invalid arguments
-"""
+#: Between two checks for a signal, a key, or another size of the terminal.
+TICK_S = 0.2
+FOOTER = "q: quit"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `status` to the command line."""
-    parser = commands.add_parser(
-        NAME,
-        help="show a run: members, steps, where the time goes, what happened last",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_run(parser, required=False)
-    add(parser, "json", action="store_true", help="one line of JSON, for programs")
-    parser.set_defaults(execute=execute)
-
-
-def execute(options: argparse.Namespace) -> int:
+def status(options: argparse.Namespace) -> int:
     """Print it. Exit code 0, or 1: there is no such run, or etcd does not answer."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         with opened(options) as (store, url):
-            status = fresh(store, url)
+            found = current(store, url)
     except StoreError as error:
-        print(f"torchelastic status: {error}", file=sys.stderr)  # noqa: T201 - the last word on the screen
-        return 1
-    if not is_known(status):
-        print(f"torchelastic status: {unknown(url)}", file=sys.stderr)  # noqa: T201 - the last word on the screen
-        return 1
+        raise CommandError(str(error)) from error
     if options.json:
-        say_json(run_to_plain(status))
+        say_json(run_to_plain(found))
     else:
-        show(status)
+        show(found)
     return 0
 
 
-def fresh(store: CoordinationStore, url: RendezvousUrl) -> RunStatus:
-    """The status of now: waits until all hosts have told, two periods at most. Raises StoreError."""
+def current(store: CoordinationStore, url: RendezvousUrl) -> RunStatus:
+    """The status of now: waits until all hosts have told, two periods at most.
+
+    Args:
+        store: of the run's etcd.
+        url: of the run.
+
+    Raises:
+        StoreError: etcd does not answer.
+        CommandError: it knows no such run.
+    """
     reader = StatusReader(store, url)
-    first = reader.read()
-    hosts = len(first.hosts) + len(first.silent)
-    return reader.read_fresh(1.0 + 2 * every_s(hosts)) if hosts else first
+    found = reader.read()
+    hosts = len(found.hosts) + len(found.silent)
+    if hosts:
+        found = reader.read_fresh(1.0 + 2 * every_s(hosts))
+    if not is_known(found):
+        raise CommandError(_unknown(url))
+    return found
 
 
-def show(status: RunStatus) -> None:
+def show(found: RunStatus) -> None:
     """Print it for people, however long it is."""
     from rich.console import Console
 
     from torchelastic.status.screen import Screen
 
-    Console().print(Screen(status))
+    Console().print(Screen(found))
 
 
-def unknown(url: RendezvousUrl) -> str:
-    """Why nothing is shown."""
+def _unknown(url: RendezvousUrl) -> str:
     return f"etcd at {url.endpoints_text} knows no run {url.run_id!r}: see --rdzv-id"
+
+
+# --- top --------------------------------------------------------------------------------------------------------------
+
+
+def top(options: argparse.Namespace) -> int:
+    """Show it until the person has seen enough. Exit code 0; 1: etcd has not answered at all; 143: ended by SIGTERM.
+
+    For the main thread: it handles SIGINT and SIGTERM.
+    """
+    if not sys.stdout.isatty():
+        return status(options)
+    logging.getLogger("torchelastic").addHandler(logging.NullHandler())
+    logging.getLogger("torchelastic").propagate = False  # nothing else may write to the screen
+    with Signals() as signals:
+        try:
+            with unanswered(options) as (store, url):
+                with signals.interrupting():
+                    wait_for_answer(store, url)
+                _watch(Watched(store, url, max(0.1, options.interval)), signals)
+        except StoreError as error:
+            raise CommandError(str(error)) from error
+        except KeyboardInterrupt:
+            pass
+        return 128 + signal.SIGTERM if signals.received == signal.SIGTERM else 0
+
+
+class Signals:
+    """Remembers, within its block, that SIGINT (Ctrl-C) or SIGTERM has arrived. For the main thread.
+
+    Nothing is raised, but in `interrupting`: an exception from a signal handler appears wherever the main thread is,
+    between two control sequences for the terminal for example; and in a `__del__` or in the callback of a weak
+    reference, as every import runs one, Python discards it, and the signal is lost.
+
+    A shell without job control starts its background commands with SIGINT ignored. Whoever sees the display has the
+    terminal, and types Ctrl-C to end it: so SIGINT is handled even then.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0  # the first one's number
+        self._interrupts = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within this block, which may wait for long, a signal raises KeyboardInterrupt, and so does an earlier one."""
+        self._interrupts = True
+        try:
+            self._check()
+            yield
+            self._check()  # Python may have discarded the exception
+        finally:
+            self._interrupts = False
+
+    def _receive(self, number: int, _frame: object) -> None:
+        self.received = self.received or number
+        if self._interrupts:
+            self._check()
+
+    def _check(self) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+
+
+class Watched:
+    """Reads the status on a thread of its own, so that keys and the size of the terminal never wait for etcd.
+
+    Args:
+        store: of the run's etcd.
+        url: of the run.
+        interval_s: between two reads.
+    """
+
+    def __init__(self, store: CoordinationStore, url: RendezvousUrl, interval_s: float) -> None:
+        self.url = url
+        self.status: RunStatus | None = None
+        self.answered_s = time.monotonic()
+        self.number = 0
+        self._reader, self._interval_s = StatusReader(store, url), interval_s
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchelastic-top", daemon=True)
+
+    def start(self) -> None:
+        """Read from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more; a call of etcd that is under way ends by itself."""
+        self._enough.set()
+
+    @property
+    def away_s(self) -> float:
+        """Since when etcd has not answered; 0: it does."""
+        silent_s = time.monotonic() - self.answered_s
+        return silent_s if silent_s > 3.0 + self._interval_s else 0.0
+
+    def _run(self) -> None:
+        while not self._enough.is_set():
+            with contextlib.suppress(StoreError):  # the picture says since when
+                self.status = self._reader.read()
+                self.answered_s = time.monotonic()
+                self.number += 1
+            hosts = 0 if self.status is None else len(self.status.hosts)
+            self._enough.wait(max(self._interval_s, every_s(hosts) if hosts > 64 else 0.0))
+
+
+def _watch(watched: Watched, signals: Signals) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from torchelastic.status.screen import Screen
+
+    console = Console()
+
+    def picture() -> Screen | Text:
+        found, away_s = watched.status, watched.away_s
+        if found is None or not is_known(found):
+            what = _unknown(watched.url) if found is not None and not away_s else "waiting for etcd"
+            return Text(f"{what}\n{FOOTER}")
+        return Screen(found, height=console.size.height, away_s=away_s, footer=FOOTER)
+
+    watched.start()
+    try:
+        with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+            drawn: object = None
+            while not signals.received and not pressed(TICK_S):
+                now = (watched.number, console.size, int(watched.away_s))
+                if now != drawn:
+                    drawn = now
+                    live.update(picture(), refresh=True)
+    finally:
+        watched.stop()
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Pressed]:
+    """Keys come one by one and are not shown, until the end of the block; Ctrl-C stays what it is."""
+    if not sys.stdin.isatty():
+        yield Pressed(None)
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor, termios.TCSANOW)
+        yield Pressed(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+class Pressed:
+    """Whether the person has seen enough.
+
+    Args:
+        descriptor: of the terminal; None: there are no keys.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, timeout_s: float) -> bool:
+        """Wait so long for a key; whether it was q, or the terminal is gone."""
+        if self._descriptor is None:
+            time.sleep(timeout_s)
+            return False
+        readable, _, _ = select.select([self._descriptor], [], [], timeout_s)
+        if not readable:
+            return False
+        try:
+            typed = os.read(self._descriptor, 64)
+        except OSError:
+            return True
+        return not typed or b"q" in typed.lower()

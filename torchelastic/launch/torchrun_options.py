@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torchelastic.launch.options import UsageError, add
+from torchelastic.usage import UsageError, add_option
 
 _ETCD = "hosts meet at an etcd: start one where all can reach it, and write --rdzv-endpoint HOST:2379 --rdzv-id ID"
 #: Where torchrun's hosts meet if no port is named.
@@ -69,10 +69,10 @@ class Translation:
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     """Have them understood; they are not in the help."""
     for name in FLAGS:
-        add(parser, name, action="store_true", help=argparse.SUPPRESS)
+        add_option(parser, name, argparse.SUPPRESS, action="store_true")
     for name in (*MAPPED, *WITHOUT_EFFECT, *INSTEAD):
         how = {"action": "store_const", "const": ""} if name == "virtual-local-rank" else {}
-        add(parser, name, short=_SHORT.get(name), help=argparse.SUPPRESS, **how)
+        add_option(parser, name, argparse.SUPPRESS, short=_SHORT.get(name), **how)
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,9 +13,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torchelastic.processes import boot_time_s
-from torchelastic.rendezvous import private_agent, wire
+from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentClient, AgentError
-from torchelastic.rendezvous.launcher import ONE_RUN_PER_START, launchers_socket, over_here, tell_launcher
+from torchelastic.rendezvous.own_agent import (
+    ONE_RUN_PER_START,
+    launchers_socket,
+    over_here,
+    start_private_agent,
+    tell_launcher,
+)
 from torchelastic.rendezvous.records import NO_ROUND, Round, RoundState, Standing
 from torchelastic.rendezvous.round_store import RoundStore
 from torchelastic.rendezvous.url import RendezvousUrl, parse_url
@@ -323,7 +329,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             raise RendezvousNonRetryableError(f"run {self.url.run_id!r} is over for this process: {ONE_RUN_PER_START}")
         try:
             if path is None or self._client is not None:
-                path = private_agent.start(self.url)
+                path = start_private_agent(self.url)
                 os.environ.setdefault(wire.SOCKET_VARIABLE, path)  # for the metrics of this process
             self._client = AgentClient(
                 path, connect_timeout_s=self.url.connect_timeout_s + 10.0, on_round=self._tell_callbacks

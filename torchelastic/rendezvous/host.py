@@ -18,9 +18,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from torchelastic.rendezvous.burial import MAX_WRITES, Predecessor, bury
+from torchelastic.rendezvous.dead_agents import MAX_WRITES, Predecessor, declare_dead
 from torchelastic.rendezvous.drain_requests import DrainRequests
-from torchelastic.rendezvous.office import Office, read_members
+from torchelastic.rendezvous.leadership import Leadership, read_members
 from torchelastic.rendezvous.own_records import OwnRecords
 from torchelastic.rendezvous.records import Keys, Member, Round
 from torchelastic.rendezvous.requests import (
@@ -106,7 +106,7 @@ class Host:
         self._outliving_key = f"{keys.processes}{name}/{agent_id}"
         self._records = OwnRecords(keys, self._outliving_key, describe)
         self._document = RoundDocument(keys, self._on_change)
-        self._office = Office(keys, agent_id, settings, self._document, clock)
+        self._leadership = Leadership(keys, agent_id, settings, self._document, clock)
         self._drain_requests = DrainRequests(keys.drain_of_host(name), on_drain)
         self._keys, self._settings, self._agent_id = keys, settings, agent_id
         self._own_key, self._about, self._new_incarnation = f"{keys.agents}{name}/{agent_id}", about, incarnation
@@ -135,7 +135,7 @@ class Host:
         if self._records.withdraw(member_id, for_good=for_good):
             self._post(Changed())
 
-    def bury(self, predecessor: Predecessor) -> None:
+    def declare_dead(self, predecessor: Predecessor) -> None:
         """An agent of this host is known to have ended, and members of it: say so in its place."""
         self._predecessors.append(predecessor)
         self._post(Changed())
@@ -148,7 +148,7 @@ class Host:
     @property
     def leads(self) -> bool:
         """Whether this host decides for the run."""
-        return self._office.is_held
+        return self._leadership.is_held
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -199,7 +199,7 @@ class Host:
         The members of this host stay registered: `beat` goes on, and so does their training.
         """
         await self._end_session()
-        await self._office.resign()
+        await self._leadership.resign()
 
     async def beat(self) -> None:
         """Show signs of life, three times in each time to live."""
@@ -236,7 +236,7 @@ class Host:
 
     async def _end_session(self) -> None:
         self._in_session, self.lease = False, 0
-        self._office.leave()
+        self._leadership.leave()
         await EndWatches()
 
     async def _live_through_a_session(self) -> None:
@@ -254,9 +254,9 @@ class Host:
         if not self._was_lost:
             self._on_contact(sent_s)
         while True:
-            await self._bury_all()
+            await self._declare_all_dead()
             await self._flush()
-            await self._office.decide(self._incarnation.encode())
+            await self._leadership.decide(self._incarnation.encode())
             self._on_progress()
             await self._take_messages()
 
@@ -313,20 +313,20 @@ class Host:
         leaders = await list_prefix(self._keys.leader)
         await OpenWatch(self._keys.leader, leaders.revision + 1)
         await self._drain_requests.follow()
-        await self._bury_all()  # before anybody decides here: it may be what a decision waits for
+        await self._declare_all_dead()  # before anybody decides here: it may be what a decision waits for
         leader = next((kv for kv in leaders.items if kv.key == self._keys.leader), None)
         if leader is None:
-            await self._office.campaign(self._lease_id, was_lost=self._was_lost)
+            await self._leadership.campaign(self._lease_id, was_lost=self._was_lost)
         elif not leader.lease_id:
-            await self._office.unseat(leader)
+            await self._leadership.unseat(leader)
         elif leader.value == self._agent_id.encode():
-            await self._office.take(leader.create_revision, was_lost=self._was_lost)
+            await self._leadership.take(leader.create_revision, was_lost=self._was_lost)
 
     async def _take_messages(self) -> None:
         """Wait for something to happen, then take in all that has happened."""
         present: dict[str, Member] = {}
         gone: list[str] = []
-        for message in await Receive(self._office.wake_at_s):
+        for message in await Receive(self._leadership.wake_at_s):
             if isinstance(message, Failed):
                 raise message.error
             if not isinstance(message, Changed):
@@ -335,7 +335,7 @@ class Host:
         if gone:
             self._heard_of_the_store()
         if present or gone:
-            self._office.hear(MembersChanged(tuple(present.values()), tuple(gone)))
+            self._leadership.hear(MembersChanged(tuple(present.values()), tuple(gone)))
 
     async def _take_event(self, event: StoreEvent, present: dict[str, Member], gone: list[str]) -> None:
         """Act on a change of the round or the leader; collect those of the members."""
@@ -359,14 +359,14 @@ class Host:
                 gone.append(name)
 
     async def _take_leader(self, kv: KeyValue, is_put: bool) -> None:
-        if self.leads and not (is_put and self._office.is_held_by(kv)):
+        if self.leads and not (is_put and self._leadership.is_held_by(kv)):
             raise StartOverError("another agent leads by now")
         if not is_put:
-            await self._office.campaign(self._lease_id, was_lost=self._was_lost)
+            await self._leadership.campaign(self._lease_id, was_lost=self._was_lost)
         elif not kv.lease_id:
-            await self._office.unseat(kv)
+            await self._leadership.unseat(kv)
         elif not self.leads and kv.value == self._agent_id.encode():
-            await self._office.take(kv.create_revision, was_lost=self._was_lost)
+            await self._leadership.take(kv.create_revision, was_lost=self._was_lost)
 
     def _on_change(self, round_: Round) -> None:
         if round_.number > self._told and any(member.member_id in round_.members for member in self.members):
@@ -375,7 +375,7 @@ class Host:
             self._on_contact(self._wrote_s)
         self._told = round_.number
         self._records.forget_the_dead(round_)
-        self._office.hear(RoundPublished(round_))
+        self._leadership.hear(RoundPublished(round_))
         self._on_round(round_)
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -407,10 +407,10 @@ class Host:
         """
         now_s = self._clock()
         if now_s - self._heard_s > 0.6 * self._lease_ttl_s:
-            self._office.doubt()
+            self._leadership.doubt()
         self._heard_s = now_s
 
-    async def _bury_all(self) -> None:
+    async def _declare_all_dead(self) -> None:
         while self._predecessors:
-            await bury(self._keys, self._predecessors[0])
+            await declare_dead(self._keys, self._predecessors[0])
             del self._predecessors[0]

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from torchelastic.rendezvous.leadership import read_members
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.office import read_members
 from torchelastic.rendezvous.records import NO_ROUND, Keys, RecordError, Round, decode_round
 from torchelastic.rendezvous.store import CoordinationStore, KeyValue, StoreAccessError
 from torchelastic.rendezvous.url import RendezvousUrl

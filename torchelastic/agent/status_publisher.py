@@ -1,10 +1,11 @@
-"""The agent tells what its host looks like: to etcd, to its terminal, and to whoever asks it itself."""
+"""The agent publishes the status of its host: to etcd, to its terminal, and to whoever asks it itself."""
 
 from __future__ import annotations
 
 import asyncio
 
-from torchelastic.agent.bookkeeping import Bookkeeping
+from torchelastic.agent.events import Event, MetricsPublished, RoundChanged, WorkerExited
+from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.shown_progress import ShownProgress
 from torchelastic.agent.tasks import keep_running
@@ -17,7 +18,7 @@ from torchelastic.status.publishing import Publisher, agents_of
 from torchelastic.status.run_status import HostStatus
 
 
-class Telling:
+class StatusPublisher:
     """Use it on the agent's event loop.
 
     Args:
@@ -26,7 +27,7 @@ class Telling:
         host: this host's name.
         incarnation: of the agent.
         membership: this host's part in the run.
-        books: the ledger of this host; None: none is kept, because its worker is not started here.
+        recorder: of the ledger of this host; None: none is kept, because its worker is not started here.
         terminal: where the training's progress is shown; None: nowhere.
     """
 
@@ -38,13 +39,13 @@ class Telling:
         host: str,
         incarnation: str,
         membership: Membership,
-        books: Bookkeeping | None,
+        recorder: LedgerRecorder | None,
         terminal: Terminal | None = None,
     ) -> None:
-        self.view = HostView(host, incarnation) if books is None else books.view
+        self.view = HostView(host, incarnation) if recorder is None else recorder.view
         #: URL of what the agent serves; empty: nothing.
         self.address = ""
-        self._membership, self._books = membership, books
+        self._membership, self._recorder = membership, recorder
         self._publisher = Publisher(
             store,
             keys,
@@ -53,34 +54,44 @@ class Telling:
             status=self.status,
             agents=lambda: agents_of(membership.round.roster),
         )
-        self._shown = None if books is None or terminal is None else ShownProgress(self.status, terminal)
+        self._shown = None if recorder is None or terminal is None else ShownProgress(self.status, terminal)
         self._tasks: list[asyncio.Task[None]] = []
 
+    def on_event(self, event: Event) -> None:
+        """Take note of what the status says."""
+        match event:
+            case RoundChanged(round_):
+                self.view.heard_of(round_)
+            case MetricsPublished(local_rank, items):
+                self.view.published(local_rank, items)
+            case WorkerExited(worker):
+                self.view.ended(worker.local_rank)
+
     def start(self) -> None:
-        """Tell etcd and the terminal from now on."""
-        what = "telling the status of this host"
+        """Publish to etcd and the terminal from now on."""
+        what = "publishing the status of this host"
         self._tasks.append(asyncio.ensure_future(keep_running(what, self._publisher.run)))
         if self._shown is not None:
             self._tasks.append(asyncio.ensure_future(keep_running("showing the progress", self._shown.run)))
 
     def stop(self) -> None:
-        """Tell nothing any more."""
+        """Publish nothing any more."""
         for task in self._tasks:
             task.cancel()
-        if self._shown is not None and self._books is not None:
-            self._shown.end(self.view.furthest(self._books.keeper.now()))
+        if self._shown is not None and self._recorder is not None:
+            self._shown.end(self.view.furthest(self._recorder.keeper.now()))
 
     def status(self, every_s: float = 1.0) -> HostStatus:
         """What this host looks like now; the next one is told so many seconds after it."""
-        books = self._books
-        if books is not None:
-            books.look()  # how things are now, not at the last look
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.sample()  # how things are now, not a second ago
         return self.view.status(
-            HostLedger() if books is None else books.keeper.now(),
+            HostLedger() if recorder is None else recorder.keeper.now(),
             every_s,
-            pids={} if books is None else books.pids(),
-            places=0 if books is None else len(books.latest().places),
-            journal="" if books is None else books.journal,
+            pids={} if recorder is None else recorder.pids(),
+            places=0 if recorder is None else len(recorder.latest().places),
+            journal="" if recorder is None else recorder.journal,
             address=self.address,
             is_etcd_away=not self._membership.sees_store,
         )

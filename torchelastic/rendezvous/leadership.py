@@ -1,4 +1,4 @@
-"""The leader's office: what a host knows and does while it is the one that decides."""
+"""Leadership of a run: what a host knows and does while it is the one that decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torchelastic.rendezvous.burial import MAX_WRITES
+from torchelastic.rendezvous.dead_agents import MAX_WRITES
 from torchelastic.rendezvous.protocol import Publish, advance
 from torchelastic.rendezvous.records import Keys, Member, RecordError, RoundState, decode_member
 from torchelastic.rendezvous.requests import OpenWatch, get, list_prefix, txn
@@ -26,7 +26,7 @@ from torchelastic.rendezvous.view import (
 log = logging.getLogger(__name__)
 
 
-class Office:
+class Leadership:
     """See the module's docstring.
 
     Args:

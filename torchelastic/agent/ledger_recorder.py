@@ -1,4 +1,4 @@
-"""The agent keeps the ledger of its host: it tells `torchelastic.ledger.keeper` what it knows, and has it look."""
+"""The agent records the ledger of its host: `torchelastic.ledger.keeper` hears what happens, reads workers' pages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torchelastic.agent.causes import describe_exit
-from torchelastic.agent.ending import Ended, end_of
+from torchelastic.agent import events
+from torchelastic.agent.causes import Ended, describe_exit, end_of
 from torchelastic.agent.event_log import EventLog
 from torchelastic.agent.worker import Worker
-from torchelastic.ledger.events import Drain, Event
+from torchelastic.ledger.events import Drain
 from torchelastic.ledger.journal import BackgroundJournal, Head, JournalWriter
 from torchelastic.ledger.keeper import Keeper, journal_name
 from torchelastic.log_lines import Position
@@ -23,11 +23,11 @@ from torchelastic.status.ledger_collector import HostSnapshot, Place
 
 log = logging.getLogger(__name__)
 
-#: Between two looks at the workers' pages.
-LOOK_S = 1.0
+#: Between two readings of the workers' pages.
+SAMPLE_S = 1.0
 
 
-class Bookkeeping:
+class LedgerRecorder:
     """Use it on the agent's event loop.
 
     Args:
@@ -40,8 +40,7 @@ class Bookkeeping:
         workers: the workers of this host at the moment.
         sees_store: whether etcd is in reach at the moment.
         logs_each: log each event by itself, see `EventLog`.
-        on_event: called with (when in Unix seconds, what) for each event.
-        on_look: called after each look.
+        publish: is told each event of the ledger, and when the pages were read.
     """
 
     def __init__(
@@ -56,54 +55,51 @@ class Bookkeeping:
         workers: Callable[[], Iterable[Worker]],
         sees_store: Callable[[], bool],
         logs_each: bool = False,
-        on_event: Callable[[float, Event], None] = lambda _at_s, _event: None,
-        on_look: Callable[[], None] = lambda: None,
+        publish: events.Publish = events.ignore,
     ) -> None:
         head = Head(run_id, host, time.monotonic_ns(), time.time_ns(), configured_workers)
+        journal = _journal(folder, host, incarnation, head)
+        listener = lambda at_s, event: publish(events.LedgerWritten(at_s, event))  # noqa: E731 - one line
+        self._log = EventLog(host, journal, each=logs_each, listener=listener)
         #: what the host looks like: it is told every event on its way to the journal
-        self._log = EventLog(host, _journal(folder, host, incarnation, head), each=logs_each, listener=on_event)
         self.view = HostView(host, incarnation, self._log)
         self.journal = "" if folder is None else str(folder.absolute())
         self.keeper = Keeper(socket_path, f"{host}-{incarnation}", self.view)
-        self._workers, self._sees_store, self._on_look = workers, sees_store, on_look
+        self._workers, self._sees_store, self._publish = workers, sees_store, publish
         self._contact_s: float | None = None
         self._left: set[int] = set()
         self._task: asyncio.Task[None] | None = None
         self._latest = HostSnapshot(self.keeper.book, time.monotonic_ns())
 
     def start(self) -> None:
-        """Look once a second from now on."""
+        """Read the pages once a second from now on."""
         self._task = asyncio.ensure_future(self._run())
 
     async def stop(self) -> None:
-        """The agent ends: look a last time, and have everything written, within a bound."""
+        """The agent ends: read a last time, and have everything written, within a bound."""
         if self._task is not None:
             self._task.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self.keeper.close)
         self._latest = self._snapshot(sees_store=self._latest.sees_store)
 
     def latest(self) -> HostSnapshot:
-        """What was known at the last look; from any thread."""
+        """What was known at the last reading; from any thread."""
         return self._latest
 
-    def heard_of_store(self, sent_s: float) -> None:
-        """A sign of life that was sent at this time, by the clock of the boot, has been answered."""
-        self._contact_s = sent_s
-
-    def leaves(self, pid: int) -> None:
-        """A worker was asked to leave the run, or stops before a deadline."""
-        self._left.add(pid)
-
-    def died(self, pid: int) -> None:
-        """A worker's process is known to be dead."""
-        self.keeper.died(pid)
-
-    def ended(self, worker: Worker, pid: int) -> None:
-        """A worker's process has ended and is not reaped yet."""
-        try:
-            self._ended(worker, pid)
-        except Exception:  # as in `_run`
-            log.exception("the end of worker %d is missing in the ledger", worker.local_rank)
+    def on_event(self, event: events.Event) -> None:
+        """Record it, or remember it for what is recorded later."""
+        match event:
+            case events.StoreAnswered(sent_s):
+                self._contact_s = sent_s
+            case events.WorkerLeaves(pid):
+                self._left.add(pid)
+            case events.ProcessDied(pid):
+                self.keeper.died(pid)
+            case events.WorkerExited(worker, pid):
+                try:
+                    self._ended(worker, pid)
+                except Exception:  # as in `_run`
+                    log.exception("the end of worker %d is missing in the ledger", worker.local_rank)
 
     def _ended(self, worker: Worker, pid: int) -> None:
         self.keeper.died(pid)  # now, unless it is known for longer: what follows takes a while
@@ -130,8 +126,8 @@ class Bookkeeping:
         pids = [worker.process.pid for worker in self._workers() if worker.process is not None]
         return {self.keeper.name_of(pid): pid for pid in pids}
 
-    def look(self) -> None:
-        """What is new."""
+    def sample(self) -> None:
+        """Read what is new."""
         for worker in self._workers():
             if worker.process is not None:
                 self._started(worker, worker.process.pid)
@@ -144,7 +140,7 @@ class Bookkeeping:
             self.keeper.store_away(time.monotonic_ns() - int(silent_s * 1e9))
         self._log.flush()
         self._latest = self._snapshot(sees_store=sees_store)
-        self._on_look()
+        self._publish(events.LedgerSampled())
 
     def _snapshot(self, *, sees_store: bool) -> HostSnapshot:
         book = self.keeper.now()
@@ -161,10 +157,10 @@ class Bookkeeping:
     async def _run(self) -> None:
         while True:
             try:
-                self.look()
+                self.sample()
             except Exception:  # the ledger must never end the agent, and with it the workers
                 log.exception("the ledger could not be kept up")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SAMPLE_S)
 
 
 def exit_code_of(pid: int) -> int | None:

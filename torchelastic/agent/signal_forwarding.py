@@ -26,7 +26,7 @@ def catches(status: str, number: int) -> bool:
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
-def pass_on(number: signal.Signals, pids: Iterable[int]) -> list[int]:
+def forward(number: signal.Signals, pids: Iterable[int]) -> list[int]:
     """Send a signal to those of the processes that handle it, for it would end the others; returns whom."""
     told = []
     for pid in pids:

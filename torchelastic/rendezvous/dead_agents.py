@@ -48,7 +48,7 @@ class Predecessor:
     all_ended: bool
 
 
-async def bury(keys: Keys, predecessor: Predecessor) -> int:
+async def declare_dead(keys: Keys, predecessor: Predecessor) -> int:
     """Write tombstones for those members; if they are all, end the agent's lease and leadership, and forget it.
 
     What is written is a fact. It is written only while the record stands, so that a write which arrives late, or that

@@ -24,7 +24,7 @@ from torchelastic.version import __version__
 OWN_TIMEOUT_S = 1.0
 
 
-class Showing:
+class Dashboard:
     """Construct, start and stop it on the agent's event loop.
 
     Args:

@@ -1,4 +1,4 @@
-"""The options about what `torchelastic run` writes to the screen, and what comes of them."""
+"""What `torchelastic run` writes to the terminal, and how: its own log and the output of its workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torchelastic.agent.event_log import events_log
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.screen_writer import ScreenWriter
 from torchelastic.agent.terminal import Terminal
-from torchelastic.launch.options import UsageError, add
-from torchelastic.log_lines import FORMAT_VARIABLE, FORMATS, JSON, JsonFormatter, checked_format, json_line
+from torchelastic.log_lines import FORMAT_VARIABLE, JSON, JsonFormatter, checked_format, json_line
+from torchelastic.usage import UsageError
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,6 @@ class RunLog:
         """Write such a line at once; without a text only as JSON."""
         if text or self.form == JSON:
             print(self.line(kind, text, **more), file=sys.stderr, flush=True)  # noqa: T201 - the screen
-
-
-def add_log(parser: argparse.ArgumentParser) -> None:
-    """Add the options to `run`."""
-    what = f"each event and each line of a worker is a line for people, or JSON (default: {FORMAT_VARIABLE}, or human)"
-    add(parser, "log-format", choices=FORMATS, help=what)
-    add(parser, "log-repeats", action="store_true", help="show a line each time, however often workers say it")
 
 
 def opened_log(

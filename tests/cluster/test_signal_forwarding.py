@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import wait_until
-from torchelastic.agent.passing_on import catches, pass_on
+from torchelastic.agent.signal_forwarding import catches, forward
 
 SCRIPT = """
 import os, pathlib, signal, sys, time
@@ -54,12 +54,12 @@ def test_the_mask_says_whether_a_signal_is_handled(mask: str, is_caught: bool) -
 
 def test_processes_that_are_gone_or_would_die_are_left_alone() -> None:
     with subprocess.Popen(["sleep", "60"]) as sleeper:
-        assert pass_on(signal.SIGUSR1, [sleeper.pid]) == []
+        assert forward(signal.SIGUSR1, [sleeper.pid]) == []
         assert sleeper.poll() is None
         sleeper.kill()
-    assert pass_on(signal.SIGUSR1, [sleeper.pid]) == []
+    assert forward(signal.SIGUSR1, [sleeper.pid]) == []
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        assert pass_on(signal.SIGUSR1, [os.getpid()]) == [os.getpid()]
+        assert forward(signal.SIGUSR1, [os.getpid()]) == [os.getpid()]
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -1,13 +1,23 @@
-"""A worker that `torchelastic run` has started, and whose script names a run itself (`init_method="etcd://..."`)."""
+"""Which agent serves this process: its launcher's, or, for another run than that or without one, a private agent.
+
+A script may name its run itself (`init_method="etcd://..."`), started by `torchelastic run` or not.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from torchelastic.rendezvous import wire
+from torchelastic.rendezvous.client import AgentError
+from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, CredentialsError, read_file, resolve
 from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
 
 log = logging.getLogger(__name__)
@@ -63,6 +73,36 @@ def tell_launcher(url: RendezvousUrl, environment: Mapping[str, str], *, is_clos
         connection.sendall(wire.encode({**message, "closed": is_closed}))
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1)  # it hangs up when it has taken that in
+
+
+def start_private_agent(url: RendezvousUrl) -> str:
+    """Start an agent that serves this process, outlives it to report its end, and then ends too.
+
+    Returns the path of its socket, which may yet appear.
+
+    Raises:
+        AgentError: the credentials for etcd cannot be used.
+    """
+    try:
+        credentials = resolve(url.access, os.environ, read_file)
+    except CredentialsError as error:
+        raise AgentError("unavailable", str(error)) from error
+    # short: a Unix socket's path has 107 bytes
+    socket_path = Path(tempfile.mkdtemp(prefix="te-")) / "agent"
+    about = ["--url", str(url), "--socket", str(socket_path), "--owner-pid", str(os.getpid())]
+    # of these the agent has no need: the password comes through the pipe, and a URL in the environment may have it too
+    unwanted = (PASSWORD_VARIABLE, wire.INIT_METHOD_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    # its own session: Ctrl-C at the terminal and a signal to the trainer's process group, SIGKILL included, are for the
+    # trainer, whose end the agent then reports to the others; so it must not be ended together with the trainer either
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "torchelastic.agent", *about],
+        env=environment, start_new_session=True, stdin=subprocess.PIPE,
+    )  # fmt: skip
+    assert agent.stdin is not None
+    with suppress(BrokenPipeError), agent.stdin:  # one that died at once is missed when it does not answer
+        agent.stdin.write(credentials.to_pipe())
+    return str(socket_path)
 
 
 def _launchers_run(environment: Mapping[str, str]) -> RendezvousUrl | None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from torchelastic.agent.events import Event, MetricsPublished, RoundChanged, WorkerExited
 from torchelastic.metrics.exposition import MetricsRegistry
 from torchelastic.metrics.pushing import Pushing
 from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
@@ -13,7 +14,7 @@ from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
 log = logging.getLogger(__name__)
 
 
-class Exposing:
+class MetricsEndpoint:
     """Use it on the agent's event loop. What it serves, it serves from threads of its own.
 
     Args:
@@ -26,6 +27,18 @@ class Exposing:
         self._registry = MetricsRegistry()
         self._stop_endpoint: Callable[[], None] | None = None
         self._pushing: Pushing | None = None
+
+    def on_event(self, event: Event) -> None:
+        """Record what it says."""
+        match event:
+            case RoundChanged(round_):
+                self.record("torchelastic", "rendezvous.round", round_.number)
+                self.record("torchelastic", "rendezvous.world_size", len(round_.roster))
+            case MetricsPublished(local_rank, items):
+                for group, name, value, *_ in items:
+                    self.record(group, name, value, local_rank)
+            case WorkerExited(_, _, total_restarts):
+                self.record("torchelastic", "agent.worker_restarts", total_restarts)
 
     def record(self, group: str, name: str, value: float, local_rank: int | None = None) -> None:
         """One value; what is wrong with it is logged."""

@@ -1,4 +1,4 @@
-"""The agent gathers what fails, and says it once it is known: the first cause first; see `torchelastic.agent.causes`.
+"""The agent gathers what fails, and reports it once it is known, first cause first; see `torchelastic.agent.causes`.
 
 What it knows of other hosts is what the round's document tells, and in the end who is still registered.
 """
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 
 from torchelastic.agent.causes import Failed, LostElsewhere, Report, Trouble, Undone, report_of
 from torchelastic.agent.event_log import events_log
-from torchelastic.ledger.events import Event, Failure
+from torchelastic.agent.events import Event, LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
+from torchelastic.ledger.events import Failure
 from torchelastic.log_lines import Position, fields
+from torchelastic.rendezvous.leadership import read_members as members_among
 from torchelastic.rendezvous.loss import LeaseExpired, Left, Loss, ProcessEnded, losses
 from torchelastic.rendezvous.member_id import MemberId
-from torchelastic.rendezvous.office import read_members as members_among
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 
@@ -32,7 +33,7 @@ ASK_S = 2.0
 _MOST_TROUBLES = 1000
 
 
-class Explaining:
+class FailureReporter:
     """Use it on the agent's event loop.
 
     Args:
@@ -63,15 +64,27 @@ class Explaining:
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
-    def heard_of(self, round_: Round) -> None:
-        """The round, whenever it has changed."""
+    def on_event(self, event: Event) -> None:
+        """Gather what fails; every second or so, report what is known well enough by now."""
+        match event:
+            case RoundChanged(round_):
+                self._round_changed(round_)
+            case LedgerWritten(at_s, Failure() as failure):
+                position = Position(failure.rank, failure.round, failure.step)
+                self._add(Undone(at_s=at_s, position=position, error=failure.cause, is_undone=failure.is_undone))
+            case WorkerFailed(failed):
+                self._worker_failed(failed)
+            case LedgerSampled():
+                self._report_if_settled()
+
+    def _round_changed(self, round_: Round) -> None:
         joined = self._joined
         if round_.number == joined.number:
             self._departed |= frozenset(round_.departed)
             self._leaving |= frozenset(round_.leaving)
         if joined.roster and not round_.is_over:
             for loss in losses(joined, round_, self._departed, self._leaving):
-                self._heard_of_loss(loss)
+                self._add_loss(loss)
         if round_.state is RoundState.RUNNING and round_.number > joined.number:
             self._joined, self._lost = round_, {}
             self._departed, self._leaving = frozenset(round_.departed), frozenset(round_.leaving)
@@ -84,18 +97,11 @@ class Explaining:
             if name in self._leaving:
                 continue
             if name not in here:
-                self._heard_of_loss(LeaseExpired(name))
+                self._add_loss(LeaseExpired(name))
             elif here[name].departed:
-                self._heard_of_loss(ProcessEnded(name))
+                self._add_loss(ProcessEnded(name))
 
-    def noticed(self, at_s: float, event: Event) -> None:
-        """An event of this host's ledger."""
-        if isinstance(event, Failure):
-            position = Position(event.rank, event.round, event.step)
-            self._add(Undone(at_s=at_s, position=position, error=event.cause, is_undone=event.is_undone))
-
-    def failed(self, failed: Failed) -> None:
-        """A worker of this host has failed."""
+    def _worker_failed(self, failed: Failed) -> None:
         if failed.had_finished:
             self._after_end.append(failed)
         elif failed.gave_up:
@@ -104,8 +110,7 @@ class Explaining:
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Say what is known well enough by now; call it every second or so."""
+    def _report_if_settled(self) -> None:
         if not self._troubles:
             return
         now_s = self._wall_s()
@@ -139,7 +144,7 @@ class Explaining:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _heard_of_loss(self, loss: Loss) -> None:
+    def _add_loss(self, loss: Loss) -> None:
         is_own = MemberId.of(loss.member).incarnation == self._incarnation
         if is_own or isinstance(loss, Left) or loss.member in self._lost:
             return

@@ -1,0 +1,146 @@
+"""What options of `torchelastic run` mean here: the workers' command, their network, the end of their time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torchelastic.launch.torchrun_options import Translation, translated, workers_per_host
+from torchelastic.lifetime.sources.detection import TERMINATION_TIME_VARIABLE
+from torchelastic.metrics.pushing import checked_gateway
+from torchelastic.network.choice import IFACE_VARIABLE, InterfaceError, choose, library_variables
+from torchelastic.network.interfaces import interfaces
+from torchelastic.usage import UsageError
+
+
+def understood(options: argparse.Namespace) -> tuple[argparse.Namespace, Translation]:
+    """The options with what torchrun's among them come to. Raises UsageError."""
+    nproc = workers_per_host(options.nproc_per_node, lambda: os.cpu_count() or 1, _visible_gpus)
+    theirs = translated(options, several_hosts=nodes(options.nnodes)[1] > 1, nproc=nproc)
+    defaults = {"meeting_place": None, "nproc_per_node": nproc}
+    ours = argparse.Namespace(**{**vars(options), **defaults, **theirs.options})
+    if theirs.to_files and ours.log_dir is None:
+        ours.log_dir = Path(tempfile.mkdtemp(prefix="torchelastic-logs-"))
+        theirs = replace(theirs, notes=(*theirs.notes, f"the workers' output is written to files in {ours.log_dir}"))
+    return ours, theirs
+
+
+def _visible_gpus() -> int:
+    """In another process: torch would take 200 MB of the launcher's memory as long as the run lasts."""
+    asking = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        return int(subprocess.run(asking, capture_output=True, text=True, check=True).stdout)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        raise UsageError(f"--nproc-per-node: torch cannot count the GPUs here ({error}); write a number") from error
+
+
+def worker_command(options: argparse.Namespace) -> list[str]:
+    """What each worker runs. Raises UsageError."""
+    if options.no_python and not options.run_path:
+        return _program(options)
+    if options.module:
+        return [sys.executable, "-m", options.script, *options.arguments]
+    if not Path(options.script).is_file():
+        raise UsageError(f"there is no file {options.script!r}; for a module write -m {options.script}")
+    return [sys.executable, options.script, *options.arguments]
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    if options.module:
+        raise UsageError("--no-python and -m exclude each other: leave one out")
+    found = shutil.which(options.script)
+    if found is None:
+        raise UsageError(f"--no-python: there is no program {options.script!r} that this user may start")
+    return [found, *options.arguments]
+
+
+def gateway_url(options: argparse.Namespace) -> str | None:
+    """Of the push gateway; None: there is none. Raises UsageError."""
+    try:
+        return None if options.push_gateway is None else checked_gateway(options.push_gateway)
+    except ValueError as error:
+        raise UsageError(f"--push-gateway: {error}") from error
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """The least and the largest number of hosts. Raises UsageError."""
+    low, _, high = text.partition(":")
+    try:
+        least, most = int(low), int(high or low)
+    except ValueError:
+        raise UsageError(f"--nnodes {text!r}: write a number, or MIN:MAX") from None
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes {text!r}: 1 <= MIN <= MAX")
+    return least, most
+
+
+@dataclass(frozen=True)
+class Network:
+    """Over which of its networks this host meets the others.
+
+    Attributes:
+        address: at which the others reach this host; empty: on the network that leads to etcd.
+        variables: for the workers: gloo, NCCL and whatever else announces an address go by them.
+    """
+
+    address: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def chosen_network(text: str | None, environment: Mapping[str, str]) -> Network:
+    """What `--iface` names, among the interfaces of this host.
+
+    Args:
+        text: its value; None: TORCHELASTIC_IFACE counts.
+        environment: of this process.
+
+    Raises:
+        UsageError: there is none like that (the message lists those that there are), or GLOO_SOCKET_IFNAME differs.
+    """
+    asked_by = "--iface" if text is not None else IFACE_VARIABLE
+    text = environment.get(IFACE_VARIABLE, "") if text is None else text
+    if not text and asked_by == IFACE_VARIABLE:
+        return Network()
+    try:
+        choice = choose(text, interfaces(), asked_by=asked_by)
+        return Network(choice.address, {IFACE_VARIABLE: text, **library_variables(choice, environment)})
+    except InterfaceError as error:
+        raise UsageError(str(error)) from error
+
+
+def limited(environment: Mapping[str, str], limit_s: float | None, now_s: float) -> dict[str, str]:
+    """What tells the workers the end of their time; of two ends the nearer one. Empty: nothing but what they have.
+
+    Args:
+        environment: variables that they have anyway.
+        limit_s: seconds from now; None: there is no limit.
+        now_s: Unix seconds.
+
+    Raises:
+        UsageError: the limit is no time, or the variable holds no number.
+
+    >>> limited({}, 60.0, now_s=1000.0)
+    {'TORCHELASTIC_TERMINATION_TIME': '1060.000'}
+    >>> limited({"TORCHELASTIC_TERMINATION_TIME": "1010"}, 60.0, now_s=1000.0)
+    {}
+    """
+    if limit_s is None:
+        return {}
+    if not 0.0 < limit_s < math.inf:
+        raise UsageError(f"--time-limit is {limit_s:g}: give seconds, above 0")
+    end_s = now_s + limit_s
+    text = environment.get(TERMINATION_TIME_VARIABLE, "").strip()
+    try:
+        known_s = float(text or "nan")
+    except ValueError:
+        raise UsageError(f"{TERMINATION_TIME_VARIABLE} is {text!r}: give Unix seconds, or unset it") from None
+    is_known_nearer = now_s < known_s < end_s  # one in the past is left from an earlier life
+    return {} if is_known_nearer else {TERMINATION_TIME_VARIABLE: f"{end_s:.3f}"}
