@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.group.messages import all_gather_texts
+from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
 from torchelastic.group.naming import listed
-from torchelastic.group.notes import Mailbox
+from torchelastic.group.notes import Mailbox, StoreMailbox
 from torchelastic.p2p.keys import wait_for_key
-
-#: How much one message carries: each has to arrive within the time-out of collectives.
-CHUNK_BYTES = 64 * 2**20
 
 
 class GroupPeers:
@@ -63,16 +59,12 @@ class GroupPeers:
         return bool(flag[0])
 
     def send(self, data: memoryview, rank: int) -> None:
-        """Give bytes to one rank, in messages of at most `CHUNK_BYTES`."""
-        for begin in range(0, data.nbytes, CHUNK_BYTES):
-            # a copy: what is sent may be a read-only map of a file
-            chunk = _as_tensor(memoryview(bytearray(data[begin : begin + CHUNK_BYTES])))
-            dist.send(chunk, group=self._group, group_dst=rank)
+        """Give bytes to one rank."""
+        send_bytes(self._group, data, rank)
 
     def receive(self, into: memoryview, rank: int) -> None:
         """Take as many bytes from one rank."""
-        for begin in range(0, into.nbytes, CHUNK_BYTES):
-            dist.recv(_as_tensor(into[begin : begin + CHUNK_BYTES]), group=self._group, group_src=rank)
+        receive_bytes(self._group, into, rank)
 
     def barrier(self) -> None:
         """Wait for all on a key of the store, not in a collective, whose time-out a slow disk would exceed."""
@@ -99,39 +91,9 @@ class GroupPeers:
 
     def mailbox(self) -> Mailbox:
         """Notes in the store of the round, on a connection of their own, so that no wait holds them up."""
-        return _StoreMailbox(self._store)
-
-
-class _StoreMailbox:
-    """See `Mailbox`; keys of the store under `note/`.
-
-    Connects at the first use: where the names of addresses are looked up slowly, torch takes seconds for that, and
-    forming a group must not.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._of_round = store
-
-    @cached_property
-    def _store(self) -> Store:
-        clone = getattr(self._of_round, "clone", None)  # torch 2.7 and later
-        return self._of_round if clone is None else clone()
-
-    def post(self, key: str, words: bytes) -> None:
-        self._store.set(f"note/{key}", words)  # type: ignore[arg-type]  # bytes are taken too
-
-    def look(self, key: str) -> bytes | None:
-        full = f"note/{key}"
-        return self._store.get(full) if self._store.check([full]) else None
-
-    def drop(self, key: str) -> None:
-        self._store.delete_key(f"note/{key}")
+        return StoreMailbox(self._store)
 
 
 def _waited(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
-
-
-def _as_tensor(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
