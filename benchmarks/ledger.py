@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.environment import print_result, summary
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Save
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Head, JournalWriter
 from torchelastic.ledger.keeper import Keeper
 from torchelastic.ledger.meter import Meter
@@ -73,7 +73,7 @@ def one_run(folder: Path, steps: int) -> dict[str, float]:
     over.set()
     agent.join()
     result["poll_us"] = mean_us(keeper.poll, 1_000)
-    event, book = Save(at_ns=0, worker="host/0.0", step=1, stall_ns=1), Book()
+    event, book = Save(at_ns=0, worker="host/0.0", step=1, stall_ns=1), HostLedger()
     journal = JournalWriter(folder / "alone", "ledger-host-1", head)
     result["journal_us"] = mean_us(lambda: journal.write(event, book), 10_000)
     journal.close()

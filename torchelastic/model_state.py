@@ -12,19 +12,17 @@ import torch.distributed as dist
 
 from torchelastic.errors import NonRetryableException
 from torchelastic.metrics import publish_metric
-from torchelastic.model import compiled, digest, random_state, wrapping
-from torchelastic.model.companions import level_companions
-from torchelastic.model.in_checkpoints import InCheckpoints
+from torchelastic.model import digest, module_state, random_state, wrapping
+from torchelastic.model.extras import Extras, Snapshot, copied, synchronize_auxiliary
+from torchelastic.model.module_state import InCheckpoints
+from torchelastic.model.one_or_many import OneOrMany, check_stateful
 from torchelastic.model.optimizers import Optimizers, Progress
 from torchelastic.model.random_state import RandomState
-from torchelastic.model.refused import refuse_sharded
-from torchelastic.model.registered import Registered
-from torchelastic.model.several import Several, refuse_stateless
-from torchelastic.model.snapshot import Snapshot, copied
 from torchelastic.model.step_gradients import StepGradients
 from torchelastic.model.step_salvage import Salvaged
-from torchelastic.model.transfer import Packed, bring_level, message_device, pack, unpack
+from torchelastic.model.transfer import Packed, message_device, pack, synchronize, unpack
 from torchelastic.model.world_change import WorldChange, WorldWatch
+from torchelastic.model.wrapping import check_unsharded
 from torchelastic.rendezvous.records import Standing, Worth
 from torchelastic.state import State
 
@@ -95,17 +93,17 @@ class ModelState(InCheckpoints, State):
         for name, value, known in (("snapshot", snapshot, SNAPSHOT_MODES), ("on_unlevel", on_unlevel, UNLEVEL_MODES)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
-        refuse_sharded(model)
-        refuse_stateless("sampler", sampler)
+        check_unsharded(model)
+        check_stateful("sampler", sampler)
         self.module = model
         self.optimizer: Any = optimizer
         self.scheduler = scheduler
         self.sampler = sampler
         self.level: digest.Level | None = None
-        self._registered = Registered({} if extra is None else extra)
-        self._schedulers = Several("scheduler", scheduler)
+        self._extras = Extras({} if extra is None else extra)
+        self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
-        copies = self._registered.keep_large if snapshot == "commit" else None
+        copies = self._extras.keep_large if snapshot == "commit" else None
         self._optimizers = Optimizers(optimizer, copies, self._gradients.check_reduced)
         self._world = WorldWatch()
         self._on_unlevel = on_unlevel
@@ -127,11 +125,11 @@ class ModelState(InCheckpoints, State):
     @property
     def extra(self) -> dict[str, Any]:
         """Your own values."""
-        return self._registered.values
+        return self._extras.values
 
     @extra.setter
     def extra(self, values: dict[str, Any]) -> None:
-        self._registered.values = values
+        self._extras.values = values
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Around all backward passes of a step but the last: gradients add up here and are not exchanged yet."""
@@ -228,7 +226,7 @@ class ModelState(InCheckpoints, State):
             return
         if progress is Progress.UNDOABLE:
             self._optimizers.undo()
-            self._registered.put_back_large()
+            self._extras.restore_large()
         elif progress is Progress.COMPLETE and self._standing is Standing.WHOLE and self.step == snapshot.step:
             self.commit()
             self._ahead = self._capture(None)
@@ -245,7 +243,7 @@ class ModelState(InCheckpoints, State):
             groups=self._optimizers.hyperparameters(),
             scheduler=copied(self._schedulers.state_dict()),
             sampler=None if self.sampler is None else copied(self.sampler.state_dict()),
-            extra=self._registered.capture(everything=full is not None),
+            extra=self._extras.capture(everything=full is not None),
             full=full,
             replaced=self._replaced,
         )
@@ -260,7 +258,7 @@ class ModelState(InCheckpoints, State):
         self._schedulers.load_state_dict(copied(snapshot.scheduler))
         if self.sampler is not None:
             self.sampler.load_state_dict(copied(snapshot.sampler))
-        self._registered.restore(snapshot.extra)
+        self._extras.restore(snapshot.extra)
 
     def _copy_weights(self) -> Packed:
         packed = pack(self._weights())
@@ -293,7 +291,7 @@ class ModelState(InCheckpoints, State):
         self._standing = Standing.WHOLE
         self._ahead = self._random_when_failed = None
         self._compare(world_size, device, thorough=was_moved)
-        self._registered.measure()
+        self._extras.measure()
         self._buffers = list(self.module.buffers())
         level = [best.standing is Standing.WHOLE and worth == best for worth in worths]
         offers = [offer if ok else 0 for offer, ok in zip(offers, level, strict=True)]
@@ -310,15 +308,15 @@ class ModelState(InCheckpoints, State):
         stale = [other for other in range(world_size) if other != source and (fresh or worths[other] < best)]
         if stale:
             tree = self.state_dict() if rank == source else None
-            received = bring_level(tree, source=source, stale=stale, rank=rank, world_size=world_size, device=device)
+            received = synchronize(tree, source=source, stale=stale, rank=rank, world_size=world_size, device=device)
             if received is not None:
                 # random numbers are each rank's own: a newcomer that copied them would augment like its source
                 self.load_state_dict(received, with_random=False)
                 self._catch_up_random()
         if best.standing is Standing.UNCOMMITTED:
             equals = [other for other in range(world_size) if other != source and worths[other] == best]
-            parts = (self._optimizers, self._schedulers, self._registered)
-            level_companions(*parts, source=source, equals=equals, rank=rank, world_size=world_size, device=device)
+            parts = (self._optimizers, self._schedulers, self._extras)
+            synchronize_auxiliary(*parts, source=source, equals=equals, rank=rank, world_size=world_size, device=device)
         return bool(stale)
 
     def _gather_worths(self, world_size: int, device: torch.device) -> tuple[list[Worth], list[int]]:
@@ -362,7 +360,7 @@ class ModelState(InCheckpoints, State):
             "optimizer": self._optimizers.state_dict(),
             "scheduler": self._schedulers.state_dict(),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
-            "extra": self._registered.states(),
+            "extra": self._extras.states(),
         }
 
     # --- saving -----------------------------------------------------------------------------------
@@ -374,7 +372,7 @@ class ModelState(InCheckpoints, State):
             "optimizer_steps": self._optimizers.usual,
             "scheduler": self._schedulers.state_dict(),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
-            "extra": self._registered.state_dict(),
+            "extra": self._extras.state_dict(),
             "step": self.step,
             "epoch": self._epoch,
             "random": torch.get_rng_state(),
@@ -387,7 +385,7 @@ class ModelState(InCheckpoints, State):
         self._schedulers.load_state_dict(tree["scheduler"])
         if self.sampler is not None:
             self.sampler.load_state_dict(tree["sampler"])
-        self._registered.load_state_dict(tree["extra"])
+        self._extras.load_state_dict(tree["extra"])
         self.step, self._epoch = int(tree["step"]), int(tree["epoch"])
         if with_random:
             torch.set_rng_state(tree["random"].cpu())
@@ -403,10 +401,10 @@ class ModelState(InCheckpoints, State):
         self.load_state_dict(torch.load(stream, map_location="cpu", weights_only=True))
 
     def _weights(self) -> dict[str, Any]:
-        return {"module": compiled.state_of(self.module), "optimizer": self._optimizers.state_dict()}
+        return {"module": module_state.state_of(self.module), "optimizer": self._optimizers.state_dict()}
 
     def _load_weights(self, tree: dict[str, Any]) -> None:
-        compiled.load_into(self.module, tree["module"])
+        module_state.load_into(self.module, tree["module"])
         self._optimizers.load_state_dict(tree["optimizer"])
 
     # --- inside -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 _LONG = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
@@ -73,3 +74,40 @@ def shortlist(names: Sequence[object], most: int = 3) -> str:
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
+
+
+def percent(share: float) -> str:
+    """A share; less than all never looks like all.
+
+    >>> percent(0.632), percent(0.99999), percent(0.00001), percent(1.0), percent(0.0)
+    ('63.2 %', '> 99.9 %', '< 0.1 %', '100 %', '0 %')
+    """
+    if not math.isfinite(share):
+        return "-"
+    if share in (0.0, 1.0):
+        return f"{share:.0%}".replace("%", " %")
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 <= share < 1:
+        return "> 99.9 %"
+    return f"{100 * share:.1f} %"
+
+
+def exact(ns: int) -> str:
+    """Every nanosecond.
+
+    >>> exact(28_097_802_006)
+    '28.097 802 006'
+    """
+    seconds, rest = divmod(abs(ns), 1_000_000_000)
+    digits = f"{rest:09d}"
+    return f"{'-' if ns < 0 else ''}{seconds}.{digits[:3]} {digits[3:6]} {digits[6:]}"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A number with its noun.
+
+    >>> counted(1, "failure"), counted(2, "life", "lives")
+    ('1 failure', '2 lives')
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"

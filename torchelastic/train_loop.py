@@ -31,7 +31,7 @@ from torchelastic.state import State, call_sync, check_can_roll_back, check_hook
 from torchelastic.step import Step
 
 if TYPE_CHECKING:
-    from torchelastic.lifetime.early_stop import Lifetime
+    from torchelastic.lifetime.deadline_monitor import Lifetime
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class TrainLoop:
         meter = this_worker()
         observers = [LoopDurations(), meter, self._checkpoints]
         if lifetime is not None:
-            from torchelastic.lifetime.early_stop import lifetime_of
+            from torchelastic.lifetime.deadline_monitor import lifetime_of
             from torchelastic.lifetime.in_loop import LoopLifetime
 
             deadlines = LoopLifetime(coordinator, self._checkpoints, lifetime_of(lifetime))

@@ -119,7 +119,7 @@ def _probe(what: str, state: Any, coordinator: NotedCoordinator, note: EventLog)
 
 def _time_transfers(coordinator: NotedCoordinator, note: EventLog) -> None:
     """Write down when the state's transfers begin and end."""
-    original = transfer.bring_level
+    original = transfer.synchronize
 
     def timed(tree: Any, **where: Any) -> Any:
         began_s = time.monotonic()
@@ -129,4 +129,4 @@ def _time_transfers(coordinator: NotedCoordinator, note: EventLog) -> None:
         note("transfer", round=number, role=role, began=began_s, ended=time.monotonic(), stale=len(where["stale"]))
         return received
 
-    vars(model_state)["bring_level"] = timed  # the name by which `ModelState` calls it
+    vars(model_state)["synchronize"] = timed  # the name by which `ModelState` calls it

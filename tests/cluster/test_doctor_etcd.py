@@ -21,7 +21,7 @@ from torchelastic.doctor.etcd_facts import check, gather_etcd, open_store
 from torchelastic.doctor.etcd_rules import judge_etcd
 from torchelastic.doctor.meeting import Meeting
 from torchelastic.doctor.meeting_rules import MeetingFacts, judge_meeting
-from torchelastic.doctor.running import side_by_side
+from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.server import EtcdServer, ServerTls
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
@@ -73,7 +73,7 @@ def test_an_etcd_that_serves_is_all_right_and_is_left_as_it_was(etcd: EtcdServer
 def test_one_of_several_endpoints_that_is_away_is_a_warning(etcd: EtcdServer) -> None:
     found = check(url_of("127.0.0.1:1", etcd), NOBODY)
     assert bad(found) == [WARNING]
-    assert "127.0.0.1:1 is out of reach" in text_of(found)
+    assert "127.0.0.1:1 is unreachable" in text_of(found)
     assert "a commit takes" in text_of(found)
 
 
@@ -84,9 +84,9 @@ def test_an_etcd_that_is_gone_or_stopped_is_an_error(number: signal.Signals) -> 
         ended = side_by_side({"check": lambda: check(url_of(server), NOBODY)}, {"check": 12.0})
         endpoint = server.endpoint
     assert "check" in ended, "it hangs"
-    found = ended["check"].value or []
+    found = ended["check"].result()
     assert bad(found) == [ERROR]
-    assert found[0].what == f"{endpoint} is out of reach"
+    assert found[0].what == f"{endpoint} is unreachable"
 
 
 def fill(store: CoordinationStore) -> None:
@@ -195,8 +195,7 @@ def hold(*meetings: Meeting, wanted: int = 0, wait_s: float = LONG_S) -> list[Me
     facts = []
     for number in range(len(meetings)):
         answer = ended[str(number)]
-        assert answer.value is not None, answer.error
-        facts.append(answer.value)
+        facts.append(answer.result())
     return facts
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job, wait_until
 from torchelastic.ledger import Account, Book, Journal, figures_of, read_journals, seen
-from torchelastic.ledger.together import SILENT_NS, books_together
+from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
 from torchelastic.rendezvous.server import EtcdServer
 
 ETCD_IS_SEEN_AGAIN_S = 15.0
@@ -118,7 +118,7 @@ def test_after_all_were_killed_the_steps_beyond_the_checkpoint_are_replayed_in_t
     job.open_gate(30)
     assert job.wait() == [0], job.output()[-4000:]
     journals = read_journals(job.folder / "logs")
-    books = books_together(journals)
+    books = merged_ledgers(journals)
     assert len(books) == 2
     first, second = (books[name] for name in sorted(journals, key=lambda name: journals[name].head.wall_ns))
     check_sums(first)

@@ -112,7 +112,7 @@ def test_two_hosts_with_the_same_command(at_terminal: AtTerminal) -> None:
         for shell in hosts:
             assert shell.end() == 0, shell.said
             assert "[worker 0] trained 32" in shell.screen
-            assert re.search(r"joined round 1 as rank \d of 2", shell.said)
+            assert re.search(r"joined round 1 as rank \d, world size 2", shell.said)
             assert f"torchelastic top --rdzv-endpoint {etcd.endpoint} --rdzv-id job7" in shell.said
 
 

@@ -17,7 +17,7 @@ from tests.cluster import page_job
 from tests.cluster.browser import Tab, browser, chromium
 from tests.cluster.harness import Job, wait_until
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.looks import LOOKS
+from torchelastic.ledger.accounts import LOOKS
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
 from torchelastic.page.listening import listening

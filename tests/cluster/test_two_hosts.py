@@ -74,7 +74,7 @@ def check_report(report: dict[str, Any], off: str, steps: int) -> None:
     assert returned["step"] == steps
     assert 0 < returned["committed"] < steps
     (join,) = [event for event in report["events"] if event["worker"] == returned["worker"] and event["kind"] == "join"]
-    assert join["text"] == "joined round 3 as rank 1 of 2"
+    assert join["text"] == "joined round 3 as rank 1, world size 2"
 
 
 def said(folder: Path) -> str:

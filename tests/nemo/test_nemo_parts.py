@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.adapters.packed_folder import packed, unpack
+from torchelastic.adapters.values import packed, unpack
 
 
 def test_without_nemo_the_import_says_what_to_install() -> None:

@@ -13,9 +13,10 @@ import torch
 
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.command.main import main
-from torchelastic.checkpoint.local.names import LocalSave
+from torchelastic.checkpoint.local.names import file_name_of, header_meta
 from torchelastic.checkpoint.shards import ShardOf, save_tree
 from torchelastic.checkpoint.store import Manifest, SaveId
+from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 Capture = pytest.CaptureFixture[str]
@@ -48,14 +49,14 @@ def add_streams(root: Path, count: int) -> None:
 
 def add_local(root: Path, generation: int, ranks: int = 2, holders: int | None = None) -> list[Path]:
     """A save of `LocalCheckpointManager` in which each rank has a state of its own."""
-    save = LocalSave(generation, 10 * generation, ranks, f"{generation:08x}")
+    save = SaveId(0, 0, generation, 10 * generation, f"{generation:08x}")
     paths = []
     for rank in range(ranks if holders is None else holders):
-        shard = save.shard(rank)
+        shard = ShardId(save, rank, ranks)
         folder = root / "session" / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
-        save_tree(folder / shard.file_name, {"mine": torch.tensor([rank])}, meta=shard.meta("session"))
-        paths.append(folder / shard.file_name)
+        save_tree(folder / file_name_of(shard), {"mine": torch.tensor([rank])}, meta=header_meta(shard, "session"))
+        paths.append(folder / file_name_of(shard))
     return paths
 
 

@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
 from torchelastic.adapters.hugging_face.memory import HuggingFaceTier
-from torchelastic.adapters.hugging_face.state import RankShare, tensors_of
+from torchelastic.adapters.hugging_face.state import RankState, tensors_of
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
 from torchelastic.checkpoint.memory import saver, slots
 from torchelastic.checkpoint.memory.room import Free
@@ -236,7 +236,7 @@ def look(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
 def look_at_a_checkpoint_of_other_code(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
     """As `look`, after somebody has saved something else into the container."""
     tier = HuggingFaceTier(run.base, async_save=False, timeout_s=30)
-    tier.save_step(3, tensors_of(RankShare({"weights": torch.ones(3)}, {}, {}), tier.rank))
+    tier.save_step(3, tensors_of(RankState({"weights": torch.ones(3)}, {}, {}), tier.rank))
     tier.close()
     return look(run)
 

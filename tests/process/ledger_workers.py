@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Straggler
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Head, JournalWriter
 from torchelastic.ledger.meter import this_worker
 
@@ -65,7 +65,7 @@ def _train(socket_path: str, *, saves: bool) -> None:
 
 def _journal(folder: Path) -> None:
     writer = JournalWriter(folder, "ledger-test", HEAD, max_bytes=8192, keep=1000)
-    book = Book()
+    book = HostLedger()
     for step in range(10**9):
         event = Straggler(at_ns=time.monotonic_ns(), worker="host/0.0", step=step)
         writer.write(event, book)
@@ -77,7 +77,7 @@ def _full(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     writer = JournalWriter(folder, "ledger-test", HEAD)
     for step in range(1_000):
-        writer.write(Straggler(at_ns=step, worker="host/0.0", step=step), Book())
+        writer.write(Straggler(at_ns=step, worker="host/0.0", step=step), HostLedger())
     writer.close()
     print(writer.failed, flush=True)
 

@@ -30,7 +30,7 @@ from torchelastic.checkpoint.memory import (
     DefaultCheckpointSaver,
     MemoryStorageWriter,
 )
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk

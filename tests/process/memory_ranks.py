@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem
 from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, ShardName, save_id_of
 from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName, save_id_of
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
@@ -86,7 +86,7 @@ def publish(each: Member, step: int, save_id: str) -> Path:
     flat = flatten({"w": value_of(each.rank, step)})
     name = ShardName(each.rank, each.replication.world_size, save_id)
     header = lay_out(flat, name.meta(step))
-    stage = each.container.take(header)
+    stage = each.container.pool.take(header)
     checksums = stage.copy_and_hash([named.tensor for named in flat.tensors])
     return each.container.publish(stage, header.with_checksums(checksums), step, name)
 

@@ -10,10 +10,10 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.process.test_heartbeat import client_of, make_store, wait_until
 from torchelastic.p2p.busy import BusySigns
+from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.heartbeat import Heartbeat
-from torchelastic.p2p.stands import Stand
 
-HERE = Stand(0, 7, "train.py:41 evaluate")
+HERE = HangLocation(0, 7, "train.py:41 evaluate")
 
 
 class Two:
@@ -55,7 +55,7 @@ def test_who_stands_is_remembered_and_is_not_busy() -> None:
     two.now_s = 3.0
     two.busy.give(HERE, works=False)
     two.exchange()
-    assert two.waiting.stands == HERE
+    assert two.waiting.stuck == HERE
     assert two.waiting.works is None
     assert two.waiting.idle_s() == 3.0
 
@@ -68,7 +68,7 @@ def test_what_was_said_before_the_question_or_by_the_rank_itself_or_is_rubbish_s
     two.waiting.idle_s()
     two.exchange()
     assert not two.waiting.is_busy(10.0), "it may be of an earlier step"
-    two.waiting.give(Stand(1, 7, "train.py:60 step"), works=True)
+    two.waiting.give(HangLocation(1, 7, "train.py:60 step"), works=True)
     two.exchange()
     two.exchange()
     two.store.set("busy/works", "rubbish")

@@ -152,7 +152,7 @@ def test_what_a_run_removes_meanwhile_is_passed_over(
     for step in (1, 2):
         add_checkpoint(tmp_path, step)
         add_local(tmp_path, step)
-    gone = [tmp_path / "step-000000001.e1.r2.g1", tmp_path / "0", *tmp_path.glob("session/*/iter_0000010_*")]
+    gone = [tmp_path / "step-000000001.e1.r2.g1", tmp_path / "0", *tmp_path.glob("session/*/step-000000010.*")]
     looks = Path.stat
 
     def removes(path: Path, **settings: Any) -> os.stat_result:

@@ -16,7 +16,8 @@ from tests.process.deadline_clocks import NOON_S, PATIENCE_S, Clocks, wait_until
 from tests.process.metadata_servers import Cloud, hanging, saying
 from torchelastic.lifetime import close_all, detect, nearest
 from torchelastic.lifetime.sources import AwsSpot, AzureScheduledEvents, GcpPreemption, Poller
-from torchelastic.lifetime.sources.metadata import Answer, MetadataSource, NoAnswerError, open_url, request
+from torchelastic.lifetime.sources.clouds import MetadataSource
+from torchelastic.lifetime.sources.metadata import Answer, NoAnswerError, open_url, request
 
 Make = Callable[..., MetadataSource]
 CLOUDS: list[Make] = [AwsSpot, GcpPreemption, AzureScheduledEvents]
@@ -100,7 +101,7 @@ def test_no_token_comes_into_the_log(cloud: Cloud, clocks: Clocks, caplog: pytes
         for _ in range(3):
             cloud.is_down = True
             aws.poll()
-    assert "trying on" in caplog.text
+    assert "retrying" in caplog.text
     assert token not in caplog.text
 
 
@@ -293,7 +294,7 @@ def test_nonsense_from_a_service_that_was_there_takes_nothing_back(
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert aws.remaining_s(clocks.now_s) == 89.0
     (record,) = caplog.records
-    assert "no answer that makes sense; trying on" in record.getMessage()
+    assert "no valid answer; retrying" in record.getMessage()
     cloud.aws = {}
     assert aws.poll() == 5.0
     assert aws.remaining_s(clocks.now_s) is None

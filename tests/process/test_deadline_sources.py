@@ -107,7 +107,7 @@ def test_a_squeue_that_fails_changes_nothing_and_is_one_warning(
     assert job.poll() is not None
     assert job.remaining_s(clocks.now_s) == 600.0
     (record,) = caplog.records
-    assert "the end of job 42 was not to be had" in record.getMessage()
+    assert "the end of job 42 is not known" in record.getMessage()
 
 
 def test_where_there_is_no_squeue_it_is_not_asked_again(clocks: Clocks, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,24 +22,25 @@ import pytest
 from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
 from torchelastic.doctor import Finding, Level, Question
 from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators
-from torchelastic.doctor.examination import checks
+from torchelastic.doctor.examination import Check, checks, run_checks
 from torchelastic.doctor.folder import gather_folder, judge_folder
-from torchelastic.doctor.left_overs import gather_left_overs, judge_left_overs
-from torchelastic.doctor.lifetime import LifetimeFacts, gather_lifetime, judge_lifetime
-from torchelastic.doctor.limits import (
+from torchelastic.doctor.host import (
     _most_processes,
+    gather_clock,
+    gather_left_overs,
     gather_limits,
     gather_memory,
     judge_files,
+    judge_left_overs,
     judge_shared_memory,
 )
+from torchelastic.doctor.lifetime import LifetimeFacts, gather_lifetime, judge_lifetime
 from torchelastic.doctor.network import gather_network, judge_gloo, why_not_free
-from torchelastic.doctor.own_clock import gather_clock
-from torchelastic.doctor.running import Check, run_checks, side_by_side
 from torchelastic.doctor.screen import show
 from torchelastic.doctor.versions import gather_versions, judge_versions
 from torchelastic.launch.main import main
 from torchelastic.network.interfaces import interfaces
+from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
@@ -53,11 +54,7 @@ PASSWORD = "horse-battery-9f3c"
 
 
 def on_a_thread(act: Callable[[], T]) -> T:
-    ended = side_by_side({"it": act}, {"it": LONG_S})["it"]
-    if ended.error is not None:
-        raise ended.error
-    assert ended.value is not None
-    return ended.value
+    return side_by_side({"it": act}, {"it": LONG_S})["it"].result()
 
 
 # Never a hang ---------------------------------------------------------------------------------------------------------
@@ -407,7 +404,7 @@ def test_the_command_finds_what_is_wrong_and_says_it_to_programs(tmp_path: Path)
     assert levels["ports"] == ["error"]
     assert levels["checkpoint folder"] == ["warning"]
     assert levels["etcd"] == ["error"]
-    assert "127.0.0.1:1 is out of reach" in found["etcd"][0]["what"]
+    assert "127.0.0.1:1 is unreachable" in found["etcd"][0]["what"]
     assert PASSWORD not in out + err
     assert all(one["remedy"] for of_check in found.values() for one in of_check if one["level"] in ("warning", "error"))
 

@@ -19,8 +19,9 @@ from torchelastic.agent.bookkeeping import exit_code_of
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.ledger import page as page_module
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Event, LedgerFormatError, Straggler, to_dict
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.keeper import Keeper
 from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
 from torchelastic.ledger.page import (
@@ -30,8 +31,7 @@ from torchelastic.ledger.page import (
     PageWriter,
     page_paths,
 )
-from torchelastic.ledger.process_start import process_started_ns
-from torchelastic.ledger.tally import Tally
+from torchelastic.processes.identity import process_started_ns
 
 
 class Lines:
@@ -40,7 +40,7 @@ class Lines:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def write(self, event: Event, book: Book) -> None:
+    def write(self, event: Event, book: HostLedger) -> None:
         self.events.append(event)
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Lines:
         return [event for event in self.events if event.kind == kind]
 
 
-def counts_of(tally: Tally) -> tuple[int, ...]:
+def counts_of(tally: Counters) -> tuple[int, ...]:
     """A tally as `PageWriter.write_counts` takes it."""
     return (
         tally.started_ns,
@@ -150,7 +150,7 @@ def test_counts_that_are_read_while_they_are_written_are_never_torn(socket_path:
 def test_whatever_byte_of_the_newest_counts_is_wrong_the_counts_before_are_taken(tmp_path: Path) -> None:
     path = tmp_path / "page"
     writer = PageWriter(path, 1)
-    older, newer = Tally.begun(5).switched(9, Account.IDLE), Tally.begun(5).switched(20, Account.IDLE)
+    older, newer = Counters.begun(5).switched(9, Account.IDLE), Counters.begun(5).switched(20, Account.IDLE)
     writer.write_counts(*counts_of(older))
     writer.write_counts(*counts_of(newer))
     whole = path.read_bytes()
@@ -167,12 +167,12 @@ def test_whatever_byte_of_the_newest_counts_is_wrong_the_counts_before_are_taken
 def test_counts_that_do_not_sum_up_are_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "page"
     writer = PageWriter(path, 1)
-    numbers = list(counts_of(Tally.begun(5).switched(9, Account.IDLE)))
+    numbers = list(counts_of(Counters.begun(5).switched(9, Account.IDLE)))
     writer.write_counts(*numbers)
     wrong = numbers.copy()
     wrong[-1] += 1
     writer.write_counts(*wrong)
-    assert PageReader(path).counts() == Tally.begun(5).switched(9, Account.IDLE)
+    assert PageReader(path).counts() == Counters.begun(5).switched(9, Account.IDLE)
 
 
 def test_events_come_once_in_order_and_those_that_were_overwritten_are_counted(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_page_full_of_rubbish_costs_the_agent_nothing(socket_path: Path) -> No
     ]  # fmt: skip
     for fields in rubbish:
         writer.write_event(fields)
-    ahead = Tally.begun(0).switched(time.monotonic_ns() + 10**15, Account.IDLE)
+    ahead = Counters.begun(0).switched(time.monotonic_ns() + 10**15, Account.IDLE)
     writer.write_counts(*counts_of(ahead))
     keeper.poll()
     assert keeper.book.lives["host/0.0"].ended_ns is None, "of its end a worker tells nothing"

@@ -13,8 +13,8 @@ import pytest
 
 from tests.process.ledger_workers import HEAD, ROOT, killed, started
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book, book_to_dict
 from torchelastic.ledger.events import Event, LedgerFormatError, Straggler
+from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
 from torchelastic.ledger.journal import BackgroundJournal, JournalWriter, Sync, read_journals
 from torchelastic.ledger.keeper import Keeper, journal_name
 from torchelastic.ledger.meter import Meter
@@ -26,8 +26,8 @@ def straggler(step: int) -> Straggler:
     return Straggler(at_ns=step, worker="host/0.0", step=step)
 
 
-def written(folder: Path, count: int, max_bytes: int = 2**20, keep: int = 8) -> tuple[Book, JournalWriter]:
-    writer, book = JournalWriter(folder, NAME, HEAD, max_bytes=max_bytes, keep=keep), Book()
+def written(folder: Path, count: int, max_bytes: int = 2**20, keep: int = 8) -> tuple[HostLedger, JournalWriter]:
+    writer, book = JournalWriter(folder, NAME, HEAD, max_bytes=max_bytes, keep=keep), HostLedger()
     for step in range(count):
         writer.write(straggler(step), book)
         book = book.after(straggler(step))
@@ -114,7 +114,7 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sync", ["always", "rotation", "never"])
 def test_however_it_is_synchronised_it_reads_the_same(sync: Sync, tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, NAME, HEAD, sync=sync)
-    writer.write(straggler(4), Book())
+    writer.write(straggler(4), HostLedger())
     writer.close()
     writer.close()
     assert read_journals(tmp_path)[NAME].events == (straggler(4),)
@@ -142,7 +142,7 @@ class Stuck:
         self.goes_on = threading.Event()
         self.written: list[Event] = []
 
-    def write(self, event: Event, book: Book) -> None:
+    def write(self, event: Event, book: HostLedger) -> None:
         assert self.goes_on.wait(30)
         self.written.append(event)
 
@@ -154,7 +154,7 @@ def test_a_disk_that_does_not_answer_never_keeps_the_agent_waiting() -> None:
     stuck = Stuck()
     journal = BackgroundJournal(stuck)
     for step in range(10_100):
-        journal.write(straggler(step), Book())
+        journal.write(straggler(step), HostLedger())
     assert 90 <= journal.dropped <= 100
     stuck.goes_on.set()
     journal.close()
@@ -194,7 +194,7 @@ def test_a_run_of_20_ms_steps_stays_bounded_in_memory_and_on_disk(hours: float, 
             meter.group_wanted()
             meter.entered(second, 0, 1)
             meter.level(50 * second)
-    size = len(json.dumps(book_to_dict(keeper.now())))
+    size = len(json.dumps(ledger_to_dict(keeper.now())))
     assert size < 60_000, f"the book has {size} bytes"
     files = list((tmp_path / "ledger").iterdir())
     assert len(files) <= 3

@@ -28,13 +28,12 @@ from torchelastic.checkpoint.local import (
     OutOfStepError,
     TensorAwareStateDict,
 )
-from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.local.shard_folder import HeldShard
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
-from torchelastic.checkpoint.replication.addresses import own_address
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
-from torchelastic.checkpoint.replication.topology import PeerTopology
+from torchelastic.checkpoint.replication.topology import PeerTopology, own_address
 from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 
 def state(value: float, size: int = 100) -> BasicTensorAwareStateDict:
@@ -53,7 +52,7 @@ def names(manager: LocalCheckpointManager) -> list[str]:
 
 
 def iterations(manager: LocalCheckpointManager) -> list[int]:
-    return sorted(int(name.split("_")[1]) for name in names(manager) if name.startswith("iter"))
+    return sorted(int(name[5:14]) for name in names(manager) if name.startswith("step-"))
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
         assert isinstance(loaded, BasicTensorAwareStateDict)
         again, _ = manager.load()
         loaded.state_dict["w"] += 10
-        (file,) = (name for name in names(manager) if name.startswith("iter"))
+        (file,) = (name for name in names(manager) if name.startswith("step-"))
         maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if file in line]
         assert any(" rw-p " in line for line in maps), "it is mapped, for this reader alone"
         assert value_of(manager) == 1
@@ -300,22 +299,22 @@ class InMemory(BaseCheckpointManager):
 
     def __init__(self) -> None:
         super().__init__("session")
-        self.parts: dict[Shard, TensorAwareStateDict] = {}
+        self.parts: dict[ShardId, TensorAwareStateDict] = {}
 
     def _my_ckpt_ids(self) -> list[HeldShard]:
         return [HeldShard(shard, 0) for shard in self.parts]
 
-    def _load(self, shard: Shard) -> TensorAwareStateDict:
+    def _load(self, shard: ShardId) -> TensorAwareStateDict:
         return self.parts[shard]
 
-    def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
+    def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
         return AsyncRequest(self.parts.__setitem__, (shard, prepared), [])
 
-    def _cleanup(self, save: LocalSave) -> None:
-        self.parts = {shard: part for shard, part in self.parts.items() if shard.save == save}
+    def _cleanup(self, save: SaveId) -> None:
+        self.parts = {shard: part for shard, part in self.parts.items() if shard.name == save}
 
-    def _cleanup_failed_save(self, save: LocalSave) -> None:
-        self.parts.pop(save.shard(0), None)
+    def _cleanup_failed_save(self, save: SaveId) -> None:
+        self.parts.pop(ShardId(save, 0, 1), None)
 
 
 def test_where_the_parts_lie_is_the_business_of_a_subclass() -> None:
@@ -376,7 +375,7 @@ def test_a_left_over_of_a_dead_writer_harms_nothing_and_is_removed(tmp_path: Pat
     folder = tmp_path / "0"
     folder.mkdir()
     (folder / ".tmp-1-dead").write_bytes(b"half a checkpoint")
-    (folder / "iter_0000005_0000_of_0001_gen_00000009_00000000_local.shard").write_bytes(b"")
+    (folder / "step-000000005.e0.r0.g9.00000000.shard-00000-of-00001.shard").write_bytes(b"")
     (folder / "notes.txt").write_text("not ours")
     manager = LocalCheckpointManager(tmp_path)
     assert manager.find_latest() == -1
@@ -482,7 +481,7 @@ def test_a_request_that_nobody_runs_is_given_up(
     forgotten = manager.save(state(1), 1, is_async=True)
     for iteration in (2, 3, 4):
         manager.save(state(iteration), iteration)
-    assert "iteration 1 (save 0 of 1 rank(s)) was begun and never finished" in caplog.text
+    assert re.search(r"step-000000001\.e0\.r0\.g0\.\w+ was begun and never finished", caplog.text)
     assert forgotten is not None
     with pytest.raises(AsyncCheckpointError):
         forgotten.execute_sync()  # too late, and it must not do any harm

@@ -128,9 +128,9 @@ def parts(iteration: int, ranks: int) -> list[Any]:
 
 
 def shards(root: Path, host: int, iteration: int = 0, of_rank: int | None = None) -> list[Path]:
-    rank = "????" if of_rank is None else f"{of_rank:04d}"
-    pattern = f"session/*/iter_{iteration:07d}_{rank}_*.shard" if iteration else f"session/*/iter_*_{rank}_*.shard"
-    return sorted((root / f"host-{host}").glob(pattern))
+    rank = "?????" if of_rank is None else f"{of_rank:05d}"
+    step = f"{iteration:09d}" if iteration else "*"
+    return sorted((root / f"host-{host}").glob(f"session/*/step-{step}.*.shard-{rank}-of-*.shard"))
 
 
 def flip_a_bit(path: Path) -> None:
@@ -397,7 +397,7 @@ def swap_ranks(root: Path) -> list[Any]:
 def test_after_a_rollback_the_new_save_wins_over_a_stale_later_iteration(crew: Crew, tmp_path: Path) -> None:
     succeeded(crew.run(save, tmp_path, [4, 10], 2, False, 2, ranks=2))
     succeeded(crew.run(save, tmp_path, [5], 2, False, 3, ranks=2))  # a new process group, so a new manager
-    assert {path.name[:12] for path in shards(tmp_path, 0)} == {"iter_0000004", "iter_0000005", "iter_0000010"}
+    assert {path.name[:14] for path in shards(tmp_path, 0)} == {"step-000000004", "step-000000005", "step-000000010"}
     assert iterations_and_parts(crew.run(load, tmp_path, ranks=2)) == parts(5, 2)
 
 
@@ -425,7 +425,7 @@ class BrokenDisk(Disk):
 
 def test_a_write_that_fails_on_one_rank_leaves_nothing_on_any(crew: Crew, tmp_path: Path) -> None:
     answers = succeeded(crew.run(save_broken, tmp_path, ranks=2))
-    assert [left for left, _ in answers] == [["iter_0000003"], ["iter_0000003"]]
+    assert [left for left, _ in answers] == [["step-000000003"], ["step-000000003"]]
     assert all("Input/output error" in text for _, text in answers)
     assert "failed on rank 1" in answers[0][1]
 
@@ -440,7 +440,7 @@ def save_broken(root: Path) -> tuple[list[str], str]:
     except CheckpointError as error:
         text = str(error)
     manager.close()
-    return sorted(path.name[:12] for path in manager.local_ckpt_dir.iterdir()), text
+    return sorted(path.name[:14] for path in manager.local_ckpt_dir.iterdir()), text
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_is_missed_and_the_older_checkpoint_loads(

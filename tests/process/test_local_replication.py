@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, CkptID
-from torchelastic.checkpoint.replication.exchange import ExchangePlan
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
+from torchelastic.checkpoint.replication.placement import ExchangePlan
 from torchelastic.checkpoint.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,

@@ -20,7 +20,7 @@ from tests.process.local_ranks import Crew, crew_of, succeeded
 pytest.importorskip("megatron", reason="megatron-core is not installed")
 
 from tests.process import megatron_ranks as work
-from torchelastic.adapters.megatron.flattened import HAS_FLATTENED_RANGES
+from torchelastic.adapters.megatron.loading import HAS_FLATTENED_RANGES
 
 TWO, THREE = "ab", "abc"
 

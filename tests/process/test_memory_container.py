@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import Commit
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, save_id_of
-from torchelastic.checkpoint.shards import ShardReader
+from torchelastic.checkpoint.memory.container import Container, commit_path, read_commit
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ShardName, save_id_of
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
@@ -36,7 +35,7 @@ TAKER = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from test_memory_container import *
-Container(sys.argv[1]).take(lay_out(flatten({"weight": torch.ones(9)}), {}))
+Container(sys.argv[1]).pool.take(lay_out(flatten({"weight": torch.ones(9)}), {}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -47,7 +46,7 @@ def save(
     """One rank's share of a save by two ranks."""
     name = ShardName(rank, 2, save_id_of(step if generation is None else generation, 7))
     header = lay_out(flatten({"weight": torch.full((1000,), value)}), {"step": step})
-    stage = container.take(header)
+    stage = container.pool.take(header)
     checksums = stage.copy_and_hash([torch.full((1000,), value)])
     container.publish(stage, header.with_checksums(checksums), step, name)
     return name
@@ -86,15 +85,8 @@ def test_a_step_is_complete_with_its_commit_and_not_before(base: Path) -> None:
     (step,) = container.steps()
     assert step.commit is not None
     assert (step.commit.files, step.is_settled) == (made.files, True)
-    assert container.read_commit(5) == made
+    assert read_commit(container.folder_of(5)) == made
     assert (container.folder_of(5) / "common.pt").read_bytes() == b"all of it"
-
-
-def test_what_was_saved_is_what_is_read(base: Path) -> None:
-    container = Container(base)
-    name = save(container, 5, value=3.0)
-    with ShardReader(container.folder_of(5) / str(name)) as shard:
-        assert torch.equal(shard.read_one("weight"), torch.full((1000,), 3.0))
 
 
 def test_a_settled_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Path) -> None:
@@ -123,19 +115,6 @@ def test_a_pending_commit_is_complete_but_replaces_nothing(base: Path) -> None:
     assert files(base) == [f"step-2_ckpt/{name}" for name in names]
 
 
-def test_the_newest_is_the_last_that_was_saved_whatever_its_step(base: Path) -> None:
-    """A run that goes back to an older checkpoint must not find the abandoned future again."""
-    container = Container(base)
-    commit(container, 20, save(container, 20, generation=1))
-    name = save(container, 5, generation=2)
-    assert container.tidy() == []
-    assert (container.folder_of(5) / str(name)).exists()
-    commit(container, 5, name)
-    assert [one.step for one in container.steps()] == [5, 20]
-    assert container.newest_generation() == 2
-    assert container.tidy() == [20]
-
-
 def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
     container = Container(base)
     commit(container, 1, save(container, 1))
@@ -152,27 +131,16 @@ def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
     assert container.tidy() == [9, 1]
 
 
-def test_a_step_that_is_saved_again_replaces_itself(base: Path) -> None:
-    container = Container(base)
-    commit(container, 1, save(container, 1, generation=1, value=1.0))
-    name = save(container, 1, generation=2, value=2.0)
-    assert container.read_commit(1).generation == 1
-    commit(container, 1, name)
-    container.tidy()
-    assert container.read_commit(1).generation == 2
-    assert [path.name for path in base.rglob("rank-*")] == [str(name)]
-
-
 def test_a_commit_of_an_older_save_that_comes_late_replaces_nothing(base: Path) -> None:
     """Its process was stopped, and the step was saved anew meanwhile."""
     container = Container(base)
     late = save(container, 1, generation=1)
     commit(container, 1, save(container, 1, generation=2))
     commit(container, 1, late, settled=False)
-    assert container.read_commit(1).generation == 2
+    assert read_commit(container.folder_of(1)).generation == 2
     assert container.steps()[0].is_settled
     container.settle(1)
-    assert container.read_commit(1).generation == 2
+    assert read_commit(container.folder_of(1)).generation == 2
     assert [path.name for path in container.folder_of(1).glob("commit*")] == [COMMIT_FILE]
 
 
@@ -189,11 +157,11 @@ def test_a_pending_commit_of_the_same_step_is_the_newer_one(base: Path) -> None:
 def test_a_damaged_commit_is_none(base: Path, name: str) -> None:
     container = Container(base)
     commit(container, 1, save(container, 1))
-    path = container.commit_path(1)
+    path = commit_path(container.folder_of(1))
     assert path is not None
     path.write_bytes(path.read_bytes()[:-1] if name == "commit" else b"")
     with pytest.raises(CorruptCheckpointError):
-        container.read_commit(1)
+        read_commit(container.folder_of(1))
     if name == COMMIT_FILE:
         assert container.steps()[0].commit is None
 
@@ -203,7 +171,7 @@ def test_a_commit_in_the_folder_of_another_step_is_damage(base: Path) -> None:
     commit(container, 1, save(container, 1))
     container.folder_of(1).rename(container.folder_of(9))
     with pytest.raises(CorruptCheckpointError, match="is the commit of step 1"):
-        container.read_commit(9)
+        read_commit(container.folder_of(9))
 
 
 def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base: Path) -> None:
@@ -288,32 +256,6 @@ def test_an_attempt_of_the_same_generation_that_failed_goes(base: Path) -> None:
     commit(container, 4, save(container, 4, generation=1))
     container.tidy()
     assert not (container.folder_of(4) / str(left)).exists()
-
-
-def test_an_open_container_is_claimed_for_its_job(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    container = Container(base)
-    assert (base / ".job").exists()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
-    with pytest.raises(CheckpointError, match="job-7"):
-        Container(base)
-    container.close()
-
-
-def test_removing_a_step_makes_it_no_checkpoint(base: Path) -> None:
-    container = Container(base)
-    commit(container, 1, save(container, 1))
-    container.remove(1)
-    container.remove(1)
-    assert container.steps() == []
-    assert not container.folder_of(1).exists()
-
-
-def test_removing_all_removes_the_folder(base: Path) -> None:
-    container = Container(base)
-    commit(container, 1, save(container, 1))
-    container.remove_all()
-    assert not base.exists()
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 129, "ä"])

@@ -39,7 +39,7 @@ from tests.process.memory_ranks import JOB, base_of
 from tests.process.test_memory_container import commit, save
 from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication.receive import digest_of
 from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes

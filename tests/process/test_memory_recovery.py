@@ -17,8 +17,8 @@ from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import Fetch
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, save_id_of
-from torchelastic.checkpoint.memory.retrieval import Retrieval, make_replicas
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.memory.inventory import Retrieval, make_replicas
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.testing.disk_faults import FaultyDisk, full_at

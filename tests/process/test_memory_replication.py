@@ -21,9 +21,8 @@ from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ObjectName, ShardName, save_id_of
-from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.memory.registry import new_registry, registered_in
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ObjectName, ShardName, save_id_of
+from torchelastic.checkpoint.memory.objects import CheckpointObjectManager, new_registry, registered_in
 from torchelastic.checkpoint.replication import (
     AuthenticationError,
     PeerLostError,

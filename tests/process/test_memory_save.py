@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
+from torchelastic.checkpoint.memory.container import read_commit
 from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.replication import ReplicationError
 from torchelastic.checkpoint.shards.writing import HIDDEN
@@ -125,7 +126,7 @@ def test_attached_files_are_part_of_the_checkpoint(alone: Saving, monkeypatch: p
 
     monkeypatch.setattr(alone.writer, "prepare_local_plan", attach_too)
     alone.save(state_of(1), 1)
-    assert alone.container.read_commit(1).extras == {"common.pt": b"common"}
+    assert read_commit(alone.container.folder_of(1)).extras == {"common.pt": b"common"}
     assert (Path(alone.id(1)) / "common.pt").read_bytes() == b"common"
 
 

@@ -1,4 +1,4 @@
-"""Several optimizers in one state: what a step that fails between them leaves, what is saved, what is refused."""
+"""OneOrMany optimizers in one state: what a step that fails between them leaves, what is saved, what is refused."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchelastic
 from tests.process.test_model_state import assert_same, picture
-from torchelastic.model.registered import SMALL_BYTES
+from torchelastic.model.extras import SMALL_BYTES
 from torchelastic.rendezvous.records import Standing
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.model import transfer
-from torchelastic.model.snapshot import copied
+from torchelastic.model.extras import copied
 
 SOURCE, WORLD_SIZE = 1, 3
 
@@ -33,7 +33,7 @@ def member(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     where: dict[str, Any] = {"source": SOURCE, "rank": rank, "world_size": WORLD_SIZE, "device": torch.device("cpu")}
     mine = tree(seed=rank)
-    received = [transfer.bring_level(mine, stale=stale, **where) for stale in ([2], [0, 2])]
+    received = [transfer.synchronize(mine, stale=stale, **where) for stale in ([2], [0, 2])]
     torch.save({"mine": mine, "received": received}, f"{folder}/{rank}.pt")
     dist.barrier()
 

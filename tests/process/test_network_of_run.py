@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.addresses import own_address
+from torchelastic.checkpoint.replication.topology import own_address
 from torchelastic.launch.interface import Meant, meant_interface
 from torchelastic.launch.options import UsageError
 from torchelastic.network import this_host

@@ -67,9 +67,10 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 def wanted_files() -> set[str]:
-    """Modules, the type marker, the rooms' READMEs and the live page's files."""
+    """Modules, the type marker, the rooms' READMEs, the live page's files and the report's templates."""
     package = ROOT / "torchelastic"
-    found = [*package.rglob("*.py"), *package.rglob("README.md"), package / "py.typed", *package.glob("page/static/*")]
+    found = [*package.rglob("*.py"), *package.rglob("README.md"), package / "py.typed"]
+    found += [*package.glob("page/static/*"), *package.glob("report/templates/*")]
     return {str(path.relative_to(ROOT)) for path in found}
 
 
@@ -79,6 +80,7 @@ def test_the_wheel_has_the_package_its_page_and_its_types_and_nothing_else(wheel
     package = {name for name in names if name.startswith("torchelastic/")}
     assert package == wanted_files()
     assert "torchelastic/page/static/index.html" in package
+    assert "torchelastic/report/templates/page.html" in package
     info = {name.partition(".dist-info/")[2] for name in names - package}
     assert info >= {"licenses/LICENSE", "licenses/THIRD_PARTY_NOTICES.md", "METADATA", "entry_points.txt"}
     assert all(".dist-info/" in name for name in names - package), "no tests, no examples"

@@ -14,8 +14,7 @@ import pytest
 
 from tests.process.page_clients import TOKEN, Events, Source, get, raw, served, stream
 from torchelastic.page import server as server_module
-from torchelastic.page.differences import applied
-from torchelastic.page.document import About, document_of
+from torchelastic.page.document import About, applied, document_of
 from torchelastic.page.feed import Picture, as_json
 from torchelastic.page.listening import listening
 from torchelastic.page.logs import MOST_BYTES, Logs

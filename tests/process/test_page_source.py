@@ -22,8 +22,8 @@ from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker import Worker
 from torchelastic.launch.options import UsageError
 from torchelastic.launch.page import opened_page
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Save
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.page.document import About, document_of
 from torchelastic.page.listening import PageOptions, listening
 from torchelastic.page.logs import Logs
@@ -153,8 +153,8 @@ def test_an_agent_shows_more_events_of_its_host_than_it_tells_etcd_and_its_worke
     url = parse_url("etcd://etcd:2379/job7?min_workers=1&max_workers=4")
     view = HostView("node-1", "0badcafe")
     for step in range(40):
-        view.write(Save(at_ns=time.monotonic_ns(), worker="node-1/0.0", step=step), Book())
-    assert [line.step for line in view.status(Book()).events] == list(range(20, 40))
+        view.write(Save(at_ns=time.monotonic_ns(), worker="node-1/0.0", step=step), HostLedger())
+    assert [line.step for line in view.status(HostLedger()).events] == list(range(20, 40))
     (tmp_path / "worker_0.0.log").write_text("first life\n")
     worker = Worker(0, restarts=1, log_paths={life: tmp_path / f"worker_0.{life}.log" for life in range(2)})
     supervisor = types.SimpleNamespace(workers=[worker, Worker(1)])
@@ -162,7 +162,7 @@ def test_an_agent_shows_more_events_of_its_host_than_it_tells_etcd_and_its_worke
     async def show() -> tuple[dict[str, Any], bytes]:
         options = listening("0", None, is_seen=False)
         showing = Showing(
-            options, MemoryStore(), url, host="node-1", status=lambda: view.status(Book()), events=view.lines,
+            options, MemoryStore(), url, host="node-1", status=lambda: view.status(HostLedger()), events=view.lines,
             supervisor=cast(Supervisor, supervisor),
         )  # fmt: skip
         showing.start()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.pure.report_runs import Host, killed_run
 from torchelastic.launch.main import main
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import JournalWriter
 from torchelastic.report import LossFileError, find_journals, read_losses
 
@@ -27,7 +27,7 @@ def written(folder: Path, hosts: Sequence[Host], max_bytes: int = 2**20, keep: i
         writer = JournalWriter(
             folder, f"ledger-{host.name}-a1", host.head(), max_bytes=max_bytes, keep=keep, sync="never"
         )
-        book = Book()
+        book = HostLedger()
         for event in host.events:
             writer.write(event, book)
             book = book.after(event)

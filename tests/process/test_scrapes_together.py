@@ -10,9 +10,9 @@ from itertools import count
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, Start
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry
 from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, Place
 
@@ -40,8 +40,8 @@ def test_many_scrapes_at_a_time_get_whole_answers_each_of_one_moment() -> None:
         with lock:
             now_ns = next(moments) * S
         time.sleep(0.001)  # another one may overtake it here, if it can
-        tally = Tally.begun(0).entered(1, 1, 0, 1).level(2, 0).commits(now_ns // 2 + 2)
-        book = Book().after_all(
+        tally = Counters.begun(0).entered(1, 1, 0, 1).level(2, 0).commits(now_ns // 2 + 2)
+        book = HostLedger().after_all(
             [Start(at_ns=0, worker="a/0.0"), Counted(at_ns=tally.since_ns, worker="a/0.0", tally=tally)]
         )
         return HostSnapshot(book, now_ns, (Place(0, is_up=True, step=tally.step),))

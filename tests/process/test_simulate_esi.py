@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from torchelastic.launch.esi_simulation import Reported
-from torchelastic.lifetime.progress_file import Steps
+from torchelastic.lifetime.progress import Steps
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 

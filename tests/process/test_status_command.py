@@ -25,9 +25,9 @@ import pytest
 
 from torchelastic.launch.main import main
 from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import End, Save, Start
 from torchelastic.ledger.figures import Seen
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Head, JournalWriter
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
@@ -232,7 +232,7 @@ def write_journal(folder: Path, host: str, began_s: int) -> None:
         End(at_ns=9 * S, worker=f"{host}/0.0", rank=0, round=1, step=12, exit_code=-9),
     ]
     for event in events:
-        writer.write(event, Book())
+        writer.write(event, HostLedger())
     writer.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.hugging_face_runs import STEPS, Outcome, Run, look, look_at_a_checkpoint_of_other_code, train
 from torchelastic.adapters.hugging_face import memory as hugging_face_memory
-from torchelastic.adapters.transformers import MemoryCheckpointCallback, is_due
+from torchelastic.adapters.transformers import MemoryCheckpointCallback
 from torchelastic.checkpoint.shards import ShardReader
 
 HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
@@ -186,7 +186,6 @@ def test_a_checkpoint_of_other_code_is_passed_over_by_all_ranks(run: Run) -> Non
 
 
 def test_skipped_steps_are_left_to_durable_checkpoints(run: Run) -> None:
-    assert [step for step in range(1, 13) if is_due(step, 2, 6)] == [2, 4, 8, 10]
     crash(replace(run, every=1, kill_at=6, memory={"skip_every_n_steps": 3}))
     ((path, _, _),) = values(start(look, run))
     assert path == f"{run.base}/resume/checkpoint-5"

@@ -15,10 +15,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from torchelastic.p2p.busy import BusySigns
+from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, HangPolicy, Place
 from torchelastic.p2p.heartbeat import Heartbeat
-from torchelastic.p2p.stacks import lines_of_error, look_at, where
-from torchelastic.p2p.stands import Stand
+from torchelastic.p2p.stacks import lines_of_error, sample_thread, where
 from torchelastic.p2p.watchdog import Watchdog
 from torchelastic.rendezvous.loss import MissedProgress
 
@@ -71,7 +71,7 @@ def test_a_look_tells_user_code_from_a_collective_and_names_the_users_line() -> 
     ident, done = threading.get_ident(), threading.Event()
 
     def look() -> None:
-        found, line = look_at(ident)
+        found, line = sample_thread(ident)
         seen.append((found.place, line))
         done.set()
 
@@ -105,9 +105,9 @@ def test_who_waits_in_a_collective_cuts_the_group_and_knows_where_it_stood(
     assert collective(has_cut, 20.0)
     wait_until(lambda: "is given up" in caplog.text)
     assert dog.has_cut
-    assert dog.stand is not None
-    assert (dog.stand.rank, dog.stand.step) == (1, 7 + WARM_UP_STEPS + 1)
-    assert "collective" in dog.stand.where
+    assert dog.location is not None
+    assert (dog.location.rank, dog.location.step) == (1, 7 + WARM_UP_STEPS + 1)
+    assert "collective" in dog.location.where
     dog.leave()
     assert dog.patience_s < TIMEOUT_S / 2, "whoever does not come is not waited for as long as a time-out"
 
@@ -157,12 +157,12 @@ def test_an_error_tells_where_the_step_was_given_up_and_whether_that_was_a_time_
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
     except RuntimeError as error:
         dog.failed(error)
-    assert dog.stand is not None
-    assert dog.stand == Stand(1, 7 + WARM_UP_STEPS + 1, dog.stand.where)
+    assert dog.location is not None
+    assert dog.location == HangLocation(1, 7 + WARM_UP_STEPS + 1, dog.location.where)
     assert dog.has_noticed_hang
     assert not dog.has_cut
     dog.new_round()
-    assert dog.stand is None
+    assert dog.location is None
 
 
 # --- work that is no hang --------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_step_in_which_this_worker_computed_is_neither_reported_nor_measured(
 def test_who_was_ended_while_its_process_ran_widens_the_bound_and_one_that_was_stopped_does_not(
     dogs: MakeDog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for ran in (None, Stand(0, 10, "train.py:41 evaluate")):
+    for ran in (None, HangLocation(0, 10, "train.py:41 evaluate")):
         dog, _ = dogs()
         before_s = dog.bound_s
         collective(threading.Event(), 0.3)
@@ -227,7 +227,7 @@ def test_a_time_out_that_ended_the_work_of_another_rank_grows_if_nobody_has_chos
         dog.step_ended()
     ends_s = time.monotonic() + 3.0
     while time.monotonic() < ends_s:
-        other.give(Stand(0, 10, "train.py:41 evaluate"), works=True)
+        other.give(HangLocation(0, 10, "train.py:41 evaluate"), works=True)
         other.exchange(store)
         assert not collective(has_cut, 0.2), "it waits for a rank that works"
     dog.failed(RuntimeError(f"Timed out waiting {1000 * timeout_s:.0f}ms for recv operation to complete"))
@@ -241,9 +241,9 @@ def test_how_long_steps_may_take_is_handed_on_by_rank_0_of_the_next_group(dogs: 
     store = HashStore()
     old, new = dogs()[0], dogs()[0]
     old._step.learn(3.0)
-    old.tell(store, 1)
+    old.publish(store, 1)
     assert not store.check(["busy/slowest_s"]), "another rank does not say it"
-    old.tell(store, 0)
+    old.publish(store, 0)
     heartbeat = Heartbeat(store, 1, 2)
     new.enter("forming the group", heartbeat)
     new.begin(1, 2, 10)

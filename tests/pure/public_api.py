@@ -15,7 +15,7 @@ from typing import Any
 from tests.pure.public_names import ROOT, described, tree_of
 from torchelastic.checkpoint.command.main import command_parser as checkpoint_parser
 from torchelastic.launch.main import command_parser
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry
 from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
 
@@ -125,7 +125,7 @@ def _published() -> Iterator[str]:
 
 def _served() -> Iterator[str]:
     registry = MetricsRegistry()
-    registry.add(LedgerCollector(lambda: HostSnapshot(Book(), 0), run_id="run", host="host"))
+    registry.add(LedgerCollector(lambda: HostSnapshot(HostLedger(), 0), run_id="run", host="host"))
     families: Mapping[str, Any] = {family.name: family for family in registry.collector_registry.collect()}
     for name, family in sorted(families.items()):
         labels = sorted({label for sample in family.samples for label in sample.labels})

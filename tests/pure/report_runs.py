@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     Counted,
     Drain,
@@ -23,8 +23,8 @@ from torchelastic.ledger.events import (
     StoreOutage,
     Straggler,
 )
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Head, Journal
-from torchelastic.ledger.tally import Tally
 
 MS = 1_000_000
 #: The time of the day at 0 ms of every run.
@@ -45,7 +45,7 @@ class Host:
         return Head(self.run_id, self.name, self.ahead_ns, DAY_NS, self.configured)
 
     def journal(self) -> Journal:
-        return Journal(self.head(), Book(), tuple(self.events))
+        return Journal(self.head(), HostLedger(), tuple(self.events))
 
     def outage(self, from_ms: int, to_ms: int | None = None) -> None:
         self.events.append(StoreOutage(at_ns=self.ns(from_ms)))
@@ -62,7 +62,7 @@ class Worker:
 
     def __init__(self, host: Host, place: str, at_ms: int = 0) -> None:
         self.host, self.name = host, f"{host.name}-a1/{place}"
-        self.tally = Tally.begun(host.ns(at_ms))
+        self.tally = Counters.begun(host.ns(at_ms))
         self._noticed_ms = 0
         host.events.append(Start(at_ns=host.ns(at_ms), worker=self.name))
 

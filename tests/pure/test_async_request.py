@@ -10,14 +10,13 @@ import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
 from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, describe_out_of_step, encode
-from torchelastic.checkpoint.async_ckpt.caller import settle
-from torchelastic.checkpoint.async_ckpt.memory import MemoryPool
-from torchelastic.checkpoint.async_ckpt.messages import failure_message, outcome_of
-from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
-from torchelastic.checkpoint.async_ckpt.priority import check_priorities
-from torchelastic.checkpoint.async_ckpt.shipping import Parcel, pack, unpack
+from torchelastic.checkpoint.async_ckpt.executors import check_priorities, failed, settle
+from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
-FAILED = CallOutcome("ValueError: no")
+RUNNING: Future[float] = Future()
+DONE: Future[float] = Future()
+DONE.set_result(1.0)
+FAILED = failed(ValueError("no"))
 
 
 def keep(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -95,22 +94,22 @@ def test_something_staged_that_has_no_place_is_refused(args: tuple[int, ...]) ->
         AsyncRequest(keep, args, [], preload_fn=lambda: "staged").check()
 
 
-def verdict(*said: tuple[int, CallOutcome | None]) -> CallVerdict:
-    rows = [encode(index, outcome, rank, len(said)) for rank, (index, outcome) in enumerate(said)]
+def verdict(*said: tuple[int, Future[float]]) -> CallVerdict:
+    rows = [encode(index, work, rank, len(said)) for rank, (index, work) in enumerate(said)]
     return decode([max(column) for column in zip(*rows, strict=True)], len(said))
 
 
 def test_what_the_ranks_conclude() -> None:
-    assert verdict((1, CallOutcome()), (1, CallOutcome())) == CallVerdict(True, True, None)
-    assert verdict((1, CallOutcome()), (1, None)) == CallVerdict(True, False, None)
-    assert verdict((1, CallOutcome()), (1, FAILED)) == CallVerdict(True, False, 1)
-    assert verdict((1, None), (1, None), (1, FAILED), (1, FAILED)) == CallVerdict(True, False, 2)
-    assert verdict((1, FAILED), (1, None)) == CallVerdict(True, False, 0)
+    assert verdict((1, DONE), (1, DONE)) == CallVerdict(True, True, None)
+    assert verdict((1, DONE), (1, RUNNING)) == CallVerdict(True, False, None)
+    assert verdict((1, DONE), (1, FAILED)) == CallVerdict(True, False, 1)
+    assert verdict((1, RUNNING), (1, RUNNING), (1, FAILED), (1, FAILED)) == CallVerdict(True, False, 2)
+    assert verdict((1, FAILED), (1, RUNNING)) == CallVerdict(True, False, 0)
 
 
 @pytest.mark.parametrize("indexes", [(2, 1), (1, 2), (5, 5, 4), (0, 3)])
 def test_ranks_at_different_calls_are_not_in_step(indexes: tuple[int, ...]) -> None:
-    assert not verdict(*((index, CallOutcome()) for index in indexes)).is_in_step
+    assert not verdict(*((index, DONE) for index in indexes)).is_in_step
 
 
 def test_the_ranks_out_of_step_are_named_first() -> None:
@@ -197,28 +196,11 @@ def test_without_reuse_memory_is_always_new() -> None:
 
 
 def test_who_waits_for_a_call_is_told_once_and_not_after_it_was_given_up() -> None:
-    told: Future[CallOutcome] = Future()
-    settle(told, FAILED)
-    settle(told, CallOutcome())
-    assert told.result() == FAILED
-    given_up: Future[CallOutcome] = Future()
+    told: Future[float] = Future()
+    settle(told, 1.0)
+    settle(told, ValueError())
+    assert told.result() == 1.0
+    given_up: Future[float] = Future()
     given_up.cancel()
-    settle(given_up, CallOutcome())
+    settle(given_up, 1.0)
     assert given_up.cancelled()
-
-
-class PicklesOnceError(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__("only text")
-
-
-@pytest.mark.parametrize("error", [ValueError("why"), PicklesOnceError(1, 2)])
-def test_an_exception_of_the_worker_arrives_with_its_traceback(error: Exception) -> None:
-    try:
-        raise error
-    except Exception as caught:
-        outcome = outcome_of(failure_message(3, caught, 0.5))
-    assert outcome.has_failed
-    assert outcome.reason == f"{type(error).__name__}: {error}"
-    trace = outcome.error.__cause__ if isinstance(outcome.error, ValueError) else outcome.error
-    assert "test_an_exception_of_the_worker_arrives" in str(trace)

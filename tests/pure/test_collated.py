@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from torchelastic.data.collated import BY_VALUE_BYTES, by_value, joined
+from torchelastic.data.worker_processes import BY_VALUE_BYTES, by_value, joined
 
 
 class Pair(NamedTuple):

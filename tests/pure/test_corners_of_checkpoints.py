@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.command.errors import underlying
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError, explained
-from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict, leaves
-from torchelastic.checkpoint.local.names import LocalSave, Shard
+from torchelastic.checkpoint.local.names import header_meta
+from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointId
-from torchelastic.checkpoint.memory.names import ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import CheckpointId, ShardName, save_id_of
 from torchelastic.checkpoint.memory.plans import Note, collect_notes, tensor_bytes
-from torchelastic.checkpoint.memory.room import held_bytes
+from torchelastic.checkpoint.memory.room import Free, held_bytes
 from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
 from torchelastic.checkpoint.policy.arguments import text
 from torchelastic.checkpoint.schedule import SaveSchedule
@@ -37,7 +36,7 @@ from torchelastic.checkpoint.shards.header import (
 )
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 from torchelastic.checkpoint.store import SaveId, ShardRecord, TierContext
-from torchelastic.checkpoint.store.save_id import shard_file_name
+from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
 from torchelastic.checkpoint.tiered.agreement import SaveAgreement
 from torchelastic.group.notes import Drawer, Notes, Patience
 from torchelastic.group.peers import Alone
@@ -60,11 +59,9 @@ def test_a_record_of_no_shard_is_refused(rank: int, size_bytes: int, digest: str
         ShardRecord(rank, shard_file_name(0, 1), size_bytes, digest)
 
 
-def test_a_local_shard_says_which_it_is_to_people_and_in_its_header() -> None:
-    shard = LocalSave(generation=7, iteration=40, world_size=4, token="0a1b2c3d").shard(2)
-    assert str(shard) == "the shard of rank 2 of iteration 40 (save 7 of 4 rank(s))"
-    assert Shard.parse(shard.file_name) == shard
-    assert shard.meta("session") == {
+def test_a_local_shard_says_which_it_is_in_its_header() -> None:
+    shard = ShardId(SaveId(epoch=0, round=0, generation=7, step=40, nonce="0a1b2c3d"), 2, 4)
+    assert header_meta(shard, "session") == {
         "session": "session",
         "iteration": 40,
         "rank": 2,
@@ -194,7 +191,7 @@ def test_only_tensors_count_as_tensor_bytes() -> None:
 
 
 def test_notes_that_travel_in_the_plans_are_as_good_as_those_that_arrived() -> None:
-    notes = [Note("job/step-9", rank, "a", -1, 0, 0, 0, None, 0) for rank in range(2)]
+    notes = [Note("job/step-9", rank, "a", -1, 0, 0, 0, Free(None, 0)) for rank in range(2)]
     plans = [SavePlan([], storage_data=note) for note in notes]
     assert collect_notes("job/step-9", plans) == notes
     with pytest.raises(RuntimeError, match="rank 0 has said nothing about job/step-8"):

@@ -9,17 +9,17 @@ import pytest
 
 from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
 from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.book import Book, Earlier
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Start
+from torchelastic.ledger.host_ledger import Earlier, HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.tally import Tally
 from torchelastic.report import LossFileError, html_page, report_of, to_plain
 from torchelastic.report.charts import loss_chart
 from torchelastic.report.losses import curve_of, read_losses
-from torchelastic.report.markup import write
 from torchelastic.report.model import Mark, Report
+from torchelastic.report.svg import write
 from torchelastic.report.timeline import timeline
-from torchelastic.report.words import percent
+from torchelastic.text import percent
 
 
 def test_an_outage_of_etcd_is_drawn_with_what_it_was_and_how_long() -> None:
@@ -61,7 +61,7 @@ def test_a_loss_that_never_changes_is_a_line_in_the_middle_and_steps_are_whole_n
 def run_that_began_late(end_ns: int) -> Report:
     """The process of its worker began 100 ns before the worker looked at a clock for the first time."""
     host = Host("alpha")
-    tally = Tally.begun(100)
+    tally = Counters.begun(100)
     host.events += [
         Start(at_ns=0, worker="alpha-a1/0.0"),
         Counted(at_ns=100, worker="alpha-a1/0.0", tally=tally),
@@ -81,7 +81,7 @@ def test_what_a_worker_did_before_it_could_count_was_its_start(end_ns: int) -> N
 
 def test_what_came_before_the_first_count_is_not_spread_over_what_came_after_it() -> None:
     host, name = Host("alpha"), "alpha-a1/0.0"
-    tally = Tally.begun(100 * MS).left(110 * MS, Account.IDLE).entered(120 * MS, 1, 0, 1).level(130 * MS, 0)
+    tally = Counters.begun(100 * MS).left(110 * MS, Account.IDLE).entered(120 * MS, 1, 0, 1).level(130 * MS, 0)
     host.events += [
         Start(at_ns=0, worker=name),
         Counted(at_ns=230 * MS, worker=name, tally=tally.commits(230 * MS)),
@@ -96,7 +96,7 @@ def test_what_came_before_the_first_count_is_not_spread_over_what_came_after_it(
 def test_sums_that_are_wrong_are_said_and_named() -> None:
     host = Host("alpha")
     Worker(host, "0.0").ends(50)
-    wrong = Book(earlier=Earlier(lives=2, wall_ns=70))
+    wrong = HostLedger(earlier=Earlier(lives=2, wall_ns=70))
     report = report_of({"ledger-alpha-a1": Journal(host.head(), wrong, tuple(host.events))})
     assert any("The accounts of alpha do not sum up" in one and "ended earlier" in one for one in report.lacks)
     assert report.why_wrong() == "alpha, earlier"

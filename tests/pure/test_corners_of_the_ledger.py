@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchelastic.ledger.accounts import NOTHING, Account, plus
-from torchelastic.ledger.book import Book, Earlier, book_from_dict, book_to_dict
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     Counted,
     End,
@@ -19,33 +19,32 @@ from torchelastic.ledger.events import (
     from_dict,
     to_dict,
 )
-from torchelastic.ledger.life import Life
-from torchelastic.ledger.marks import Marks
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.host_ledger import Earlier, HostLedger, ledger_from_dict, ledger_to_dict
+from torchelastic.ledger.worker_lifetime import ProgressCurve, WorkerLifetime
 
 WORKER = "h-1/0.0"
 
 
-def counted(tally: Tally) -> Counted:
+def counted(tally: Counters) -> Counted:
     return Counted(at_ns=tally.since_ns, worker=WORKER, tally=tally)
 
 
-def trained(started_ns: int = 0) -> Tally:
-    entered = Tally.begun(started_ns).left(started_ns + 10, Account.IDLE).entered(started_ns + 20, 1, 0, 1)
+def trained(started_ns: int = 0) -> Counters:
+    entered = Counters.begun(started_ns).left(started_ns + 10, Account.IDLE).entered(started_ns + 20, 1, 0, 1)
     return entered.level(started_ns + 30, 0).commits(started_ns + 130)
 
 
 def test_a_book_whose_accounts_do_not_sum_up_says_whose_and_is_not_read() -> None:
-    book = Book().after(Start(at_ns=0, worker=WORKER)).after(counted(trained()))
+    book = HostLedger().after(Start(at_ns=0, worker=WORKER)).after(counted(trained()))
     assert book.why_wrong(200) == ""
     tally = replace(trained(), totals=plus(trained().totals, Account.IDLE, 7))
     wrong = replace(book, lives={WORKER: replace(book.lives[WORKER], tally=tally)})
     assert wrong.why_wrong(200) == f"{WORKER}: 207 ns in accounts, 200 ns on the wall"
     earlier = replace(book, earlier=Earlier(1, 5))
     assert earlier.why_wrong(200) == "the workers that ended earlier"
-    assert book_from_dict(book_to_dict(book)) == book
+    assert ledger_from_dict(ledger_to_dict(book)) == book
     with pytest.raises(LedgerFormatError, match="does not sum up: the workers that ended earlier"):
-        book_from_dict(book_to_dict(earlier))
+        ledger_from_dict(ledger_to_dict(earlier))
 
 
 @pytest.mark.parametrize(
@@ -74,26 +73,26 @@ def test_phases_that_are_no_nanoseconds_are_refused(phases: Any) -> None:
 
 
 def test_of_two_workers_that_say_to_be_one_the_first_stands() -> None:
-    life = Life.begun(WORKER, 0).counted(counted(trained()))
+    life = WorkerLifetime.begun(WORKER, 0).counted(counted(trained()))
     assert life.counted(counted(trained(started_ns=50))) is life
     # until anything was counted, the worker knows better when it began
-    assert Life.begun(WORKER, 0).counted(counted(trained(started_ns=5))).tally.started_ns == 5
+    assert WorkerLifetime.begun(WORKER, 0).counted(counted(trained(started_ns=5))).tally.started_ns == 5
 
 
 def test_a_worker_ends_once() -> None:
-    life = Life.begun(WORKER, 0).ends(End(at_ns=40, worker=WORKER, exit_code=-9))
+    life = WorkerLifetime.begun(WORKER, 0).ends(End(at_ns=40, worker=WORKER, exit_code=-9))
     assert life.ends(End(at_ns=90, worker=WORKER, exit_code=0)) is life
     assert life.saved(Save(at_ns=95, worker=WORKER, step=3, productive_ns=10)) is life
     assert (life.wall_ns(1000), life.exit_code) == (40, -9)
 
 
 def test_nothing_is_marked_of_a_step_that_was_passed_or_of_time_that_ran_back() -> None:
-    marks = Marks().with_mark(10, 100).with_mark(20, 300)
-    assert marks.with_mark(15, 400) is marks
-    assert marks.with_mark(25, 200) is marks
-    assert marks.with_mark(20, 350).points == ((10, 100), (20, 350))
+    marks = ProgressCurve().with_point(10, 100).with_point(20, 300)
+    assert marks.with_point(15, 400) is marks
+    assert marks.with_point(25, 200) is marks
+    assert marks.with_point(20, 350).points == ((10, 100), (20, 350))
 
 
 def test_a_step_that_is_not_known_is_marked_nowhere() -> None:
-    assert Marks().with_mark(-1, 100) == Marks()
-    assert sum(NOTHING) == Marks().productive_ns_at(3) == 0
+    assert ProgressCurve().with_point(-1, 100) == ProgressCurve()
+    assert sum(NOTHING) == ProgressCurve().productive_ns_at(3) == 0

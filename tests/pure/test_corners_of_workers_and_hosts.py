@@ -17,16 +17,16 @@ from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.shares import SecondDeal
 from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Start
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.lifetime.bounds import Bound, guess, step_bound
 from torchelastic.lifetime.decision import Tier
 from torchelastic.lifetime.progress import LifetimeSummary, progress_line
 from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position
-from torchelastic.p2p import stands, stragglers
+from torchelastic.p2p import hang_location, stragglers
+from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import WARM_UP_STEPS
-from torchelastic.p2p.stands import Stand
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.p2p.stragglers import StragglerPolicy
 from torchelastic.status.host import HostView
@@ -40,20 +40,23 @@ from torchelastic.worker_stats import SimpleWorkerStats
 
 def test_words_about_a_hang_are_heard_only_if_somebody_noticed_one_and_nobody_is_waited_for() -> None:
     store = HashStore()
-    stands.tell(store, 0, Stand(0, 7, "train.py:52 step"), has_noticed_hang=False)
-    assert stands.ask(store, 3) == []
-    stands.tell(store, 2, Stand(2, 8, "train.py:41 step"), has_noticed_hang=True)
-    store.set("hang/stand/1", "rubbish")
-    assert stands.ask(store, 4) == [Stand(0, 7, "train.py:52 step"), Stand(2, 8, "train.py:41 step")]
+    hang_location.publish(store, 0, HangLocation(0, 7, "train.py:52 step"), has_noticed_hang=False)
+    assert hang_location.collect(store, 3) == []
+    hang_location.publish(store, 2, HangLocation(2, 8, "train.py:41 step"), has_noticed_hang=True)
+    store.set("hang/location/1", "rubbish")
+    assert hang_location.collect(store, 4) == [
+        HangLocation(0, 7, "train.py:52 step"),
+        HangLocation(2, 8, "train.py:41 step"),
+    ]
 
 
 def test_the_odd_ones_are_named_in_the_log_and_nothing_is_said_where_all_stood_together(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    together = [Stand(0, 7, "train.py:52 step"), Stand(1, 7, "train.py:52 step")]
-    stands.log_odd_ones(together)
+    together = [HangLocation(0, 7, "train.py:52 step"), HangLocation(1, 7, "train.py:52 step")]
+    hang_location.log_outliers(together)
     assert caplog.text == ""
-    stands.log_odd_ones([*together, Stand(2, 8, "train.py:41 step")])
+    hang_location.log_outliers([*together, HangLocation(2, 8, "train.py:41 step")])
     assert "when the group was given up, rank 2 was in train.py:41 step (step 8), ranks 0, 1 in" in caplog.text
 
 
@@ -118,7 +121,7 @@ def test_a_status_that_fits_nowhere_is_cut_down_to_the_host_itself() -> None:
 
 def test_a_view_without_a_journal_is_closed_without_one() -> None:
     view = HostView("alpha", "1")
-    view.write(Start(at_ns=1, worker="alpha-1/0.0"), Book())
+    view.write(Start(at_ns=1, worker="alpha-1/0.0"), HostLedger())
     view.close()
     assert [line.kind for line in view.lines()] == ["start"]
 

@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 from torchelastic.lifetime import Deadline
-from torchelastic.lifetime.sources.aws import parse_instance_action, parse_rebalance
-from torchelastic.lifetime.sources.azure import parse_scheduled_events
+from torchelastic.lifetime.sources.clouds import (
+    parse_instance_action,
+    parse_maintenance,
+    parse_preempted,
+    parse_rebalance,
+    parse_scheduled_events,
+    pause_s,
+)
 from torchelastic.lifetime.sources.detection import clouds_of, parse_clouds, read_machine, term_grace_s
 from torchelastic.lifetime.sources.files import parse_termination, pre_stop_notice
-from torchelastic.lifetime.sources.gcp import parse_maintenance, parse_preempted
-from torchelastic.lifetime.sources.metadata import Answer, http_seconds, iso_seconds, pause_s, request
-from torchelastic.lifetime.sources.notice import Event, NonsenseError, Notice, Notices
+from torchelastic.lifetime.sources.metadata import Answer, http_seconds, iso_seconds, request
+from torchelastic.lifetime.sources.notice import Event, InvalidAnswerError, Notice, Notices
 from torchelastic.lifetime.sources.signals import parse_signals, signal_notice
 from torchelastic.lifetime.sources.slurm import interval_s, parse_end_time
 
@@ -40,9 +45,9 @@ def test_dates_of_both_sorts_are_unix_seconds() -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "2026-11-21", "2026-11-21T12:00:00", "2026-13-41T12:00:00Z", HTML])
 def test_what_is_no_date_is_an_error_that_shows_it(text: str) -> None:
-    with pytest.raises(NonsenseError, match="no date"):
+    with pytest.raises(InvalidAnswerError, match="no date"):
         iso_seconds(text)
-    with pytest.raises(NonsenseError, match="no date"):
+    with pytest.raises(InvalidAnswerError, match="no date"):
         http_seconds(text)
 
 
@@ -143,9 +148,9 @@ def test_a_rebalance_recommendation_is_advice_unless_a_time_is_given_for_it() ->
     ],
 )
 def test_nonsense_from_ec2_is_one_sort_of_error(text: str) -> None:
-    with pytest.raises(NonsenseError):
+    with pytest.raises(InvalidAnswerError):
         parse_instance_action(text)
-    with pytest.raises(NonsenseError):
+    with pytest.raises(InvalidAnswerError):
         parse_rebalance(text, None)
 
 
@@ -166,9 +171,9 @@ def test_gcp_maintenance_counts_only_if_it_stops_the_machine() -> None:
 
 @pytest.mark.parametrize("text", ["", "PERHAPS", HTML])
 def test_nonsense_from_gcp_is_an_error(text: str) -> None:
-    with pytest.raises(NonsenseError):
+    with pytest.raises(InvalidAnswerError):
         parse_preempted(text)
-    with pytest.raises(NonsenseError):
+    with pytest.raises(InvalidAnswerError):
         parse_maintenance(text)
 
 
@@ -227,7 +232,7 @@ def test_every_event_is_ours_if_our_name_is_not_known() -> None:
     ],
 )
 def test_nonsense_from_azure_is_one_sort_of_error(text: str) -> None:
-    with pytest.raises(NonsenseError):
+    with pytest.raises(InvalidAnswerError):
         parse_scheduled_events(text, "gpu_3")
 
 
@@ -295,7 +300,7 @@ def test_a_job_without_a_limit_has_no_end(end: str) -> None:
 
 @pytest.mark.parametrize("output", ["", "43 1795262400", "42 tomorrow", "42 12", "42", "42 99999999999999", HTML])
 def test_nonsense_from_squeue_is_an_error(output: str) -> None:
-    with pytest.raises(NonsenseError, match="squeue"):
+    with pytest.raises(InvalidAnswerError, match="squeue"):
         parse_end_time(output, "42")
 
 

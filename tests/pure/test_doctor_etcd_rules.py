@@ -52,7 +52,7 @@ def but(endpoint: EndpointFacts) -> EtcdFacts:
 @pytest.mark.parametrize(
     ("facts", "level", "said"),
     [
-        (replace(GOOD, endpoints=(A, AWAY)), WARNING, "c:2379 is out of reach"),
+        (replace(GOOD, endpoints=(A, AWAY)), WARNING, "c:2379 is unreachable"),
         (replace(GOOD, endpoints=(AWAY,)), ERROR, "connection refused"),
         (replace(GOOD, endpoints=(A, replace(AWAY, is_refusal=True))), ERROR, "refuses this client"),
         (replace(GOOD, endpoints=(A, replace(B, cluster_id=2))), ERROR, "different clusters"),

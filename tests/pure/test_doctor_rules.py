@@ -11,18 +11,19 @@ import pytest
 from torchelastic.doctor.accelerators import AcceleratorFacts, is_compiled_for, judge_accelerators
 from torchelastic.doctor.findings import Finding, Level, exit_code, worst
 from torchelastic.doctor.folder import FolderFacts, judge_folder
-from torchelastic.doctor.left_overs import LeftOverFacts, judge_left_overs
-from torchelastic.doctor.lifetime import DeadlineSource, LifetimeFacts, judge_lifetime
-from torchelastic.doctor.limits import (
+from torchelastic.doctor.host import (
+    LeftOverFacts,
     LimitFacts,
     MemoryFacts,
+    judge_clock,
     judge_files,
+    judge_left_overs,
     judge_locked_memory,
     judge_memory,
     judge_processes,
     judge_shared_memory,
 )
-from torchelastic.doctor.own_clock import judge_clock
+from torchelastic.doctor.lifetime import DeadlineSource, LifetimeFacts, judge_lifetime
 from torchelastic.doctor.screen import document, lines_of, summary
 from torchelastic.doctor.versions import VersionFacts, judge_versions, parse_requirement, satisfies
 from torchelastic.launch.doctor import parse_size

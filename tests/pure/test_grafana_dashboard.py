@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry, prometheus_naming
 from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector
 
@@ -27,7 +27,7 @@ LABELS = {"run_id", "host", "version", "account", "source", "local_rank", "outco
 def existing() -> set[str]:
     """The names of all samples that a scrape may have, those of the recording rules not among them."""
     registry = MetricsRegistry()
-    registry.add(LedgerCollector(lambda: HostSnapshot(Book(), 0), run_id="r", host="h"))
+    registry.add(LedgerCollector(lambda: HostSnapshot(HostLedger(), 0), run_id="r", host="h"))
     for name in PUBLISHED:
         registry.record(0, "torchelastic", name, 1.0)
     names = set()

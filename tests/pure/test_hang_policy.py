@@ -17,12 +17,12 @@ from torchelastic.p2p.hangs import (
     WARM_UP_STEPS,
     Act,
     HangPolicy,
-    Look,
     Place,
+    Sample,
     Suspicion,
-    has_stood_since_s,
     has_worked,
     idle_bound_s,
+    unchanged_since_s,
 )
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.testing.clock import FakeClock
@@ -57,7 +57,7 @@ def test_a_policy_that_makes_no_sense_says_which_argument(wrong: dict[str, Any])
 
 # --- the act ----------------------------------------------------------------------------------------------------------
 
-WAITS = Suspicion(step_s=5.0, stood_s=3.0, place=Place.COLLECTIVE, bound_s=5.0, timeout_s=60.0, is_warm=True)
+WAITS = Suspicion(step_s=5.0, unchanged_s=3.0, place=Place.COLLECTIVE, bound_s=5.0, timeout_s=60.0, is_warm=True)
 RUNS = replace(WAITS, place=Place.USER_CODE)
 
 
@@ -67,15 +67,15 @@ def test_who_waits_in_a_collective_beyond_the_bound_gives_the_group_up() -> None
 
 
 def test_who_goes_from_collective_to_collective_does_not_hang() -> None:
-    assert replace(WAITS, step_s=50.0, stood_s=2.4).act(POLICY) is Act.NOTHING
+    assert replace(WAITS, step_s=50.0, unchanged_s=2.4).act(POLICY) is Act.NOTHING
 
 
 def test_a_collective_is_left_to_its_own_time_out_where_the_bound_is_no_shorter() -> None:
-    assert replace(WAITS, bound_s=60.0, step_s=100.0, stood_s=50.0).act(POLICY) is Act.NOTHING
+    assert replace(WAITS, bound_s=60.0, step_s=100.0, unchanged_s=50.0).act(POLICY) is Act.NOTHING
 
 
 def test_the_first_steps_of_a_round_trip_nothing() -> None:
-    assert replace(WAITS, is_warm=False, step_s=50.0, stood_s=50.0).act(POLICY) is Act.NOTHING
+    assert replace(WAITS, is_warm=False, step_s=50.0, unchanged_s=50.0).act(POLICY) is Act.NOTHING
     assert replace(RUNS, is_warm=False, step_s=599.0).act(POLICY) is Act.NOTHING
     assert replace(RUNS, is_warm=False, step_s=600.0).act(POLICY) is Act.REPORT, "but for ever is too long"
 
@@ -95,8 +95,8 @@ def test_who_is_in_user_code_is_reported_and_cuts_nobody_and_ends_only_if_the_po
 def test_who_waits_for_one_that_works_does_not_give_the_group_up_before_collectives_time_out_by_themselves() -> None:
     for_work = replace(WAITS, idle_s=1.0)
     assert for_work.act(POLICY) is Act.WAIT
-    assert replace(for_work, step_s=59.0, stood_s=58.0).act(POLICY) is Act.WAIT
-    assert replace(for_work, step_s=61.0, stood_s=58.0).act(POLICY) is Act.WAIT, "the collective began later"
+    assert replace(for_work, step_s=59.0, unchanged_s=58.0).act(POLICY) is Act.WAIT
+    assert replace(for_work, step_s=61.0, unchanged_s=58.0).act(POLICY) is Act.WAIT, "the collective began later"
     assert replace(for_work, idle_s=idle_bound_s(5.0)).act(POLICY) is Act.CUT, "it has stood still for too long"
     assert replace(for_work, step_s=4.9).act(POLICY) is Act.NOTHING
 
@@ -124,7 +124,7 @@ def test_one_that_the_user_has_chosen_does_not_grow() -> None:
     assert unchosen == DEFAULT_TIMEOUT_MS
 
 
-STANDS = Look(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)
+STANDS = Sample(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)
 
 
 @pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}, {"io_bytes": 101}])
@@ -151,18 +151,18 @@ def test_a_busy_processor_says_nothing_where_it_may_wait_for_a_gpu() -> None:
 
 
 def test_one_that_is_seen_at_the_same_point_without_computing_has_stood_since_the_first_look() -> None:
-    looks = [Look(at_s, Place.COLLECTIVE, ("code", 7), cpu_s=1.0 + 0.01 * at_s) for at_s in (10.0, 11.0, 12.0)]
-    since_s = has_stood_since_s(None, None, looks[0])
+    looks = [Sample(at_s, Place.COLLECTIVE, ("code", 7), cpu_s=1.0 + 0.01 * at_s) for at_s in (10.0, 11.0, 12.0)]
+    since_s = unchanged_since_s(None, None, looks[0])
     for earlier, later in pairwise(looks):
-        since_s = has_stood_since_s(since_s, earlier, later)
+        since_s = unchanged_since_s(since_s, earlier, later)
     assert since_s == 10.0
 
 
 @pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}])
 def test_one_that_has_moved_or_computed_meanwhile_has_not(change: dict[str, Any]) -> None:
-    earlier = Look(10.0, Place.COLLECTIVE, ("code", 7), cpu_s=1.0)
+    earlier = Sample(10.0, Place.COLLECTIVE, ("code", 7), cpu_s=1.0)
     later = replace(earlier, at_s=11.0, **change)
-    assert has_stood_since_s(10.0, earlier, later) == 11.0
+    assert unchanged_since_s(10.0, earlier, later) == 11.0
 
 
 # --- the clock of steps -----------------------------------------------------------------------------------------------

@@ -12,19 +12,19 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.pure.hostile_json import VALUES, with_field
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.ledger.book import Book, book_to_dict
 from torchelastic.ledger.events import KINDS, Failure, LedgerFormatError, ReForm, Start, to_dict
+from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
 from torchelastic.ledger.journal import VERSION, Head, read_journal
 from torchelastic.lifetime.manager_state import FILE_NAME, SCHEMA, ManagerState, read_state
 from torchelastic.lifetime.sources.metadata import parse_json
-from torchelastic.lifetime.sources.notice import NonsenseError
+from torchelastic.lifetime.sources.notice import InvalidAnswerError
 
 WORKER = "h-1/0.0"
 #: Files are written anew for each example.
 each = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-BOOK = Book().after(Start(at_ns=0, worker=WORKER)).after(Failure(at_ns=3, worker=WORKER, round=1))
+BOOK = HostLedger().after(Start(at_ns=0, worker=WORKER)).after(Failure(at_ns=3, worker=WORKER, round=1))
 HEAD: dict[str, Any] = {
-    "kind": "head", "version": VERSION, **asdict(Head("r", "h", 1, 2, 3)), "brought_forward": book_to_dict(BOOK),
+    "kind": "head", "version": VERSION, **asdict(Head("r", "h", 1, 2, 3)), "brought_forward": ledger_to_dict(BOOK),
 }  # fmt: skip
 EVENT = to_dict(ReForm(at_ns=3, worker=WORKER, round=1, phases_ns={"detect": 1}))
 
@@ -87,6 +87,6 @@ def test_whatever_a_field_of_an_iteration_managers_state_holds(tmp_path: Path, n
 @given(VALUES)
 def test_whatever_a_metadata_service_answers(value: str) -> None:
     try:
-        json.dumps(parse_json(value))
-    except NonsenseError:
+        json.dumps(parse_json("the answer", value, object))
+    except InvalidAnswerError:
         return

@@ -25,7 +25,7 @@ from torchelastic.adapters.hugging_face.resume import (
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
-    RankShare,
+    RankState,
     belongs_to,
     own_part,
     part_from,
@@ -53,9 +53,9 @@ def test_portions_do_not_depend_on_the_order_of_names() -> None:
     assert portion_of(1, 3, sizes_bytes) == portion_of(1, 3, backwards)
 
 
-def share() -> RankShare:
+def share() -> RankState:
     tied = torch.ones(2, 3)
-    return RankShare(
+    return RankState(
         {"parameters": {"a": tied, "b": tied}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "lr": 0.1}},
         {"scheduler": {"best": math.inf, "pair": (1, 2)}, "scaler": None},
         {"numpy": np.arange(3, dtype=np.uint32)},
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_other_code_is_told() -> None:
 
 def test_what_is_no_plain_value_is_named() -> None:
     with pytest.raises(TypeError, match="optimizer/hook"):
-        tensors_of(RankShare({"optimizer": {"hook": print}}, None, None), 0)
+        tensors_of(RankState({"optimizer": {"hook": print}}, None, None), 0)
 
 
 def test_buffers_are_told_from_parameters() -> None:
@@ -107,7 +107,7 @@ def test_random_numbers_come_again() -> None:
 
     state = rng_state()
     first = draw()
-    stored = part_from(tensors_of(RankShare(None, None, state), 0), own_part(0))
+    stored = part_from(tensors_of(RankState(None, None, state), 0), own_part(0))
     set_rng_state(stored)
     assert draw() == first
     converted = trainer_rng(stored, is_distributed=False)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchelastic.ledger import book as book_module
+from torchelastic.ledger import host_ledger as book_module
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book, book_from_dict, book_to_dict
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     KINDS,
     Counted,
@@ -31,7 +31,7 @@ from torchelastic.ledger.events import (
     from_dict,
     to_dict,
 )
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.host_ledger import HostLedger, ledger_from_dict, ledger_to_dict
 
 STEP_NS = 1_000
 
@@ -41,7 +41,7 @@ class Worker:
     """Plays one life of a worker: what it does by the rules, and what it tells."""
 
     name: str
-    tally: Tally
+    tally: Counters
     told: list[Event] = field(default_factory=list)
 
     def tell(self, event: Event) -> None:
@@ -76,12 +76,12 @@ class Worker:
 
 
 def begins(name: str, at_ns: int = 0) -> Worker:
-    worker = Worker(name, Tally.begun(at_ns))
+    worker = Worker(name, Counters.begun(at_ns))
     worker.told.append(Start(at_ns=at_ns, worker=name))
     return worker
 
 
-def amount(book: Book, worker: str, account: Account, now_ns: int) -> int:
+def amount(book: HostLedger, worker: str, account: Account, now_ns: int) -> int:
     return book.lives[worker].amounts(now_ns)[account]
 
 
@@ -135,7 +135,7 @@ def test_after_any_events_the_accounts_of_every_worker_sum_to_its_wall_time_and_
     doings: list[tuple[int, str, int, int]], later_ns: int
 ) -> None:
     events, now_ns = play(doings)
-    book = Book()
+    book = HostLedger()
     for event in events:
         book = book.after(event)
         assert book.why_wrong(now_ns + later_ns) == ""
@@ -148,7 +148,7 @@ def test_events_that_are_repeated_late_or_mixed_up_cannot_open_the_book(
 ) -> None:
     events, now_ns = play(doings)
     for order in (events[::-1], events + events, sorted(events, key=lambda event: event.worker)):
-        assert Book().after_all(order).why_wrong(now_ns) == ""
+        assert HostLedger().after_all(order).why_wrong(now_ns) == ""
 
 
 @given(DOINGS)
@@ -156,7 +156,7 @@ def test_what_is_learned_later_only_moves_time_between_productive_replayed_and_d
     doings: list[tuple[int, str, int, int]],
 ) -> None:
     events, now_ns = play(doings)
-    book = Book().after_all(events)
+    book = HostLedger().after_all(events)
     moved = (Account.PRODUCTIVE, Account.REPLAYED, Account.DETECT)
     for life in book.lives.values():
         counted, amounts = life.tally.amounts(life.until_ns(now_ns)), life.amounts(now_ns)
@@ -171,8 +171,8 @@ def test_what_is_learned_later_only_moves_time_between_productive_replayed_and_d
 def test_a_book_survives_json_and_goes_on_as_before(doings: list[tuple[int, str, int, int]]) -> None:
     events, _ = play(doings)
     half = len(events) // 2
-    again = book_from_dict(book_to_dict(Book().after_all(events[:half])))
-    assert again.after_all(events[half:]) == Book().after_all(events)
+    again = ledger_from_dict(ledger_to_dict(HostLedger().after_all(events[:half])))
+    assert again.after_all(events[half:]) == HostLedger().after_all(events)
 
 
 @given(DOINGS)
@@ -214,7 +214,7 @@ def test_a_worker_killed_in_a_step_leaves_that_step_as_replayed() -> None:
     worker.level(100, 1, 0)
     worker.trains(3)
     worker.ends(110 + 3 * STEP_NS + 400)
-    book = Book().after_all(worker.told)
+    book = HostLedger().after_all(worker.told)
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 10**9) == 3 * STEP_NS
     assert amount(book, "h/0.0", Account.REPLAYED, 10**9) == 400
     assert book.lives["h/0.0"].wall_ns(10**9) == 110 + 3 * STEP_NS + 400
@@ -229,7 +229,7 @@ def test_a_worker_that_has_drained_has_lost_nothing() -> None:
     worker.counts()
     worker.tell(Drain(at_ns=worker.tally.since_ns))
     worker.ends(worker.tally.since_ns + 50, is_loss=False)
-    book = Book().after_all(worker.told)
+    book = HostLedger().after_all(worker.told)
     assert amount(book, "h/0.0", Account.REPLAYED, 10**9) == 0
     assert amount(book, "h/0.0", Account.IDLE, 10**9) == 50
     assert (book.undone(), book.counts.lost, book.counts.drains) == (0, 0, 1)
@@ -245,7 +245,7 @@ def test_steps_beyond_the_checkpoint_that_is_gone_back_to_become_replayed_for_th
     stays.level(20_000, 2, 4, "checkpoint")
     stays.trains(8)
     now_ns = stays.tally.since_ns
-    book = Book().after_all([*gone.told, *stays.told])
+    book = HostLedger().after_all([*gone.told, *stays.told])
     assert amount(book, "h/0.0", Account.PRODUCTIVE, now_ns) == 4 * STEP_NS
     assert amount(book, "h/0.0", Account.REPLAYED, now_ns) == 6 * STEP_NS
     assert amount(book, "h/1.0", Account.PRODUCTIVE, now_ns) == (4 + 8) * STEP_NS
@@ -260,7 +260,7 @@ def test_what_is_lost_of_time_that_is_not_counted_yet_is_moved_once_it_is() -> N
     worker.level(9_000, 2, 1, "checkpoint")
     *known, counts = worker.told
     assert isinstance(counts, Counted)
-    book = Book().after_all(known)
+    book = HostLedger().after_all(known)
     assert book.why_wrong(9_010) == ""
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 0) == 0
     later = book.after(counts)
@@ -276,7 +276,7 @@ def test_a_worker_that_left_before_the_lost_steps_loses_only_what_it_had_done_it
     stays.level(0, 1, 0)
     stays.trains(20)
     stays.level(30_000, 2, 8, "checkpoint")
-    book = Book().after_all([*left.told, *stays.told])
+    book = HostLedger().after_all([*left.told, *stays.told])
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 10**9) == 5 * STEP_NS
     again = begins("h/2.0")
     again.level(40_000, 3, 2, "checkpoint")
@@ -289,7 +289,7 @@ def test_the_living_lose_nothing_by_what_another_worker_restores() -> None:
     one.level(0, 1, 0)
     one.trains(10)
     other.level(0, 2, 0)  # told late: the first has gone on in that round
-    book = Book().after_all([*one.told, *other.told])
+    book = HostLedger().after_all([*one.told, *other.told])
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 0) == 10 * STEP_NS
 
 
@@ -298,7 +298,7 @@ def test_nothing_is_lost_by_a_restore_to_a_step_that_is_not_known() -> None:
     worker.level(0, 1, 0)
     worker.trains(10)
     worker.level(20_000, 2, -1)
-    book = Book().after_all(worker.told)
+    book = HostLedger().after_all(worker.told)
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 20_000) == 10 * STEP_NS
 
 
@@ -313,7 +313,7 @@ def test_a_save_tells_exactly_what_going_back_to_it_costs() -> None:
             worker.tell(Save(at_ns=10 + end_ns, stall_ns=0, productive_ns=productive_ns))
     worker.counts()
     worker.level(5_000, 2, 2, "checkpoint")
-    book = Book().after_all(worker.told)
+    book = HostLedger().after_all(worker.told)
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 5_000) == 50
     assert amount(book, "h/0.0", Account.REPLAYED, 5_000) == 955
 
@@ -327,7 +327,7 @@ def test_the_time_from_a_death_until_it_is_noticed_is_time_to_detect(death_is_kn
     dead.ends(2_010 + 300)
     lives.fails(2_010 + 450)
     order = [dead.told, lives.told] if death_is_known_first else [lives.told, dead.told]
-    book = Book().after_all(itertools.chain(*order))
+    book = HostLedger().after_all(itertools.chain(*order))
     assert amount(book, "h/1.0", Account.DETECT, 2_460) == 150
     assert amount(book, "h/1.0", Account.REPLAYED, 2_460) == 300
     assert amount(book, "h/0.0", Account.DETECT, 2_460) == 0
@@ -339,7 +339,7 @@ def test_a_death_of_an_earlier_round_is_not_what_is_noticed_now() -> None:
     lives.level(100, 2, 0)
     lives.trains(1)
     lives.fails(lives.tally.since_ns + 500)
-    book = Book().after_all([*dead.told, *lives.told])
+    book = HostLedger().after_all([*dead.told, *lives.told])
     assert amount(book, "h/1.0", Account.DETECT, 10**6) == 0
     assert amount(book, "h/1.0", Account.REPLAYED, 10**6) == 500
 
@@ -348,7 +348,7 @@ def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
     worker = begins("h/0.0")
     worker.level(0, 1, 0)
     worker.fails(910)
-    book = Book().after_all([*worker.told, Loss(at_ns=210, member="other-0", certainty="fact")])
+    book = HostLedger().after_all([*worker.told, Loss(at_ns=210, member="other-0", certainty="fact")])
     assert amount(book, "h/0.0", Account.DETECT, 910) == 700
     assert amount(book, "h/0.0", Account.REPLAYED, 910) == 200
 
@@ -358,7 +358,7 @@ def test_a_failure_that_all_workers_of_a_host_notice_is_one() -> None:
     for worker in workers:
         worker.level(0, 1, 0)
         worker.fails(500)
-    book = Book().after_all(itertools.chain(*(worker.told for worker in workers)))
+    book = HostLedger().after_all(itertools.chain(*(worker.told for worker in workers)))
     assert (book.counts.failures, book.undone()) == (1, 3)
 
 
@@ -375,7 +375,7 @@ def test_a_group_that_is_lost_as_a_whole_is_one_failure_and_a_worker_lost_before
     stopped = begins("h/1.2", 800)
     stopped.level(900, 2, 0)
     stopped.ends(1_600, is_loss=False)
-    book = Book()
+    book = HostLedger()
     counts = []
     for one in (*workers, early, again, stopped):
         book = book.after_all(one.told)
@@ -388,13 +388,13 @@ def test_an_outage_of_the_store_is_counted_and_takes_nobodys_time() -> None:
     worker.level(0, 1, 0)
     outage = [StoreOutage(at_ns=500), StoreOutage(at_ns=9_500, is_over=True, away_ns=9_000)]
     worker.trains(10)
-    book = Book().after_all([*worker.told, *outage])
+    book = HostLedger().after_all([*worker.told, *outage])
     assert (book.counts.outages, book.counts.away_ns) == (1, 9_000)
     assert amount(book, "h/0.0", Account.PRODUCTIVE, 10_010) == 10 * STEP_NS
 
 
 def test_a_process_that_dies_before_it_has_told_anything_was_starting_up() -> None:
-    book = Book().after(Start(at_ns=100, worker="h/0.0")).after(End(at_ns=900, worker="h/0.0", exit_code=1))
+    book = HostLedger().after(Start(at_ns=100, worker="h/0.0")).after(End(at_ns=900, worker="h/0.0", exit_code=1))
     assert amount(book, "h/0.0", Account.START_UP, 10**6) == 800
 
 
@@ -403,13 +403,13 @@ def test_the_end_is_never_before_what_the_worker_has_counted_itself() -> None:
     worker.level(0, 1, 0)
     worker.trains(3)
     worker.ends(50)
-    book = Book().after_all(worker.told)
+    book = HostLedger().after_all(worker.told)
     assert book.why_wrong(10**6) == ""
     assert book.lives["h/0.0"].ended_ns == 10 + 3 * STEP_NS
 
 
 def test_many_ended_workers_are_added_up_and_the_book_still_closes() -> None:
-    book = Book()
+    book = HostLedger()
     for number in range(book_module.MOST_ENDED + 20):
         worker = begins(f"h/0.{number}", 10_000 * number)
         worker.level(10_000 * number + 100, number, 0)
@@ -428,10 +428,10 @@ def test_a_book_whose_accounts_do_not_sum_up_is_refused() -> None:
     worker = begins("h/0.0")
     worker.level(0, 1, 0)
     worker.trains(3)
-    fields = book_to_dict(Book().after_all(worker.told))
+    fields = ledger_to_dict(HostLedger().after_all(worker.told))
     tally = fields["lives"]["h/0.0"]["tally"]
     tally["totals"] = [tally["totals"][0] + 1, *tally["totals"][1:]]
     with pytest.raises(LedgerFormatError, match="sum"):
-        book_from_dict(fields)
+        ledger_from_dict(fields)
     with pytest.raises(LedgerFormatError):
-        book_from_dict({})
+        ledger_from_dict({})

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.pure.ledger_amounts import amounts_of
 from torchelastic.ledger.accounts import NOTHING, Account
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Failure, Start
 from torchelastic.ledger.figures import Seen, ettr, figures_of, goodput, participation, seen, step_efficiency
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.host_ledger import HostLedger
 
 S = 10**9
 
@@ -112,9 +112,9 @@ def test_hosts_are_added_up_but_a_failure_that_both_have_noticed_is_one() -> Non
     books = []
     for host in ("a", "b"):
         worker = f"{host}/0.0"
-        tally = Tally.begun(0).entered(10, 1, 0, 2).level(20, 0).commits(120).undoes(150)
+        tally = Counters.begun(0).entered(10, 1, 0, 2).level(20, 0).commits(120).undoes(150)
         books.append(
-            Book().after_all(
+            HostLedger().after_all(
                 [
                     Start(at_ns=0, worker=worker),
                     Counted(at_ns=150, worker=worker, tally=tally),

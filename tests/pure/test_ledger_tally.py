@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.pure.ledger_amounts import amounts_of
 from torchelastic.ledger.accounts import Account, by_label
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, from_dict, to_dict
-from torchelastic.ledger.marks import MOST_MARKS, Marks
 from torchelastic.ledger.meter import Meter
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.worker_lifetime import MOST_POINTS, ProgressCurve
 
 
 class Clock:
@@ -29,7 +29,7 @@ class Clock:
 
 
 #: What can happen to a worker: what the meter is told, and what that means for a tally.
-Happening = tuple[Callable[[Meter], object], Callable[[Tally, int], Tally]]
+Happening = tuple[Callable[[Meter], object], Callable[[Counters, int], Counters]]
 
 
 def told(what: str, number: int) -> Happening:
@@ -40,9 +40,9 @@ def told(what: str, number: int) -> Happening:
     if what == "is level":
         return lambda m: m.level(number), lambda t, at: t.level(at, number)
     if what == "commits":
-        return Meter.step_committed, Tally.commits
+        return Meter.step_committed, Counters.commits
     if what == "undoes":
-        return Meter.step_undone, Tally.undoes
+        return Meter.step_undone, Counters.undoes
     if what == "waits as a spare":
         return (
             Meter.waits_as_spare,
@@ -58,10 +58,10 @@ WHAT = ("gathers", "enters", "is level", "commits", "undoes", "waits", "waits as
 LIVES = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 50), st.integers(0, 10**12)), max_size=30)
 
 
-def lived(life: Sequence[tuple[str, int, int]]) -> tuple[Tally, Tally, int]:
+def lived(life: Sequence[tuple[str, int, int]]) -> tuple[Counters, Counters, int]:
     """The counts of a meter, those by the rules, and the time."""
     clock = Clock(1_000)
-    meter, tally = Meter(400, clock), Tally.begun(400)
+    meter, tally = Meter(400, clock), Counters.begun(400)
     for what, number, passed_ns in life:
         clock.now_ns += passed_ns
         tell, rule = told(what, number)
@@ -105,32 +105,32 @@ def test_counts_survive_json(life: list[tuple[str, int, int]]) -> None:
 
 
 def test_only_what_commits_is_productive() -> None:
-    tally = Tally.begun(0).entered(10, 1, 0, 2).level(30, 7).commits(130).undoes(180)
+    tally = Counters.begun(0).entered(10, 1, 0, 2).level(30, 7).commits(130).undoes(180)
     assert by_label(tally.totals) == by_label(amounts_of(start_up=10, restore=20, productive=100, replayed=50))
     assert (tally.step, tally.committed, tally.undone, tally.account) == (8, 1, 1, Account.RE_FORM)
 
 
 def test_a_save_in_between_is_a_stall_and_the_step_around_it_stays_one_step() -> None:
-    tally = Tally.begun(0).level(0, 0).switched(40, Account.SAVE_STALL).switched(45, Account.PRODUCTIVE).commits(105)
+    tally = Counters.begun(0).level(0, 0).switched(40, Account.SAVE_STALL).switched(45, Account.PRODUCTIVE).commits(105)
     assert tally.totals[Account.SAVE_STALL] == 5
     assert tally.totals[Account.PRODUCTIVE] == 100
     assert tally.committed == 1
 
 
 def test_a_group_left_in_order_loses_nothing() -> None:
-    tally = Tally.begun(0).level(0, 0).commits(100).left(103, Account.RE_FORM)
+    tally = Counters.begun(0).level(0, 0).commits(100).left(103, Account.RE_FORM)
     assert tally.totals[Account.PRODUCTIVE] == 103
     assert tally.totals[Account.REPLAYED] == tally.undone == 0
 
 
 def test_who_is_undone_without_having_begun_has_undone_no_step() -> None:
-    tally = Tally.begun(0).entered(10, 1, 0, 2).undoes(30)
+    tally = Counters.begun(0).entered(10, 1, 0, 2).undoes(30)
     assert (tally.undone, tally.totals[Account.RESTORE], tally.account) == (0, 20, Account.RE_FORM)
 
 
 def test_a_clock_that_goes_backwards_is_refused() -> None:
     with pytest.raises(ValueError, match="monotonic"):
-        Tally.begun(100).switched(99, Account.IDLE)
+        Counters.begun(100).switched(99, Account.IDLE)
 
 
 def test_a_block_spent_on_something_ends_where_it_began_unless_the_step_was_undone_in_it() -> None:
@@ -152,11 +152,11 @@ def test_a_block_spent_on_something_ends_where_it_began_unless_the_step_was_undo
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1_000)), min_size=1, max_size=1_500), st.data())
 def test_marks_are_bounded_and_never_say_more_than_there_was(grown: list[tuple[int, int]], data: st.DataObject) -> None:
-    marks, step, ns = Marks(), 0, 0
+    marks, step, ns = ProgressCurve(), 0, 0
     for steps, more_ns in grown:
         step, ns = step + steps, ns + more_ns
-        marks = marks.with_mark(step, ns)
-    assert len(marks.points) <= MOST_MARKS
+        marks = marks.with_point(step, ns)
+    assert len(marks.points) <= MOST_POINTS
     assert marks.points == tuple(sorted(marks.points))
     asked = data.draw(st.integers(0, step + 3))
     assert 0 <= marks.productive_ns_at(asked) <= ns
@@ -168,15 +168,15 @@ def test_marks_are_bounded_and_never_say_more_than_there_was(grown: list[tuple[i
 
 
 def test_a_mark_of_an_older_step_changes_nothing() -> None:
-    marks = Marks(((0, 0), (10, 100)))
-    assert marks.with_mark(5, 60) is marks
-    assert marks.with_mark(-1, 60) is marks
+    marks = ProgressCurve(((0, 0), (10, 100)))
+    assert marks.with_point(5, 60) is marks
+    assert marks.with_point(-1, 60) is marks
 
 
 def test_of_very_many_marks_the_newest_are_kept_exactly_and_the_older_ones_thinned_evenly() -> None:
-    marks = Marks()
+    marks = ProgressCurve()
     for step in range(10_000):
-        marks = marks.with_mark(step, step * step)
-    assert len(marks.points) <= MOST_MARKS
+        marks = marks.with_point(step, step * step)
+    assert len(marks.points) <= MOST_POINTS
     assert all(marks.productive_ns_at(step) == step * step for step in range(9_940, 10_000))
     assert all(abs(marks.productive_ns_at(step) - step * step) < 0.001 * 10_000**2 for step in range(0, 10_000, 37))

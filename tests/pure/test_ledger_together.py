@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Event, Failure, Restore, Start
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Head, Journal
-from torchelastic.ledger.tally import Tally
-from torchelastic.ledger.together import SILENT_NS, books_together
+from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
 
 #: The clocks of the two hosts differ by so much; their times of the day agree.
 AHEAD_NS = 7_000_000
 
 
 def journal(host: str, ahead_ns: int, events: list[Event]) -> Journal:
-    return Journal(Head("run", host, 5_000 + ahead_ns, 10**18), Book(), tuple(events))
+    return Journal(Head("run", host, 5_000 + ahead_ns, 10**18), HostLedger(), tuple(events))
 
 
-def trained(worker: str, ahead_ns: int, steps: int, round_: int = 1, begin: int = 0) -> tuple[Tally, list[Event]]:
+def trained(worker: str, ahead_ns: int, steps: int, round_: int = 1, begin: int = 0) -> tuple[Counters, list[Event]]:
     """A worker that trains steps of 100 ns from 1000 on, by its clock."""
     start_ns = 1_000 + ahead_ns
-    tally = Tally.begun(start_ns).entered(start_ns, round_, 0, 2).level(start_ns, begin)
+    tally = Counters.begun(start_ns).entered(start_ns, round_, 0, 2).level(start_ns, begin)
     for number in range(steps):
         tally = tally.commits(start_ns + 100 * (number + 1))
     restore = Restore(at_ns=start_ns, worker=worker, round=round_, step=begin)
     return tally, [Start(at_ns=start_ns, worker=worker), restore]
 
 
-def counted(worker: str, tally: Tally) -> Counted:
+def counted(worker: str, tally: Counters) -> Counted:
     return Counted(at_ns=tally.since_ns, worker=worker, tally=tally)
 
 
@@ -40,7 +40,7 @@ def test_the_time_until_a_death_on_another_host_is_noticed_is_time_to_detect() -
     ]
     dies, other = trained("b/0.0", AHEAD_NS, 5)
     other += [counted("b/0.0", dies), End(at_ns=1_600 + AHEAD_NS, worker="b/0.0", exit_code=-9)]
-    books = books_together({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, other)})
+    books = merged_ledgers({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, other)})
     amounts = books["a"].lives["a/0.0"].amounts(1_900)
     assert (amounts[Account.DETECT], amounts[Account.REPLAYED]) == (300, 100)
     assert books["a"].why_wrong(1_900) == books["b"].why_wrong(0) == ""
@@ -50,10 +50,10 @@ def test_what_a_host_had_done_that_is_gone_is_lost_beyond_the_step_that_the_othe
     gone, told = trained("a/0.0", 0, 8)
     told.append(counted("a/0.0", gone))
     _, later = trained("b/0.0", AHEAD_NS + 5_000, 0, round_=1, begin=3)  # a run that begins anew counts its rounds anew
-    just_now = books_together({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, later)})
+    just_now = merged_ledgers({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, later)})
     assert just_now["a"].lives["a/0.0"].ended_ns is None, "its agent may be about to write that it was there"
     later.append(End(at_ns=AHEAD_NS + 2 * SILENT_NS, worker="b/0.0", exit_code=0, is_loss=False))
-    books = books_together({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, later)})
+    books = merged_ledgers({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, later)})
     life = books["a"].lives["a/0.0"]
     assert life.ended_ns == gone.since_ns
     assert life.cause == "its agent was lost"
@@ -66,7 +66,7 @@ def test_a_host_that_goes_on_loses_nothing_by_what_another_one_restores() -> Non
     lives, told = trained("a/0.0", 0, 60)
     told.append(counted("a/0.0", lives))
     _, joins = trained("b/0.0", AHEAD_NS + 3_000, 0, round_=2, begin=20)
-    books = books_together({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, joins)})
+    books = merged_ledgers({"a": journal("a", 0, told), "b": journal("b", AHEAD_NS, joins)})
     assert books["a"].lives["a/0.0"].ended_ns is None
     assert books["a"].lives["a/0.0"].amounts(0)[Account.PRODUCTIVE] == 6_000
 
@@ -75,4 +75,4 @@ def test_one_journal_alone_is_its_own_book() -> None:
     lives, told = trained("a/0.0", 0, 3)
     told.append(counted("a/0.0", lives))
     alone = journal("a", 0, told)
-    assert books_together({"a": alone}) == {"a": alone.book()}
+    assert merged_ledgers({"a": alone}) == {"a": alone.book()}

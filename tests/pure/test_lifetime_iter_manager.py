@@ -283,7 +283,7 @@ def test_the_end_of_the_run_is_no_error_but_going_on_is_told(folder: Path, caplo
     for _ in range(5):
         job.manager.iter()
         job.clock.advance(1.0)
-    said = "iteration 5 begins, and total_iters is 3: end the loop there, or give the iterations of all lives"
+    said = "iteration 5 begins, and total_iters is 3: end the loop there, or give the iterations of all incarnations"
     assert caplog.text.count(said) == caplog.text.count("total_iters is 3") == 1
     assert job.manager.remaining_time == 0.0
 
@@ -345,7 +345,7 @@ def test_who_goes_on_after_close_is_told_once(folder: Path, caplog: pytest.LogCa
     job.manager.close()
     assert "close()" not in caplog.text
     job.run(1.0, steps=5)
-    assert caplog.text.count("iteration 4 begins after close(): no deadline is heard of any more") == 1
+    assert caplog.text.count("iteration 4 begins after close(): deadlines are no longer detected") == 1
     assert caplog.text.count("after close()") == 1
 
 

@@ -328,7 +328,7 @@ def test_a_progress_file_that_cannot_be_written_is_a_warning_once(
     job = Job(folder, 20.0)
     job.run(1.0)
     assert len(job.saved_at) == 1
-    assert caplog.text.count("the progress of this job is not told: TORCHELASTIC_PROGRESS_FILE=") == 1
+    assert caplog.text.count("the progress of this job is not reported: TORCHELASTIC_PROGRESS_FILE=") == 1
 
 
 def test_only_the_first_rank_tells(folder: Path, told: Path) -> None:

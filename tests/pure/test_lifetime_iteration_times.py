@@ -133,5 +133,5 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("wrong", [-1.0, math.inf, math.nan])
 def test_iterations_of_an_earlier_life_that_make_no_sense_are_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="an iteration of an earlier life"):
+    with pytest.raises(ValueError, match="an iteration of an earlier incarnation"):
         IterationTimes().remember([1.0, wrong])

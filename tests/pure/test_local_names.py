@@ -3,20 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchelastic.checkpoint.local.names import LocalSave, Shard, check_iteration, check_session_id
+from torchelastic.checkpoint.local.names import check_iteration, check_session_id, file_name_of, find_shard
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
-SAVE = LocalSave(generation=3, iteration=10, world_size=4, token="9f3a12cd")
+SHARD = ShardId(SaveId(epoch=0, round=0, generation=3, step=10, nonce="9f3a12cd"), 1, 4)
+NAME = "step-000000010.e0.r0.g3.9f3a12cd.shard-00001-of-00004.shard"
 
 
 def test_a_name_says_all_and_is_read_back() -> None:
-    name = SAVE.shard(1).file_name
-    assert name == "iter_0000010_0001_of_0004_gen_00000003_9f3a12cd_local.shard"
-    assert Shard.parse(name) == SAVE.shard(1)
-
-
-def test_large_numbers_are_read_back_too() -> None:
-    shard = LocalSave(10**9, 10**11, 20000, "0" * 8).shard(12345)
-    assert Shard.parse(shard.file_name) == shard
+    assert file_name_of(SHARD) == NAME
+    assert find_shard(NAME) == SHARD
+    large = ShardId(SaveId(0, 0, 10**9, 10**11, "0" * 8), 12345, 200000)
+    assert find_shard(file_name_of(large)) == large
 
 
 @pytest.mark.parametrize(
@@ -25,20 +23,17 @@ def test_large_numbers_are_read_back_too() -> None:
         "",
         "iter_0000010_0000_local.pt",
         ".tmp-1-2",
-        SAVE.shard(4).file_name,
-        "../" + SAVE.shard(1).file_name,
-        SAVE.shard(1).file_name + "\n",
-        SAVE.shard(1).file_name.replace("0001_of", "00001_of"),
-        SAVE.shard(1).file_name.replace("9f3a", "9F3A"),
+        "shard-00001-of-00004.shard",
+        "step-000000010.e0.r0.g3.shard-00001-of-00004.shard",
+        NAME.replace("00001-of", "00004-of"),
+        "../" + NAME,
+        NAME + "\n",
+        NAME.replace("00001-of", "000001-of"),
+        NAME.replace("9f3a", "9F3A"),
     ],
 )
 def test_nothing_else_is_taken_for_a_name(name: str) -> None:
-    assert Shard.parse(name) is None
-
-
-def test_the_newest_save_is_the_one_saved_last_not_the_one_with_the_largest_iteration() -> None:
-    stale, new = LocalSave(7, 10, 4, "f" * 8), LocalSave(8, 5, 4, "0" * 8)
-    assert max(stale, new) == new
+    assert find_shard(name) is None
 
 
 def test_a_session_is_a_folder_name() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict, TensorPlaceholder
-from torchelastic.checkpoint.local.encoding import decode, encode
+from torchelastic.checkpoint.local.state_dict import decode, encode
 from torchelastic.checkpoint.shards import ShardOf
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 

@@ -14,10 +14,10 @@ import pytest
 from torchelastic.agent.event_log import EventLog, events_log, level_of
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.terminal import Terminal
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Event, Failure, Join, Save, Start, StoreOutage, to_dict
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.meter import Meter
-from torchelastic.ledger.tally import Tally
 from torchelastic.log_lines import (
     FORMAT_VARIABLE,
     JsonFormatter,
@@ -29,7 +29,7 @@ from torchelastic.log_lines import (
 )
 
 S = 10**9
-BOOK = Book()
+BOOK = HostLedger()
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ STORY: list[Event] = [
     Start(at_ns=1 * S, worker="a-77/1.1"),
     Join(at_ns=2 * S, worker="a-77/0.0", rank=0, round=4, world_size=2, is_first=True),
     Join(at_ns=2 * S, worker="a-77/1.1", rank=1, round=4, world_size=2, is_first=True),
-    Counted(at_ns=2 * S, worker="a-77/0.0", tally=Tally.begun(0)),
+    Counted(at_ns=2 * S, worker="a-77/0.0", tally=Counters.begun(0)),
     Save(at_ns=3 * S, worker="a-77/0.0", rank=0, round=4, step=12),
     End(at_ns=4 * S, worker="a-77/1.1", rank=1, round=4, step=12, exit_code=-9, cause="killed by SIGKILL"),
     Failure(at_ns=5 * S, worker="a-77/0.0", rank=0, round=4, step=12, cause="reset"),
@@ -227,7 +227,7 @@ class Kept:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def write(self, event: Event, book: Book) -> None:
+    def write(self, event: Event, book: HostLedger) -> None:
         self.events.append(event)
 
     def close(self) -> None:
@@ -246,7 +246,7 @@ def test_events_are_lines_with_rank_round_and_step_and_of_the_time_at_which_they
     log.flush()
     assert [(record.created, record.levelname, record.getMessage()) for record in records] == [
         (101.0, "INFO", "2 workers: started"),
-        (102.0, "INFO", "2 workers: joined round 4 of 2 (round 4)"),
+        (102.0, "INFO", "2 workers: joined round 4, world size 2 (round 4)"),
         (103.0, "DEBUG", "worker 0 (rank 0, round 4, step 12): saved step 12, stood still for 0 s"),
         (104.0, "WARNING", "worker 1 (start 2, rank 1, round 4, step 12): lost, signal 9: killed by SIGKILL"),
         (105.0, "WARNING", "worker 0 (rank 0, round 4, step 12): the step after 12 was undone, 0 s of work: reset"),

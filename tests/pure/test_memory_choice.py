@@ -19,7 +19,7 @@ from torchelastic.checkpoint.memory.choice import (
     verification_share,
 )
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep, meta_of
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ShardName, save_id_of
 
 
 def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> CommitHead:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.memory.ids import is_part
 from torchelastic.checkpoint.memory.job import container_name, known_run_id
-from torchelastic.checkpoint.memory.names import is_part
 from torchelastic.checkpoint.memory.owner import JobRecord, decode_record, encode_record
 
 ODD_IDS = [

@@ -28,13 +28,13 @@ from torchelastic.checkpoint.memory.items import (
     unique_names,
 )
 from torchelastic.checkpoint.memory.plans import Note, NotSaved, NotSavedError, Ticket, refusal
-from torchelastic.checkpoint.memory.room import DEFAULT_MARGIN_BYTES
+from torchelastic.checkpoint.memory.room import DEFAULT_MARGIN_BYTES, Free
 
 GIB = 2**30
 
 
 def note(rank: int = 0, host: str = "a", **changes: Any) -> Note:
-    return replace(Note("job/step-1_ckpt", rank, host, -1, GIB, 0, 0, 2 * GIB, 64 * GIB), **changes)
+    return replace(Note("job/step-1_ckpt", rank, host, -1, GIB, 0, 0, Free(2 * GIB, 64 * GIB)), **changes)
 
 
 def item(fqn: str, *offset: int, sizes: tuple[int, ...] = (4,), of: tuple[int, ...] | None = None) -> WriteItem:
@@ -61,7 +61,7 @@ def test_ranks_of_one_host_need_room_together() -> None:
 
 
 def test_the_fullest_view_of_a_host_counts() -> None:
-    refused = refusal([note(0), note(1, ram_bytes=GIB + DEFAULT_MARGIN_BYTES)], [None, None])
+    refused = refusal([note(0), note(1, free=Free(2 * GIB, GIB + DEFAULT_MARGIN_BYTES))], [None, None])
     assert refused is not None
     assert refused.reason == "ram"
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.cgroup import cgroup_available_bytes
-from torchelastic.checkpoint.memory.room import Free, decide, held_bytes, measure
+from torchelastic.checkpoint.memory.room import Free, cgroup_available_bytes, decide, held_bytes, measure
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 
 MIB = 2**20
@@ -32,7 +31,7 @@ sizes = st.integers(0, 2**50)
     ],
 )
 def test_both_the_tmpfs_and_the_memory_count(needed: int, tmpfs: int | None, ram: int, reason: str) -> None:
-    decision = decide(needed, tmpfs, ram, margin_bytes=10)
+    decision = decide(needed, Free(tmpfs, ram), margin_bytes=10)
     assert (decision.fits, decision.reason) == (reason == "fits", reason)
 
 
@@ -40,26 +39,28 @@ def test_both_the_tmpfs_and_the_memory_count(needed: int, tmpfs: int | None, ram
 def test_less_need_and_more_room_never_turn_a_yes_into_a_no(
     needed: int, tmpfs: int | None, ram: int, margin: int, change: int
 ) -> None:
-    if decide(needed, tmpfs, ram, margin).fits:
-        assert decide(max(0, needed - change), tmpfs, ram, margin).fits
-        assert decide(needed, None if tmpfs is None else tmpfs + change, ram + change, margin).fits
+    if decide(needed, Free(tmpfs, ram), margin).fits:
+        assert decide(max(0, needed - change), Free(tmpfs, ram), margin).fits
+        assert decide(needed, Free(None if tmpfs is None else tmpfs + change, ram + change), margin).fits
         assert needed == 0 or needed + margin <= ram
 
 
-@pytest.mark.parametrize("numbers", [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1)])
-def test_negative_numbers_are_refused(numbers: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("needed", "tmpfs", "ram", "margin"), [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1)]
+)
+def test_negative_numbers_are_refused(needed: int, tmpfs: int, ram: int, margin: int) -> None:
     with pytest.raises(ValueError, match="negative"):
-        decide(*numbers)
+        decide(needed, Free(tmpfs, ram), margin)
 
 
 def test_the_reason_tells_need_room_and_remedy() -> None:
-    full = decide(300 * MIB, 200 * MIB, 4096 * MIB, 256 * MIB).because
+    full = decide(300 * MIB, Free(200 * MIB, 4096 * MIB), 256 * MIB).because
     for words in ("300 MiB", "200 MiB", "4.00 GiB", "256 MiB", "size=", "prune --dead"):
         assert words in full
-    poor = decide(300 * MIB, None, 100 * MIB).because
+    poor = decide(300 * MIB, Free(None, 100 * MIB)).because
     for words in ("no limit on the tmpfs", "100 MiB of memory", "memory limit", "prune --dead"):
         assert words in poor
-    assert "prune" not in decide(1, 10, 2**40).because
+    assert "prune" not in decide(1, Free(10, 2**40)).because
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -113,8 +114,8 @@ def test_the_lower_of_host_and_group_is_what_there_is(tmp_path: Path) -> None:
             self_cgroup=tmp_path / "self",
         )
 
-    assert measured(500, 100) == Free(20 * 512, 500, "host")
-    assert measured(601, 100) == Free(20 * 512, 600, "cgroup")
+    assert measured(500, 100) == Free(20 * 512, 500)
+    assert measured(601, 100) == Free(20 * 512, 600)
     assert measured(500, 0).tmpfs_bytes is None
 
 
@@ -140,7 +141,7 @@ def test_what_is_held_counts_each_file_once(tmp_path: Path) -> None:
 def test_warnings_come_at_powers_of_two_and_metrics_always(caplog: pytest.LogCaptureFixture) -> None:
     published: list[tuple[str, str, float]] = []
     skips = SkippedSaves(lambda *metric: published.append(metric))
-    decision = decide(300 * MIB, 200 * MIB, 4096 * MIB)
+    decision = decide(300 * MIB, Free(200 * MIB, 4096 * MIB))
     with caplog.at_level(logging.WARNING):
         for step in range(1, 10):
             skips.skipped(f"step {step}", decision.reason, decision.because)

@@ -12,20 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pure.report_runs import journals_of, killed_run
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.accounts import LOOKS, Account
 from torchelastic.ledger.events import End, Failure, Loss, Save
 from torchelastic.ledger.figures import Figure
-from torchelastic.ledger.looks import LOOKS
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
-from torchelastic.page.differences import applied, difference
-from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, document_of, pause_s
+from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, applied, difference, document_of, pause_s
 from torchelastic.page.feed import Feed, Picture, Tick, as_json
 from torchelastic.page.listening import parse_address
 from torchelastic.page.logs import last_lines
 from torchelastic.page.peers import uid_in
 from torchelastic.page.source import with_own_host
-from torchelastic.report.style import style
+from torchelastic.report import html_page, report_of
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine, combined
 from torchelastic.status.status_format import run_to_plain
@@ -260,7 +259,7 @@ def test_the_pages_files_name_nothing_elsewhere_and_put_no_text_in_as_html() -> 
 
 def test_accounts_have_the_same_names_and_colours_on_the_page_and_in_the_report() -> None:
     files = {name: file.content.decode() for name, file in static_files().items()}
-    report = style()
+    report = html_page(report_of(journals_of(killed_run())))
     for account, look in LOOKS.items():
         assert f'"{account.label}"' in files["accounts.js"]
         for colour in (look.light, look.dark):

@@ -15,9 +15,9 @@ from prometheus_client.openmetrics import exposition, parser
 
 from tests.pure.test_ledger_book import DOINGS, STEP_NS, begins, play
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts
-from torchelastic.ledger.book import MOST_ENDED, Book
 from torchelastic.ledger.events import Counted, Drain, StoreOutage, Straggler
 from torchelastic.ledger.figures import figures_of
+from torchelastic.ledger.host_ledger import MOST_ENDED, HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry, prometheus_naming
 from torchelastic.status.host import seen_of
 from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, Place, Sides
@@ -31,10 +31,10 @@ class Host:
     """A collector over a book that a test changes."""
 
     def __init__(self) -> None:
-        self.snapshot = HostSnapshot(Book(), 0, PLACES)
+        self.snapshot = HostSnapshot(HostLedger(), 0, PLACES)
         self.collector = LedgerCollector(lambda: self.snapshot, run_id="my-run", host="node-1")
 
-    def shows(self, book: Book, now_ns: int) -> None:
+    def shows(self, book: HostLedger, now_ns: int) -> None:
         self.snapshot = replace(self.snapshot, book=book, now_ns=now_ns)
 
     def families(self) -> list[Metric]:
@@ -69,7 +69,7 @@ def test_no_counter_ever_falls_and_the_accounts_difference_is_the_book_whenever_
     doings: list[tuple[int, str, int, int]], is_scraped: list[bool], ahead_ns: int
 ) -> None:
     events, _ = play(doings)
-    host, book, before = Host(), Book(), Host().scrape()
+    host, book, before = Host(), HostLedger(), Host().scrape()
     for number, event in enumerate(events):
         book = book.after(event)
         if not is_scraped[number % 5]:
@@ -101,10 +101,10 @@ def test_steps_that_a_checkpoint_does_not_hold_are_taken_back_from_productive_an
     host, worker = Host(), begins("h/0.0")
     worker.level(0, 1, 0)
     worker.trains(10)
-    host.shows(Book().after_all(worker.told), worker.tally.since_ns)
+    host.shows(HostLedger().after_all(worker.told), worker.tally.since_ns)
     assert host.value("torchelastic_ledger_seconds_total", account="productive") == pytest.approx(10 * STEP_NS / 1e9)
     worker.level(worker.tally.since_ns, 2, 4, "checkpoint")
-    host.shows(Book().after_all(worker.told), worker.tally.since_ns)
+    host.shows(HostLedger().after_all(worker.told), worker.tally.since_ns)
     lost_s = pytest.approx(6 * STEP_NS / 1e9)
     assert host.value("torchelastic_ledger_seconds_total", account="productive") == pytest.approx(10 * STEP_NS / 1e9)
     assert host.value("torchelastic_ledger_taken_back_seconds_total", account="productive") == lost_s
@@ -115,7 +115,7 @@ def test_steps_that_a_checkpoint_does_not_hold_are_taken_back_from_productive_an
 def test_counts_that_a_broken_page_takes_back_do_not_make_a_counter_fall() -> None:
     host, worker = Host(), begins("h/0.0")
     worker.level(0, 1, 0)
-    known = Book().after_all(worker.told)
+    known = HostLedger().after_all(worker.told)
     worker.trains(5)
     host.shows(known.after_all(worker.told), worker.tally.since_ns)
     assert host.value("torchelastic_steps_committed_total") == 5
@@ -136,7 +136,7 @@ def test_every_event_is_counted_where_it_belongs() -> None:
         *lost.told, *stays.told, Drain(at_ns=1), Straggler(at_ns=2), Straggler(at_ns=3), StoreOutage(at_ns=4),
         StoreOutage(at_ns=5, is_over=True, away_ns=2_500_000_000),
     ]  # fmt: skip
-    host.shows(Book().after_all(told), stays.tally.since_ns)
+    host.shows(HostLedger().after_all(told), stays.tally.since_ns)
     scraped = {
         name.removeprefix("torchelastic_"): value for (name, labels), value in host.scrape().items() if not labels
     }
@@ -172,7 +172,7 @@ def test_figures_are_those_of_the_status_and_there_are_none_before_the_first_wor
     worker.level(worker.tally.since_ns + 700, 2, 4)
     worker.trains(2)
     now_ns = worker.tally.since_ns + 50
-    book = Book().after_all(worker.told)
+    book = HostLedger().after_all(worker.told)
     host.shows(book, now_ns)
     figures = figures_of(seen_of(book, now_ns, configured_workers=2))  # of the host's two places one is empty
     assert figures.ettr.value == figures.goodput.value / 2
@@ -188,7 +188,7 @@ def test_a_failure_before_any_time_has_passed_can_be_scraped() -> None:
     host, worker = Host(), begins("h/0.0", 500)
     worker.level(500, 1, 0)
     worker.fails(600)
-    host.shows(Book().after_all(worker.told), 500)  # a clock that is behind what the worker says
+    host.shows(HostLedger().after_all(worker.told), 500)  # a clock that is behind what the worker says
     assert host.value("torchelastic_failures_total") == 1
     assert host.value("torchelastic_step_efficiency_attainable_ratio") == 1
 
@@ -207,7 +207,7 @@ def test_names_and_helps_follow_prometheus_conventions() -> None:
 
 
 def test_however_many_workers_come_and_go_there_are_no_more_series_and_no_counter_falls() -> None:
-    host, book = Host(), Book()
+    host, book = Host(), HostLedger()
     begun = begins("h/0.0")
     begun.level(0, 1, 0)
     host.shows(book.after_all(begun.told), 10)
@@ -247,7 +247,7 @@ def test_openmetrics_can_be_read_back() -> None:
     host, worker = Host(), begins("h/0.0")
     worker.level(0, 1, 0)
     worker.trains(3)
-    host.shows(Book().after_all(worker.told), worker.tally.since_ns)
+    host.shows(HostLedger().after_all(worker.told), worker.tally.since_ns)
     registry = CollectorRegistry()
     registry.register(host.collector)
     text = exposition.generate_latest(registry).decode()  # type: ignore[no-untyped-call]  # has no types
@@ -275,5 +275,5 @@ def test_a_worker_that_only_counts_is_in_the_book_of_the_scrape() -> None:
     worker.level(0, 1, 0)
     worker.tally = worker.tally.commits(worker.tally.since_ns + STEP_NS)
     fresh = Counted(at_ns=worker.tally.since_ns, worker="h/0.0", tally=worker.tally)
-    host.shows(Book().after_all(worker.told).after(fresh), worker.tally.since_ns)
+    host.shows(HostLedger().after_all(worker.told).after(fresh), worker.tally.since_ns)
     assert host.value("torchelastic_steps_committed_total") == 1

@@ -129,7 +129,6 @@ def test_a_name_that_several_modules_have_is_described_at_the_shortest_way_to_it
 def test_every_package_with_public_names_is_in_the_list_or_known_to_be_for_ourselves() -> None:
     """A new package: add it to `PUBLIC_MODULES`, or here, with the reason."""
     for_ourselves = {
-        "torchelastic.page",  # `torchelastic run --page`; the page is promised, not its code
         "torchelastic.processes",  # what every room uses
     }
     packages = set()

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Counted
 from torchelastic.ledger.figures import figures_of, seen
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.together import books_together
+from torchelastic.ledger.merge import merged_ledgers
 from torchelastic.report import NoRunError, Report, html_page, report_of
 from torchelastic.report.segments import Segment, cells
 from torchelastic.report.timeline import workers_in_group
@@ -105,7 +105,7 @@ def test_what_another_host_tells_of_a_death_is_time_to_detect_of_that_failure_an
 def test_the_figures_are_those_of_the_ledger() -> None:
     journals = journals_of(killed_run())
     report = report_of(journals)
-    books = list(books_together(journals).values())
+    books = list(merged_ledgers(journals).values())
     run = seen(books, [book.counts.last_ns for book in books], 3120 * MS, configured_workers=4)
     assert report.seen == run
     assert report.figures == figures_of(run)
@@ -355,7 +355,7 @@ def test_no_journal_several_runs_or_none_that_has_begun_is_an_error_that_says_wh
 def test_what_a_rotated_journal_brings_forward_is_in_the_sums() -> None:
     whole = killed_run()[1].journal()
     for place in range(1, len(whole.events)):
-        before = Book().after_all(whole.events[:place])
+        before = HostLedger().after_all(whole.events[:place])
         rotated = Journal(whole.head, before, whole.events[place:])
         report = report_of({"b": rotated})
         check(report)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.pure.report_runs import MS, Host, Worker, group_of, journals_of, killed_run, steps
 from torchelastic.report import LossFileError, compared, html_page, report_of, to_plain
-from torchelastic.report.axis import Scale, time_ticks, value_ticks
 from torchelastic.report.losses import MOST_POINTS, curve_of
 from torchelastic.report.model import Incident, Report
+from torchelastic.report.svg import Scale, time_ticks, value_ticks
 from torchelastic.text import duration
 
 _VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -42,8 +42,8 @@ class Seen(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.texts.append(data)
+        if self.open and self.open[-1] not in ("style", "script") and data.strip():
+            self.texts.append(" ".join(data.split()))
 
     @property
     def text(self) -> str:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     KINDS,
     Counted,
@@ -24,9 +25,7 @@ from torchelastic.ledger.events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.ledger.tally import Tally
-from torchelastic.status.event_lines import Told, lines_of, with_event
-from torchelastic.status.following import Following
+from torchelastic.status.event_lines import Following, LoggedEvent, lines_of, with_event
 from torchelastic.status.run_status import EventLine
 
 MS = 10**6
@@ -43,8 +42,8 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
         (End(at_ns=0, worker="a/0", exit_code=-9, cause="killed"), "lost, signal 9: killed"),
         (End(at_ns=0, worker="a/0", exit_code=0, is_loss=False), "ended, exit code 0"),
         (End(at_ns=0, worker="a/0"), "lost"),
-        (Join(at_ns=0, worker="a/0", rank=1, round=3, world_size=4, is_first=True), "joined round 3 as rank 1 of 4"),
-        (Join(at_ns=0, worker="a/0", rank=1, round=3, world_size=4), "again in round 3 as rank 1 of 4"),
+        (Join(at_ns=0, rank=1, round=3, world_size=4, is_first=True), "joined round 3 as rank 1, world size 4"),
+        (Join(at_ns=0, worker="a/0", rank=1, round=3, world_size=4), "re-formed: round 3 as rank 1, world size 4"),
         (Loss(at_ns=0, member="b-0-1", certainty="guess"), "b-0-1 was lost (guess)"),
         (Failure(at_ns=0, step=7, replayed_ns=250 * MS, cause="x"), "the step after 7 was undone, 250 ms of work: x"),
         (Failure(at_ns=0, replayed_ns=250 * MS, cause="x"), "a step was undone, 250 ms of work: x"),
@@ -52,7 +51,7 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
             Failure(at_ns=0, step=7, replayed_ns=250 * MS, is_undone=False),
             "the step after 7 failed and was not undone, as the state has no snapshot, 250 ms of work",
         ),
-        (Restore(at_ns=0, step=7, source="peer", took_ns=1500 * MS), "level at step 7 from a peer, 1.50 s"),
+        (Restore(at_ns=0, step=7, source="peer", took_ns=1500 * MS), "in sync at step 7 from a peer, 1.50 s"),
         (ReForm(at_ns=0, phases_ns={"a": 3 * MS, "b": 5 * MS}), "trains again after 8 ms (a 3 ms, b 5 ms)"),
         (Save(at_ns=0, step=7, tier="disk", stall_ns=12 * MS), "saved step 7 to disk, stood still for 12 ms"),
         (Drain(at_ns=0, step=9), "left the run in order after step 9"),
@@ -69,7 +68,7 @@ def test_every_event_says_what_happened_and_what_it_cost(event: Event, text: str
 
 
 def test_every_kind_of_event_but_counts_is_told() -> None:
-    counts = Counted(at_ns=0, tally=Tally.begun(0))
+    counts = Counted(at_ns=0, tally=Counters.begun(0))
     events = [counts if kind is Counted else kind(at_ns=0) for kind in KINDS.values()]
     assert {event.kind for event in events if lines_of("a", [(0.0, event)])} == set(KINDS) - {"counted"}
 
@@ -120,7 +119,7 @@ def test_a_text_is_printable_and_short_whatever_a_worker_says() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=60))
 def test_of_any_number_of_events_the_newest_lines_are_kept_and_none_is_lost_before(told: list[tuple[int, int]]) -> None:
-    lines: tuple[Told, ...] = ()
+    lines: tuple[LoggedEvent, ...] = ()
     for worker, step in told:
         lines = with_event(lines, save(f"a/{worker}", step), 1.0, most=20)
     assert len(lines) <= 20

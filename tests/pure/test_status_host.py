@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Event, Join, Start
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Round, RoundState
-from torchelastic.status.host import Facts, HostView, host_status, parts_of, told_values
-from torchelastic.status.pace import Pace
+from torchelastic.status.host import HostView, host_status, parts_of, published_values
+from torchelastic.status.progress import Pace
 from torchelastic.status.run_status import HostStatus
 
 S = 10**9
@@ -31,31 +31,31 @@ class Clock:
         return WALL_S + self.ns / S
 
 
-def trained(started_ns: int, steps: int, step_ns: int = S // 10, round_: int = 1, rank: int = 0) -> Tally:
+def trained(started_ns: int, steps: int, step_ns: int = S // 10, round_: int = 1, rank: int = 0) -> Counters:
     """A worker's counts after so many steps."""
     at_ns = started_ns + 2 * S
     tally = (
-        Tally.begun(started_ns).switched(at_ns, Account.IDLE).entered(at_ns + S, round_, rank, 2).level(at_ns + S, 0)
+        Counters.begun(started_ns).switched(at_ns, Account.IDLE).entered(at_ns + S, round_, rank, 2).level(at_ns + S, 0)
     )
     for number in range(1, steps + 1):
         tally = tally.commits(at_ns + S + number * step_ns)
     return tally
 
 
-def counted(worker: str, tally: Tally) -> Counted:
+def counted(worker: str, tally: Counters) -> Counted:
     return Counted(at_ns=tally.since_ns, worker=worker, tally=tally)
 
 
-def a_book() -> Book:
+def a_book() -> HostLedger:
     tallies = {"h-1/0.0": trained(0, 20), "h-1/1.2": trained(0, 20, rank=1)}
     events: list[Event] = [Start(at_ns=0, worker="h-1/0.0"), Start(at_ns=0, worker="h-1/1.1")]
     events += [End(at_ns=S, worker="h-1/1.1", exit_code=-9), Start(at_ns=0, worker="h-1/1.2")]
-    return Book().after_all([*events, *(counted(worker, tally) for worker, tally in tallies.items())])
+    return HostLedger().after_all([*events, *(counted(worker, tally) for worker, tally in tallies.items())])
 
 
-def status_at(now_ns: int, **facts: object) -> HostStatus:
-    known = {"round": Round(1, RoundState.RUNNING), "round_since_s": 5.0, **facts}
-    return host_status(a_book(), Facts(host="h", incarnation="1", at_s=WALL_S, now_ns=now_ns, **known))  # type: ignore[arg-type]
+def status_at(now_ns: int, round_: int = 1) -> HostStatus:
+    known = HostStatus(host="h", incarnation="1", at_s=WALL_S, round=round_, round_since_s=5.0)
+    return host_status(known, a_book(), now_ns)
 
 
 def test_workers_that_live_are_told_and_the_sums_are_of_all_that_ever_did() -> None:
@@ -70,11 +70,11 @@ def test_workers_that_live_are_told_and_the_sums_are_of_all_that_ever_did() -> N
 
 
 def test_whoever_is_not_in_the_present_round_has_no_rank() -> None:
-    assert {worker.rank for worker in status_at(10 * S, round=Round(2, RoundState.RUNNING)).workers} == {-1}
+    assert {worker.rank for worker in status_at(10 * S, round_=2).workers} == {-1}
 
 
 def test_a_book_of_nothing_is_a_status_of_nothing() -> None:
-    status = host_status(Book(), Facts(host="h", incarnation="1", at_s=WALL_S, now_ns=5))
+    status = host_status(HostStatus(host="h", incarnation="1", at_s=WALL_S), HostLedger(), now_ns=5)
     assert (status.workers, status.seen.worker_ns, status.seen.wall_ns, status.began_s) == ((), 0, 0, 0.0)
 
 
@@ -87,7 +87,7 @@ def test_the_view_tells_processes_values_the_round_and_the_last_events() -> None
     view.heard_of(Round(1, RoundState.RUNNING, because="said again"))
     view.published(0, [("mine", "loss", 0.5), ("torchelastic", "train_step.duration.ms", 9.0)])
     view.published(1, [("mine", "loss", 0.7)])
-    view.write(Join(at_ns=clock.ns - 3 * S, worker="h-1/0.0", round=1, rank=0, world_size=2), Book())
+    view.write(Join(at_ns=clock.ns - 3 * S, worker="h-1/0.0", round=1, rank=0, world_size=2), HostLedger())
     status = view.status(a_book(), 2.0, pids={"h-1/0.0": 77}, journal="/logs", address="http://x", is_etcd_away=True)
     assert (status.round, status.round_state, status.round_since_s) == (1, "running", first_s)
     assert [(worker.pid, dict(worker.values)) for worker in status.workers] == [(77, {"loss": 0.5}), (0, {"loss": 0.7})]
@@ -106,7 +106,7 @@ def test_the_view_hands_every_event_on_to_the_journal() -> None:
             self.events: list[Event] = []
             self.is_closed = False
 
-        def write(self, event: Event, book: Book) -> None:
+        def write(self, event: Event, book: HostLedger) -> None:
             self.events.append(event)
 
         def close(self) -> None:
@@ -116,11 +116,11 @@ def test_the_view_hands_every_event_on_to_the_journal() -> None:
     view = HostView("h", "1", journal, clock_ns=clock, wall_s=clock.wall_s)
     events = [Start(at_ns=1, worker="h/0"), counted("h/0", trained(1, 2))]
     for event in events:
-        view.write(event, Book())
+        view.write(event, HostLedger())
     view.close()
     assert journal.events == events
     assert journal.is_closed
-    assert len(view.status(Book()).events) == 1, "counts are no news"
+    assert len(view.status(HostLedger()).events) == 1, "counts are no news"
 
 
 def test_at_most_eight_values_of_a_place_are_kept_and_those_go_on() -> None:
@@ -140,11 +140,14 @@ def test_at_most_eight_values_of_a_place_are_kept_and_those_go_on() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_a_persons_number_is_not_told(item: tuple[object, ...]) -> None:
-    assert told_values([item]) == {}
+    assert published_values([item]) == {}
 
 
 def test_a_loss_published_in_the_librarys_own_group_is_told() -> None:
-    assert told_values([("torchelastic", "loss", 0.25), ("", "accuracy", 1, "more")]) == {"loss": 0.25, "accuracy": 1.0}
+    assert published_values([("torchelastic", "loss", 0.25), ("", "accuracy", 1, "more")]) == {
+        "loss": 0.25,
+        "accuracy": 1.0,
+    }
 
 
 def test_places_are_read_off_the_names_of_workers() -> None:

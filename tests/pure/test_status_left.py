@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import End, Event, Save, StoreOutage
 from torchelastic.ledger.figures import Seen, step_efficiency
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.records import Keys, Round, RoundState, encode_round
 from torchelastic.rendezvous.url import parse_url
@@ -118,14 +118,14 @@ def test_losses_stay_among_the_events_of_a_day_of_saves() -> None:
     ]  # fmt: skip
     events += [Save(at_ns=10**14 + step * 10**9, worker="a-1/0.1", round=1, step=step) for step in range(5000)]
     for event in events:
-        view.write(event, Book())
-    for told in (view.lines(), view.status(Book()).events):
+        view.write(event, HostLedger())
+    for told in (view.lines(), view.status(HostLedger()).events):
         assert [line.kind for line in told[:2]] == ["end", "store_outage"]
         assert told[-1].text.startswith("saved step 4999")
     assert len(view.lines()) == KEPT_EVENTS
-    assert len(view.status(Book()).events) == MOST_EVENTS
-    half = len(encode_host(view.status(Book()))) // 2
-    assert b"etcd is away" in encode_host(view.status(Book()), half), "also where room is short"
+    assert len(view.status(HostLedger()).events) == MOST_EVENTS
+    half = len(encode_host(view.status(HostLedger()))) // 2
+    assert b"etcd is away" in encode_host(view.status(HostLedger()), half), "also where room is short"
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def test_a_host_with_an_empty_place_has_less_of_its_time_than_of_its_workers() -
     assert run.seen.configured_workers == 4
     unknown = combined("job7", NOW_S, Round(), [], [replace(one, seen=seen), other])
     assert unknown.seen.configured_workers == 0, "half a sum would be none"
-    assert seen_of(Book(), 5, 3).configured_workers == 3
-    assert HostView("a", "x").status(Book(), places=3).seen.configured_workers == 3
+    assert seen_of(HostLedger(), 5, 3).configured_workers == 3
+    assert HostView("a", "x").status(HostLedger(), places=3).seen.configured_workers == 3
 
 
 def test_without_a_failure_the_reason_of_a_bound_says_so() -> None:

@@ -14,8 +14,8 @@ from torchelastic.agent import shown_progress
 from torchelastic.agent.shown_progress import ShownProgress
 from torchelastic.agent.terminal import Terminal
 from torchelastic.data import ElasticBatchSampler
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Restore, Start
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Round, RoundState
 from torchelastic.status import progress
 from torchelastic.status.host import HostView
@@ -69,7 +69,7 @@ def test_the_end_goes_through_etcd_and_is_told_to_programs() -> None:
 
 def test_a_host_knows_the_end_from_what_its_workers_say_when_they_begin() -> None:
     view = HostView("h", "1")
-    book = Book().after_all([Start(at_ns=0, worker="h-1/0.0")])
+    book = HostLedger().after_all([Start(at_ns=0, worker="h-1/0.0")])
     view.heard_of(Round(1, RoundState.RUNNING))
     view.write(Restore(at_ns=0, worker="h-1/0.0", step=0, end_step=16), book)
     (worker,) = view.status(book).workers

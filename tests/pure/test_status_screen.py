@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run, a_worker
-from torchelastic.ledger.accounts import NOTHING, Account
+from torchelastic.ledger.accounts import LOOKS, NOTHING, Account
 from torchelastic.ledger.figures import Seen
-from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, combined
 from torchelastic.status.screen import Screen, cells_of
@@ -105,8 +104,8 @@ def test_an_etcd_that_is_away_and_hosts_that_are_silent_are_named() -> None:
     status = a_run(a_host("node-1", 0, is_etcd_away=True), silent, never)
     text = "\n".join(drawn(status, away_s=42.0))
     assert "etcd has not answered for 42 s" in text
-    assert "silent: node-2 for 1.5 min, node-3 (has told nothing)" in text
-    assert "etcd is out of sight for: node-1" in text
+    assert "silent: node-2 for 1.5 min, node-3 (has reported nothing)" in text
+    assert "etcd is unreachable from: node-1" in text
     assert "etcd" not in "\n".join(drawn(a_run(a_host("node-1", 0))))
 
 
@@ -133,9 +132,9 @@ def test_every_state_of_a_round_is_shown(state: RoundState) -> None:
 def test_a_run_of_which_nothing_is_told_is_shown_all_the_same() -> None:
     lines = drawn(combined("job7", NOW_S, Round(), [], []), height=20)
     assert lines[0].startswith("run job7")
-    assert any("no worker has told yet" in line for line in lines)
+    assert any("no worker has reported yet" in line for line in lines)
     no_time = a_host("node-1", 0, seen=Seen(0, 0, NOTHING))
-    assert any("no worker has told yet" in line for line in drawn(a_run(no_time)))
+    assert any("no worker has reported yet" in line for line in drawn(a_run(no_time)))
 
 
 def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:

@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from torchelastic.agent.ending import Ended, end_of
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.counters import Counters
 
-STARTING = Tally.begun(0)
+STARTING = Counters.begun(0)
 IN_A_STEP = STARTING.entered(10, 1, 0, 2).level(20, 0).commits(30)
 DONE = IN_A_STEP.left(40, IN_A_STEP.account.IDLE)
 KILLED, TERMINATED, CRASHED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
@@ -29,7 +29,7 @@ KILLED, TERMINATED, CRASHED = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
     ],
 )
 def test_who_was_asked_to_leave_has_left_unless_a_signal_ended_it_before_its_last_step(
-    exit_code: int | None, tally: Tally | None, expected: Ended
+    exit_code: int | None, tally: Counters | None, expected: Ended
 ) -> None:
     assert end_of(exit_code, tally, was_asked=True, has_joined=True) is expected
 

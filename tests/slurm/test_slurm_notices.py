@@ -51,7 +51,7 @@ def test_usr1_before_the_end_does_not_stop_a_job_whose_end_is_known(
     assert_same(job, uninterrupted)
     before, stop, after = job.output().partition("save and stop")
     assert stop
-    assert "SIGUSR1 came" in before
+    assert "received SIGUSR1" in before
     assert "deadline: SLURM (squeue says" in after.splitlines()[0]
     assert "run 0 ended with 75" in after
 

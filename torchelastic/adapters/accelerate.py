@@ -17,7 +17,7 @@ from torchelastic.adapters.hugging_face.memory import DEFAULT_TIMEOUT_S, Hugging
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
-    RankShare,
+    RankState,
     belongs_to,
     own_part,
     part_from,
@@ -85,7 +85,7 @@ class MemoryCheckpointer:
             TypeError: something to be saved is neither a plain value nor a tensor; names it.
             CheckpointError: the save before is still not through after `timeout_s`.
         """
-        self._tier.save_step(step, tensors_of(self._share(extra), self._tier.rank))
+        self._tier.save_step(step, tensors_of(self._state(extra), self._tier.rank))
 
     def load(self) -> int | None:
         """Loads the newest complete checkpoint into what the accelerator has prepared; call it after `prepare`.
@@ -106,14 +106,14 @@ class MemoryCheckpointer:
         tensors = self._tier.load(
             str(memory), lambda name: any(belongs_to(name, part) for part in (REPLICATED, LEADING, own))
         )
-        replicated, leading = part_from(tensors, REPLICATED), part_from(tensors, LEADING)
-        self._check(replicated, leading)
-        self._apply(replicated, leading)
+        saved = {**part_from(tensors, REPLICATED), **part_from(tensors, LEADING)}
+        self._check(saved)
+        self._apply(saved)
         if any(belongs_to(name, own) for name in tensors):
             self._apply_own(part_from(tensors, own))
         else:
             log.info("%s was saved by fewer ranks: rank %d keeps its random numbers", memory, self._tier.rank)
-        self.extra = leading["extra"]
+        self.extra = saved["extra"]
         return step
 
     def restore_random_numbers(self) -> None:
@@ -147,7 +147,7 @@ class MemoryCheckpointer:
         if kind is None:  # else other ranks may be gone, and nobody may be waited for
             self.close()
 
-    def _share(self, extra: dict[str, Any]) -> RankShare:
+    def _state(self, extra: dict[str, Any]) -> RankState:
         accelerator = self._accelerator
         models = [split_model(self._unwrapped(model)) for model in accelerator._models]
         replicated = {
@@ -167,48 +167,47 @@ class MemoryCheckpointer:
             "rng": rng_state(),
             "dataloaders": [one.state_dict() if _is_stateful(one) else None for one in accelerator._dataloaders],
         }
-        return RankShare(replicated, leading, own)
+        return RankState(replicated, leading, own)
 
     def _unwrapped(self, model: Any) -> Any:
         return self._accelerator.unwrap_model(model, keep_torch_compile=False)
 
-    def _check(self, replicated: Any, leading: Any) -> None:
-        accelerator = self._accelerator
-        if "optimizers" not in replicated:
+    def _check(self, saved: dict[str, Any]) -> None:
+        if "optimizers" not in saved:
             raise CheckpointError(
                 f"the checkpoint in {self._tier.container} was not saved by a MemoryCheckpointer: load it with what "
                 "saved it, or give this job a container of its own"
             )
-        for what, saved, present in (
-            ("models", replicated["parameters"], accelerator._models),
-            ("optimizers", replicated["optimizers"], accelerator._optimizers),
-            ("schedulers", leading["schedulers"], accelerator._schedulers),
-            ("dataloaders", leading["dataloaders"], accelerator._dataloaders),
-            ("objects registered for checkpointing", leading["objects"], accelerator._custom_objects),
+        accelerator = self._accelerator
+        for what, states, present in (
+            ("models", saved["parameters"], accelerator._models),
+            ("optimizers", saved["optimizers"], accelerator._optimizers),
+            ("schedulers", saved["schedulers"], accelerator._schedulers),
+            ("dataloaders", saved["dataloaders"], accelerator._dataloaders),
+            ("objects registered for checkpointing", saved["objects"], accelerator._custom_objects),
         ):
-            if len(saved) != len(present):
+            if len(states) != len(present):
                 raise CheckpointError(
-                    f"the checkpoint in {self._tier.container} has {len(saved)} {what}, and the accelerator has "
+                    f"the checkpoint in {self._tier.container} has {len(states)} {what}, and the accelerator has "
                     f"prepared {len(present)}: prepare and register the same as when it was saved, before load()"
                 )
 
-    def _apply(self, replicated: Any, leading: Any) -> None:
+    def _apply(self, saved: dict[str, Any]) -> None:
         accelerator = self._accelerator
-        for model, parameters, buffers in zip(
-            accelerator._models, replicated["parameters"], leading["buffers"], strict=True
-        ):
+        for model, parameters, buffers in zip(accelerator._models, saved["parameters"], saved["buffers"], strict=True):
             self._unwrapped(model).load_state_dict({**parameters, **buffers})
-        for optimizer, state in zip(accelerator._optimizers, replicated["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        for scheduler, state in zip(accelerator._schedulers, leading["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
-        for one, state in zip(accelerator._custom_objects, leading["objects"], strict=True):
-            one.load_state_dict(state)
-        for dataloader, position in zip(accelerator._dataloaders, leading["dataloaders"], strict=True):
+        for objects, states in (
+            (accelerator._optimizers, saved["optimizers"]),
+            (accelerator._schedulers, saved["schedulers"]),
+            (accelerator._custom_objects, saved["objects"]),
+        ):
+            for one, state in zip(objects, states, strict=True):
+                one.load_state_dict(state)
+        for dataloader, position in zip(accelerator._dataloaders, saved["dataloaders"], strict=True):
             _set_position(dataloader, position)
-        if accelerator.scaler is not None and leading["scaler"] is not None:
-            accelerator.scaler.load_state_dict(leading["scaler"])
-        accelerator.step = leading["step"]
+        if accelerator.scaler is not None and saved["scaler"] is not None:
+            accelerator.scaler.load_state_dict(saved["scaler"])
+        accelerator.step = saved["step"]
 
     def _apply_own(self, own: Any) -> None:
         for dataloader, state in zip(self._accelerator._dataloaders, own["dataloaders"], strict=True):

@@ -1,8 +1,10 @@
-"""Checkpoints in memory as adapters need them: put together once, on all ranks, and closed with the run."""
+"""Checkpoints in memory for adapters: set up once, on all ranks, and closed with the run."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections import UserString
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -24,6 +26,7 @@ from torchelastic.checkpoint.memory import (
     DefaultCheckpointSaver,
     MemoryStorageReader,
     MemoryStorageWriter,
+    job_container,
 )
 from torchelastic.checkpoint.replication import ReplicationManager
 
@@ -35,6 +38,27 @@ INITIAL_BUFFER_SIZE_BYTES = 16 * 2**30
 TIMEOUT_S = 600.0
 #: What saving and loading raise; DCP's own is no `Exception`.
 FAILURES = (CheckpointException, OSError, RuntimeError)
+
+
+AnyPath = str | os.PathLike[str] | UserString
+
+
+def container_of(container: AnyPath | None) -> CheckpointContainerId:
+    """The container of the job; None: that which `job_container` derives from the run id.
+
+    Raises:
+        ValueError: it is no absolute path, or it is not given and the job has no run id.
+    """
+    return job_container() if container is None else CheckpointContainerId(os.path.normpath(str(container)))
+
+
+def is_due(step: int, every_n_steps: int, skip_every_n_steps: int | None) -> bool:
+    """Whether a checkpoint is saved to memory after this optimizer step.
+
+    >>> [step for step in range(1, 13) if is_due(step, 2, 6)]
+    [2, 4, 8, 10]
+    """
+    return step % every_n_steps == 0 and not (skip_every_n_steps and step % skip_every_n_steps == 0)
 
 
 class StorageTier:
@@ -105,7 +129,7 @@ class StorageTier:
             else:
                 save(dict(tensors), **options)
         except FAILURES as error:
-            _say_failed(checkpoint_id, error)
+            _log_failure(checkpoint_id, error)
 
     def wait(self) -> None:
         """Waits for the save that is being written, if there is one.
@@ -124,10 +148,10 @@ class StorageTier:
         try:
             pending.result()
         except FAILURES as error:
-            _say_failed(self._pending_id, error)
+            _log_failure(self._pending_id, error)
 
     def newest(self) -> CheckpointContainerId | None:
-        """The newest complete checkpoint, which every host has now; None if there is none, or it cannot be had."""
+        """The newest complete checkpoint, which every host has now; None if there is none, or it cannot be read."""
         opened = self._opened()
         self.wait()
         found, reason = None, None
@@ -135,7 +159,7 @@ class StorageTier:
             found = opened.loader.get_latest_complete_checkpoint(self.container)
         except FAILURES as error:
             reason = error
-            log.warning("checkpoints in %s cannot be used, and are passed over: %s", self.container, error)
+            log.warning("checkpoints in %s cannot be used, and are skipped: %s", self.container, error)
         return found if self.agree(reason is None) else None
 
     def load(self, checkpoint_id: str, is_wanted: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
@@ -190,11 +214,11 @@ class StorageTier:
         except (*FAILURES, ValueError) as error:
             reason = error
         if not self.agree(reason is None):
-            told = reason or "another rank could not read it, and says why"
-            raise CheckpointError(f"{checkpoint_id} cannot be loaded: {told}") from reason
+            cause = reason or "another rank could not read it, see its log"
+            raise CheckpointError(f"{checkpoint_id} cannot be loaded: {cause}") from reason
 
     def agree(self, is_well: bool) -> bool:
-        """Whether all ranks say so; when the save that is being written is through, since both use one group.
+        """Whether this holds on all ranks; after the save that is being written, since both use one group.
 
         Raises:
             CheckpointError: that save takes too long.
@@ -218,7 +242,7 @@ class StorageTier:
         return values[0]
 
     def remove(self, local_rank: int) -> None:
-        """Removes the container with all that is in it, on all hosts, when all ranks have come here; closes the tier.
+        """Removes the container with all that is in it, on all hosts, after a barrier; closes the tier.
 
         Args:
             local_rank: of this rank on its machine, where ranks share the folder.
@@ -266,7 +290,7 @@ class StorageTier:
 
 
 class _Open:
-    """What is there once a tier has started."""
+    """The objects of a started tier."""
 
     def __init__(self, thread_count: int, saver_options: Mapping[str, Any], timeout_s: float) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -284,5 +308,5 @@ class _Open:
         )
 
 
-def _say_failed(checkpoint_id: str, error: BaseException) -> None:
+def _log_failure(checkpoint_id: str, error: BaseException) -> None:
     log.error("the checkpoint %s was not saved, the one before it stays: %s", checkpoint_id, error)

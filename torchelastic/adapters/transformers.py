@@ -35,7 +35,7 @@ from torchelastic.adapters.hugging_face.resume import (
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
-    RankShare,
+    RankState,
     belongs_to,
     own_part,
     part_from,
@@ -43,6 +43,7 @@ from torchelastic.adapters.hugging_face.state import (
     split_model,
     tensors_of,
 )
+from torchelastic.adapters.memory_tier import is_due
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
@@ -52,15 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["MemoryCheckpointCallback", "resume_path"]
 
 log = logging.getLogger(__name__)
-
-
-def is_due(step: int, every_n_steps: int, skip_every_n_steps: int | None) -> bool:
-    """Whether a checkpoint is saved to memory after this optimizer step.
-
-    >>> [step for step in range(1, 13) if is_due(step, 2, 6)]
-    [2, 4, 8, 10]
-    """
-    return step % every_n_steps == 0 and not (skip_every_n_steps and step % skip_every_n_steps == 0)
 
 
 class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -283,8 +275,8 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             "trainer_state": self._trainer_state(state, control),
         }
         replicated = {"parameters": parameters, "optimizer": others["optimizer"].state_dict()}
-        share = RankShare(replicated, leading, rng_state())
-        self._tier.save_step(state.global_step, tensors_of(share, self._tier.rank))
+        tensors = tensors_of(RankState(replicated, leading, rng_state()), self._tier.rank)
+        self._tier.save_step(state.global_step, tensors)
         self._newest = state.global_step
 
     def _trainer_state(self, state: TrainerState, control: TrainerControl) -> dict[str, Any]:

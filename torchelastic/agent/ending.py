@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.counters import Counters
 
 
 class Ended(enum.Enum):
@@ -21,7 +21,7 @@ class Ended(enum.Enum):
     NOT_NEEDED = enum.auto()
 
 
-def end_of(exit_code: int | None, tally: Tally | None, *, was_asked: bool, has_joined: bool) -> Ended:
+def end_of(exit_code: int | None, tally: Counters | None, *, was_asked: bool, has_joined: bool) -> Ended:
     """What an end was.
 
     To be asked to leave is not to have left: a worker that a signal ended in a step was lost, whoever sent it.

@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Counted, End, Event, Failure, Loss, Save, StoreOutage, Straggler, to_dict
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
 from torchelastic.log_lines import Position, fields
-from torchelastic.status.event_lines import Told, with_event
+from torchelastic.status.event_lines import LoggedEvent, with_event
 from torchelastic.status.host import parts_of
 from torchelastic.status.run_status import EventLine
 
@@ -51,7 +51,7 @@ class EventLog:
         self._clock_ns, self._wall_s = clock_ns, wall_s
         self._pending: list[tuple[float, Event]] = []
 
-    def write(self, event: Event, book: Book) -> None:
+    def write(self, event: Event, book: HostLedger) -> None:
         """Log it, now or with the next `flush`, and hand it on."""
         if self._journal is not None:
             self._journal.write(event, book)
@@ -72,7 +72,7 @@ class EventLog:
                     line = one.line(self._host)
                     _log(line, level_of(event), at_s, fields(**_plain(line), event=to_dict(event)))
             return
-        told: tuple[Told, ...] = ()
+        told: tuple[LoggedEvent, ...] = ()
         for at_s, event in pending:
             told = with_event(told, event, at_s, most=len(pending))
         for one in told:

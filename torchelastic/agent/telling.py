@@ -9,7 +9,7 @@ from torchelastic.agent.membership import Membership
 from torchelastic.agent.shown_progress import ShownProgress
 from torchelastic.agent.tasks import keep_running
 from torchelastic.agent.terminal import Terminal
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore
 from torchelastic.status.host import HostView
@@ -76,7 +76,7 @@ class Telling:
         if books is not None:
             books.look()  # how things are now, not at the last look
         return self.view.status(
-            Book() if books is None else books.keeper.now(),
+            HostLedger() if books is None else books.keeper.now(),
             every_s,
             pids={} if books is None else books.pids(),
             places=0 if books is None else len(books.latest().places),

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import Shard
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+from torchelastic.checkpoint.local.names import find_shard
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, CheckpointContainerId, ShardName
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
 from torchelastic.checkpoint.store.save_id import SaveId
 
@@ -71,7 +70,7 @@ def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str |
     """
     if not may_hold_one(folder):
         return None
-    if any(Shard.parse(file) for file in files):
+    if any(find_shard(file) for file in files):
         return Kind.LOCAL
     if SaveId.find(folder) is not None:
         stated = stated_kind()

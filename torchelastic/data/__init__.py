@@ -11,7 +11,7 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.data.batch_sampler import ElasticBatchSampler as ElasticBatchSampler
-    from torchelastic.data.cycling import CyclingIterator as CyclingIterator
+    from torchelastic.data.distributed_sampler import CyclingIterator as CyclingIterator
     from torchelastic.data.distributed_sampler import ElasticDistributedSampler as ElasticDistributedSampler
     from torchelastic.data.epoch_loader import EpochLoader as EpochLoader
     from torchelastic.data.epoch_stream import EpochStream as EpochStream
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BatchShare": "shares",
-    "CyclingIterator": "cycling",
+    "CyclingIterator": "distributed_sampler",
     "ElasticBatchSampler": "batch_sampler",
     "ElasticDistributedSampler": "distributed_sampler",
     "ElasticLoader": "loader",

@@ -4,7 +4,7 @@ The order of an epoch is fixed by (seed, epoch) alone and cut into global batche
 share of each global batch; after a resize the shares change and the batches do not. Drawing a batch moves nothing for
 good: only `commit` does, so a step that failed is drawn again.
 
-A step of which a part of the gradients was saved is dealt out a second time: see `deal_again`. Samples that such a step
+A step of which a part of the gradients was saved is assigned a second time: see `deal_again`. Samples that such a step
 leaves out come back in batches of their own at the end of the epoch.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from torchelastic.data.course import Course, Position
+from torchelastic.data.epoch_progress import EpochProgress, Position
 from torchelastic.data.order import epoch_order
 from torchelastic.data.shares import (
     PADDING_SAMPLES,
@@ -37,7 +37,7 @@ _CACHED_EPOCHS = 2  # while one epoch ends, prefetching is already in the next
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """Cuts epochs into global batches, hands out this rank's shares, and remembers what was committed.
+    """Cuts epochs into global batches, returns this rank's local batches, and remembers what was committed.
 
     Use it through `ElasticLoader`, which calls `consume` with every batch that it hands out; the train loop calls
     `commit` after a good step and `rollback` after a failed one. With a loader of your own
@@ -88,11 +88,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"global_batch_size={global_batch_size}; make that smaller, or give drop_last=False"
             )
         self._rank, self._world_size = 0, 1
-        self._course = Course(self.batches_per_epoch, global_batch_size)
+        self._progress = EpochProgress(self.batches_per_epoch, global_batch_size)
         self._next: Position = (0, 0)  # of the first global batch that is not consumed
         self._pending: tuple[BatchShare, ...] = ()
         self._orders: dict[int, torch.Tensor] = {}
-        self._second_deal: SecondDeal | None = None
+        self._reassignment: SecondDeal | None = None
         self._deals = 0
         self._logical_shards: int | None = None
 
@@ -101,12 +101,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
     @property
     def epoch(self) -> int:
         """The epoch of the next uncommitted batch; equals `epochs` when the run is finished."""
-        return self._course.epoch
+        return self._progress.epoch
 
     @property
     def cursor(self) -> int:
         """Committed batches of the present epoch times `global_batch_size`: samples, but for those postponed."""
-        return self._course.number * self.global_batch_size
+        return self._progress.number * self.global_batch_size
 
     @property
     def position(self) -> tuple[int, int]:
@@ -131,11 +131,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
     @property
     def postponed(self) -> tuple[int, ...]:
         """Dataset indices that committed steps of this epoch have left out, and that are trained at its end."""
-        return self._course.postponed
+        return self._progress.postponed
 
     @property
     def deals(self) -> int:
-        """How often a batch was dealt out again; a change means that what was prefetched is no longer right."""
+        """How often a batch was assigned again; after a change prefetched batches are no longer valid."""
         return self._deals
 
     @property
@@ -146,7 +146,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     @property
     def present_units(self) -> tuple[int, ...]:
         """The units of the next uncommitted batch that stand for samples: all, where it is a full one."""
-        samples = 0 if self.finished else len(self._batch(self._course.position))
+        samples = 0 if self.finished else len(self._batch(self._progress.position))
         return tuple(unit for unit in range(self.units) if places_of_unit(samples, unit, self._logical_shards))
 
     @property
@@ -161,12 +161,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Uncommitted global batches of the present epoch."""
-        return 0 if self.finished else self._course.batches_in(self.epoch) - self._course.number
+        return 0 if self.finished else self._progress.batches_in(self.epoch) - self._progress.number
 
     @property
     def batches_left(self) -> int:
         """Uncommitted global batches of the whole run, as far as is known now."""
-        return self._course.batches_left(self.epochs)
+        return self._progress.batches_left(self.epochs)
 
     # What there is to load
 
@@ -181,7 +181,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             ValueError: `rank` is not in that range.
         """
         require_rank(rank, world_size)
-        self._second_deal = None
+        self._reassignment = None
         self.rollback()
         self._rank, self._world_size = rank, world_size
 
@@ -202,7 +202,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._logical_shards = shards
 
     def deal_again(self, deal: SecondDeal) -> None:
-        """Deal out the next uncommitted batch a second time, after an attempt at it has failed in another group.
+        """Assign the next uncommitted batch a second time, after an attempt at it has failed in another group.
 
         Every rank of the new group calls it, after `set_world`, with what is for it. It holds until that batch is
         committed, or until the next `set_world`.
@@ -210,7 +210,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Args:
             deal: what this rank computes and what it has kept.
         """
-        self._second_deal = deal
+        self._reassignment = deal
         self._deals += 1
 
     def pending_units(self) -> tuple[tuple[int, int], ...]:
@@ -218,7 +218,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
         Units without samples are left out.
         """
-        samples = len(self._batch(self._course.position))
+        samples = len(self._batch(self._progress.position))
         sizes = ((unit, len(places_of_unit(samples, unit, self._logical_shards))) for unit in self._units_now())
         return tuple((unit, size) for unit, size in sizes if size)
 
@@ -231,7 +231,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: there is no such batch.
         """
-        batches = self._course.batches_in(self.epoch)
+        batches = self._progress.batches_in(self.epoch)
         if not 0 <= batch_number < batches:
             raise ValueError(f"batch {batch_number} does not exist: epoch {self.epoch} has {batches}, from 0 on")
         return self._share((self.epoch, batch_number))
@@ -250,58 +250,66 @@ class ElasticBatchSampler(Sampler[list[int]]):
         The position and the world are those of this call; a running iterator does not notice later changes.
         """
         end = (min(self.epoch + 1, self.epochs), 0)
-        return self._loads(self._course, self._course.position, end, self._rank, self._world_size, self._second_deal)
+        return self._loads(
+            self._progress, self._progress.position, end, self._rank, self._world_size, self._reassignment
+        )
 
     def upcoming(self) -> Iterator[list[int]]:
         """Like iterating, but from `position` (behind the pending batches) and on to the end of the last epoch."""
         end = (self.epochs, 0)
-        return self._loads(self._course, self._next, end, self._rank, self._world_size, self._second_deal)
+        return self._loads(self._progress, self._next, end, self._rank, self._world_size, self._reassignment)
 
     def _loads(
-        self, course: Course, start: Position, end: Position, rank: int, world_size: int, deal: SecondDeal | None
+        self,
+        progress: EpochProgress,
+        start: Position,
+        end: Position,
+        rank: int,
+        world_size: int,
+        deal: SecondDeal | None,
     ) -> Iterator[list[int]]:
         # all that may change is an argument: a generator begins to run with its first `next`
         at = start
-        if deal is not None and at == course.position and at < end:
-            batch = course.batch(self._order(at[0]), at)
-            yield self.keys(at[0], self._second_share(deal, batch, at).load)
-            course = course.advanced(course.following(at), self._of(batch, deal.postponed))
-            at = course.position
+        if deal is not None and at == progress.position and at < end:
+            batch = progress.batch(self._order(at[0]), at)
+            yield self.keys(at[0], self._reassigned(deal, batch, at).load)
+            progress = progress.advanced(progress.following(at), self._of(batch, deal.postponed))
+            at = progress.position
         while at < end:
             order = self._order(at[0])  # held over the epoch, even when the cache has moved on
-            for number in range(at[1], course.batches_in(at[0])):
-                yield self.keys(at[0], self._to_load(course.batch(order, (at[0], number)), rank, world_size))
+            for number in range(at[1], progress.batches_in(at[0])):
+                yield self.keys(at[0], self._to_load(progress.batch(order, (at[0], number)), rank, world_size))
             at = (at[0] + 1, 0)
 
     def _batch(self, position: Position) -> tuple[int, ...]:
         """The dataset indices of one global batch."""
-        return self._course.batch(self._order(position[0]), position)
+        return self._progress.batch(self._order(position[0]), position)
 
     def _of(self, batch: tuple[int, ...], units: Sequence[int]) -> tuple[int, ...]:
-        """What these units of a batch stand for."""
+        """The dataset indices of these units of a batch."""
         return pick(batch, places_of_units(len(batch), units, self._logical_shards))
 
     def _share(self, position: Position) -> Share:
         batch = self._batch(position)
-        if self._second_deal is not None and position == self._course.position:
-            return self._second_share(self._second_deal, batch, position)
+        if self._reassignment is not None and position == self._progress.position:
+            return self._reassigned(self._reassignment, batch, position)
         load = self._to_load(batch, self._rank, self._world_size)
         own = load if self._places(len(batch), self._rank, self._world_size) else ()
         return Share(load, BatchShare(*position, own, len(own), len(batch)))
 
-    def _second_share(self, deal: SecondDeal, batch: tuple[int, ...], position: Position) -> Share:
+    def _reassigned(self, deal: SecondDeal, batch: tuple[int, ...], position: Position) -> Share:
         own = self._of(batch, deal.compute)
         total = len(batch) - len(self._of(batch, deal.postponed))
         share = BatchShare(*position, own, len(own), total, carried=self._of(batch, deal.carried))
         return Share(own or batch[:PADDING_SAMPLES], share)
 
     def _units_now(self) -> Sequence[int]:
-        if self._second_deal is not None:
-            return self._second_deal.compute
+        if self._reassignment is not None:
+            return self._reassignment.compute
         return units_of_rank(self.units, self._rank, self._world_size)
 
     def _places(self, samples: int, rank: int, world_size: int) -> Sequence[int]:
-        """Where in a global batch this rank's samples stand."""
+        """The places of this rank's samples in a global batch."""
         if self._logical_shards is None:
             return range(*share_bounds(samples, rank, world_size))
         return places_of_units(samples, units_of_rank(self.units, rank, world_size), self._logical_shards)
@@ -337,22 +345,22 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise StopIteration
         counted = self._share(self._next).counted
         self._pending += (counted,)
-        self._next = self._course.following(self._next)
+        self._next = self._progress.following(self._next)
         return counted
 
     def commit(self) -> None:
         """The step succeeded: move the cursor past all that was consumed, over the ends of epochs as needed."""
         left_out: tuple[int, ...] = ()
-        if self._second_deal is not None and self._pending:
-            left_out = self._of(self._batch(self._course.position), self._second_deal.postponed)
-            self._second_deal = None
-        self._course = self._course.advanced(self._next, left_out)
-        self._next = self._course.position
+        if self._reassignment is not None and self._pending:
+            left_out = self._of(self._batch(self._progress.position), self._reassignment.postponed)
+            self._reassignment = None
+        self._progress = self._progress.advanced(self._next, left_out)
+        self._next = self._progress.position
         self._pending = ()
 
     def rollback(self) -> None:
         """The step failed: forget what was consumed since the last commit, so that it is drawn again."""
-        self._next = self._course.position
+        self._next = self._progress.position
         self._pending = ()
 
     def state_dict(self) -> dict[str, Any]:
@@ -391,8 +399,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 f"epoch {epoch} with cursor {cursor} is not the start of a global batch, so the state is damaged: "
                 "give what state_dict() gave"
             )
-        self._course = replace(self._course, epoch=epoch, number=number, postponed=postponed)
-        self._second_deal = None
+        self._progress = replace(self._progress, epoch=epoch, number=number, postponed=postponed)
+        self._reassignment = None
         self.rollback()
 
     def _identity(self) -> dict[str, int]:

@@ -1,11 +1,11 @@
-"""0.1's sampler, made exactly-once."""
+"""0.1's sampler, made exactly-once, and its iterator over epochs."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sized
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -13,12 +13,14 @@ from torchelastic.data.order import epoch_order
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class ElasticDistributedSampler(DistributedSampler[int]):
     """A `DistributedSampler` that can begin in the middle of an epoch, with another number of replicas than before.
 
     The epoch has one order, given by seed and epoch alone. Its first `start_index` entries count as consumed, however
-    many replicas consumed them; the rest is dealt out in turns. So over any chain of resizes every index is seen
+    many replicas consumed them; the rest is assigned in turns. So over any chain of resizes every index is seen
     exactly once. (0.1 shuffled what was left anew at each resize, and lost samples.) To give every replica equally
     many, entries of the rest are repeated after its end, at most num_replicas - 1.
 
@@ -101,3 +103,40 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         while len(rest) < self.total_size:  # more than once where fewer samples are left than there are replicas
             rest += rest[: self.total_size - len(rest)]
         return iter(rest[self.rank : self.total_size : self.num_replicas])
+
+
+class CyclingIterator(Generic[T], Iterator[T]):
+    """Chains `generator_fn(epoch)` for the epochs `start_epoch` to `n - 1`.
+
+    The first epoch's iterable is made by the constructor, so that its loading can begin; each later one when the one
+    before is exhausted. With `start_epoch >= n` there is nothing to do and `generator_fn` is never called.
+
+    Args:
+        n: total number of epochs.
+        generator_fn: takes an epoch, returns what that epoch yields.
+        start_epoch: the first epoch, above 0 when a run is resumed.
+
+    Raises:
+        ValueError: `n` or `start_epoch` is negative.
+    """
+
+    def __init__(self, n: int, generator_fn: Callable[[int], Iterable[T]], start_epoch: int = 0) -> None:
+        if n < 0 or start_epoch < 0:
+            raise ValueError(f"n and start_epoch count epochs from 0 up, got n={n} and start_epoch={start_epoch}")
+        self._n = n
+        self._generator_fn = generator_fn
+        self._epoch = start_epoch
+        self._items: Iterator[T] = iter(generator_fn(start_epoch)) if start_epoch < n else iter(())
+
+    def __iter__(self) -> CyclingIterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            try:
+                return next(self._items)
+            except StopIteration:
+                if self._epoch + 1 >= self._n:
+                    raise
+            self._epoch += 1
+            self._items = iter(self._generator_fn(self._epoch))

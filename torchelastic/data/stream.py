@@ -2,7 +2,7 @@
 
 The stream is a fixed number of logical shards, each read by an iterator of its own. A batch takes the same number of
 samples from each shard that has any left, whoever reads it, so the batches do not depend on the world size. Each rank
-reads a contiguous range of the shards and tells the others where they are (see `stream_exchange`); when the group
+reads a contiguous range of the shards and publishes their places (see `stream_exchange`); when the group
 changes, shards move, and who opens one goes on behind the last sample that counted.
 """
 
@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 
 from torchelastic.data.shares import PADDING_SAMPLES, SecondDeal, require_rank, units_of_rank, weight_of
 from torchelastic.data.sources.api import Source, of_epoch
-from torchelastic.data.stream_course import ShardPlace, StreamCourse, samples_between
 from torchelastic.data.stream_exchange import StreamExchange
+from torchelastic.data.stream_progress import ShardPlace, StreamProgress, samples_between
 from torchelastic.data.stream_reading import Drawn, StreamReader, StreamReading
 from torchelastic.ledger.meter import this_worker
 
@@ -122,11 +122,11 @@ class ElasticStream(Iterator[Any]):
         self._reading = StreamReading(reader, num_workers, prefetch_batches, multiprocessing_context)
         self._exchange = StreamExchange()
         self._rank, self._world_size = 0, 1
-        self._course = self._next = StreamCourse.start(0, logical_shards)
+        self._progress = self._next = StreamProgress.start(0, logical_shards)
         self._pending: tuple[StreamShare, ...] = ()
-        # the places behind the first batch after `_course`, since it was first drawn: also when that step has failed
+        # the places behind the first batch after `_progress`, since it was first drawn: also when that step has failed
         self._attempt: tuple[ShardPlace, ...] | None = None
-        self._second_deal: SecondDeal | None = None
+        self._reassignment: SecondDeal | None = None
         self._padding: list[Any] = []
 
     # Where we are
@@ -134,12 +134,12 @@ class ElasticStream(Iterator[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of the next uncommitted batch; equals `epochs` when the run is finished."""
-        return self._course.epoch
+        return self._progress.epoch
 
     @property
     def number(self) -> int:
         """Committed batches of the present epoch."""
-        return self._course.number
+        return self._progress.number
 
     @property
     def finished(self) -> bool:
@@ -175,8 +175,8 @@ class ElasticStream(Iterator[Any]):
     def present_units(self) -> tuple[int, ...]:
         """The logical shards that have samples in the next uncommitted batch."""
         if not self._pending or self._attempt is None:
-            return () if self.finished else self._course.present
-        counts = samples_between(self._course.marks, self._attempt)
+            return () if self.finished else self._progress.present
+        counts = samples_between(self._progress.places, self._attempt)
         return tuple(shard for shard, samples in enumerate(counts) if samples)
 
     def pending_units(self) -> tuple[tuple[int, int], ...]:
@@ -203,11 +203,11 @@ class ElasticStream(Iterator[Any]):
                 f"{world_size} ranks share {self.logical_shards} logical shards, so some have nothing to read: start a "
                 "run with at least as many logical_shards as there will ever be ranks, and some more to divide evenly"
             )
-            if self._course == StreamCourse.start(0, self.logical_shards):
+            if self._progress == StreamProgress.start(0, self.logical_shards):
                 raise ValueError(few)
             log.warning("%s", few)
         self._exchange.enter(world_size)
-        self._second_deal = None
+        self._reassignment = None
         self.rollback()
         self._rank, self._world_size = rank, world_size
 
@@ -219,61 +219,61 @@ class ElasticStream(Iterator[Any]):
             )
 
     def deal_again(self, deal: SecondDeal) -> None:
-        """Deal out the next uncommitted batch a second time, after an attempt at it has failed in another group.
+        """Assign the next uncommitted batch a second time, after an attempt at it has failed in another group.
 
         Every rank of the new group calls it, after `set_world`, with what is for it. It holds until that batch is
         committed, or until the next `set_world`. Shards that are postponed give nothing to it: their samples are in the
         batches after it.
         """
-        self._second_deal = deal
+        self._reassignment = deal
 
     def __iter__(self) -> ElasticStream:
         return self
 
     def __next__(self) -> Any:
-        course = self._next
-        if self.epochs is not None and course.epoch >= self.epochs:
+        progress = self._next
+        if self.epochs is not None and progress.epoch >= self.epochs:
             self.close()
             raise StopIteration
-        deal = None if self._pending else self._second_deal
+        deal = None if self._pending else self._reassignment
         shards = units_of_rank(self.logical_shards, self._rank, self._world_size) if deal is None else deal.compute
-        drawn = self._read(course, shards)
-        told = dict(drawn.marks)
+        drawn = self._read(progress, shards)
+        reported = dict(drawn.places)
         carried = () if deal is None else deal.carried
         if carried:
             assert self._attempt is not None, "a rank that brings gradients has drawn the batch"
-            told |= {shard: self._attempt[shard] for shard in carried}
+            reported |= {shard: self._attempt[shard] for shard in carried}
         absent: Collection[int] = ()
         if deal is not None:  # nobody reads what is postponed, or what was over before
-            absent = {shard for shard, mark in enumerate(course.marks) if mark.ended or shard in deal.postponed}
-        marks = self._exchange.marks(course.number, course.marks, told, absent)
-        share = _share(course, marks, tuple(shards), carried)
+            absent = {shard for shard, place in enumerate(progress.places) if place.ended or shard in deal.postponed}
+        places = self._exchange.places(progress.number, progress.places, reported, absent)
+        share = _share(progress, places, tuple(shards), carried)
         if not share.global_samples:
             raise ValueError(
-                f"none of the {self.logical_shards} logical shards has a sample in epoch {course.epoch}: does "
+                f"none of the {self.logical_shards} logical shards has a sample in epoch {progress.epoch}: does "
                 "make_iterator find its data?"
             )
-        batch = self._batch(drawn) if share.pieces else self._padding_batch(course, marks)
+        batch = self._batch(drawn) if share.pieces else self._padding_batch(progress, places)
         if not self._pending:
-            self._attempt = marks
+            self._attempt = places
         self._pending += (share,)
-        self._next = course.advanced(marks)
+        self._next = progress.advanced(places)
         return batch
 
-    def _read(self, course: StreamCourse, shards: Sequence[int]) -> Drawn:
+    def _read(self, progress: StreamProgress, shards: Sequence[int]) -> Drawn:
         began_ns = time.monotonic_ns()
-        drawn = self._reading.draw(course.epoch, {shard: course.marks[shard] for shard in shards})
+        drawn = self._reading.draw(progress.epoch, {shard: progress.places[shard] for shard in shards})
         this_worker().waited_for_data(time.monotonic_ns() - began_ns)
         return drawn
 
     def _batch(self, drawn: Drawn) -> Any:
         return drawn.samples if self._collates_in_workers else self._collate(drawn.samples)
 
-    def _padding_batch(self, course: StreamCourse, marks: tuple[ShardPlace, ...]) -> Any:
+    def _padding_batch(self, progress: StreamProgress, places: tuple[ShardPlace, ...]) -> Any:
         """The first samples of a shard that has some: any rank can open any shard."""
         if not self._padding:
-            shard = next(s for s, samples in enumerate(samples_between(course.marks, marks)) if samples)
-            samples = of_epoch(self._make_iterator, course.epoch)(shard, self.logical_shards, 0)
+            shard = next(s for s, samples in enumerate(samples_between(progress.places, places)) if samples)
+            samples = of_epoch(self._make_iterator, progress.epoch)(shard, self.logical_shards, 0)
             self._padding = [sample for sample, _ in zip(samples, range(PADDING_SAMPLES), strict=False)]
         return self._collate(list(self._padding))
 
@@ -282,17 +282,17 @@ class ElasticStream(Iterator[Any]):
     def commit(self) -> None:
         """The step succeeded: move past all that was drawn."""
         if self._pending:
-            self._course, self._attempt, self._second_deal = self._next, None, None
+            self._progress, self._attempt, self._reassignment = self._next, None, None
         self._pending = ()
 
     def rollback(self) -> None:
         """The step failed: forget what was drawn since the last commit, so that it is drawn again."""
-        self._next = self._course
+        self._next = self._progress
         self._pending = ()
 
     def state_dict(self) -> dict[str, int | str]:
         """The committed place of all logical shards, as plain values; the same on every rank."""
-        return self._course.to_state()
+        return self._progress.to_state()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a saved place, whatever the world was there. What was drawn and not committed is forgotten.
@@ -303,10 +303,10 @@ class ElasticStream(Iterator[Any]):
         Raises:
             ValueError: it is something else, damaged, or of another number of shards. Nothing was changed then.
         """
-        course = StreamCourse.from_state(state, self.logical_shards)
-        if course != self._course:
-            self._course, self._attempt = course, None
-        self._second_deal = None
+        progress = StreamProgress.from_state(state, self.logical_shards)
+        if progress != self._progress:
+            self._progress, self._attempt = progress, None
+        self._reassignment = None
         self.rollback()
 
     def close(self) -> None:
@@ -315,14 +315,14 @@ class ElasticStream(Iterator[Any]):
 
 
 def _share(
-    course: StreamCourse, marks: tuple[ShardPlace, ...], shards: tuple[int, ...], carried: tuple[int, ...]
+    progress: StreamProgress, places: tuple[ShardPlace, ...], shards: tuple[int, ...], carried: tuple[int, ...]
 ) -> StreamShare:
-    counts = samples_between(course.marks, marks)
+    counts = samples_between(progress.places, places)
 
     def pieces(of: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-        return tuple((shard, course.marks[shard].drawn, counts[shard]) for shard in of if counts[shard])
+        return tuple((shard, progress.places[shard].drawn, counts[shard]) for shard in of if counts[shard])
 
-    return StreamShare(course.epoch, course.number, pieces(shards), sum(counts), pieces(carried))
+    return StreamShare(progress.epoch, progress.number, pieces(shards), sum(counts), pieces(carried))
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""What the ranks that share a stream tell each other of each batch.
+"""What the ranks of a stream exchange for each batch.
 
 A rank reads its own shards and must know of all: how many samples the others' gave, since the weights of the gradients
 and the end of the epoch depend on it, and at which place they are now, since it may hold them next, when their rank is
@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from torchelastic.data.stream_course import ShardPlace
+from torchelastic.data.stream_progress import ShardPlace
 
 #: number + 1 of the batch, drawn, digest, ended, and the length of a new position's text: 0 for none, -1 for a number.
 _NOTHING = [0] * 5
@@ -52,14 +52,14 @@ class StreamExchange:
         if size != world_size:
             raise ValueError(
                 f"the stream is to be shared by {world_size} ranks, but the default process group has {size}: the "
-                "ranks tell each other how much each shard has given, so make the group of exactly these ranks first"
+                "ranks exchange how much each shard has given, so make the group of exactly these ranks first"
             )
         default = dist.group.WORLD
         if self._default is not default:
             self._group = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else default
             self._default = default
 
-    def marks(
+    def places(
         self, number: int, before: Sequence[ShardPlace], mine: Mapping[int, ShardPlace], absent: Collection[int]
     ) -> tuple[ShardPlace, ...]:
         """The places of all shards behind one batch.
@@ -67,16 +67,16 @@ class StreamExchange:
         Args:
             number: of the batch, to see that all ranks are at the same one.
             before: the places of all shards before it; equal on all ranks.
-            mine: the places behind it of those shards that this rank tells of.
-            absent: shards that give nothing, of which no rank tells; equal on all ranks.
+            mine: the places behind it of those shards that this rank reports.
+            absent: shards that give nothing, that no rank reports; equal on all ranks.
 
         Raises:
             RuntimeError: a peer is lost; or the ranks do not fit together.
         """
         if self._world_size == 1:
-            return tuple(mine.get(shard, mark) for shard, mark in enumerate(before))
-        told = [_row(number, old, mine[shard]) if shard in mine else _NOTHING for shard, old in enumerate(before)]
-        table = torch.tensor(told, dtype=torch.int64)
+            return tuple(mine.get(shard, place) for shard, place in enumerate(before))
+        reported = [_row(number, old, mine[shard]) if shard in mine else _NOTHING for shard, old in enumerate(before)]
+        table = torch.tensor(reported, dtype=torch.int64)
         dist.all_reduce(table, group=self._group)
         rows: Rows = table.tolist()
         wrong = [s for s, row in enumerate(rows) if row[0] != (0 if s in absent else number + 1)]
@@ -94,9 +94,9 @@ class StreamExchange:
             return [""] * len(lengths)
         flat = torch.zeros(sum(lengths), dtype=torch.uint8)
         parts = torch.split(flat, list(lengths))
-        for shard, mark in mine.items():
+        for shard, place in mine.items():
             if lengths[shard]:
-                parts[shard].copy_(torch.frombuffer(bytearray(mark.position.encode()), dtype=torch.uint8))
+                parts[shard].copy_(torch.frombuffer(bytearray(place.position.encode()), dtype=torch.uint8))
         dist.all_reduce(flat, group=self._group)
         return [bytes(part.tolist()).decode() for part in parts]
 
@@ -104,10 +104,10 @@ class StreamExchange:
         return {"_world_size": self._world_size, "_default": None, "_group": None}
 
 
-def _row(number: int, before: ShardPlace, mark: ShardPlace) -> list[int]:
-    is_new = mark.at != before.at
-    length = 0 if not is_new else _NUMBER if mark.position == str(mark.at) else len(mark.position.encode())
-    return [number + 1, mark.drawn, mark.digest, int(mark.ended), length]
+def _row(number: int, before: ShardPlace, place: ShardPlace) -> list[int]:
+    is_new = place.at != before.at
+    length = 0 if not is_new else _NUMBER if place.position == str(place.at) else len(place.position.encode())
+    return [number + 1, place.drawn, place.digest, int(place.ended), length]
 
 
 def _mark(before: ShardPlace, row: Sequence[int], text: str) -> ShardPlace:

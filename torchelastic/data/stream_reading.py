@@ -11,19 +11,19 @@ import itertools
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from torchelastic.data.collated import by_value, joined
-from torchelastic.data.fingerprint import fingerprint
 from torchelastic.data.shares import units_of_rank
 from torchelastic.data.sources.api import Source, of_epoch
-from torchelastic.data.stream_course import NO_DIGEST, ShardPlace, position_text
-from torchelastic.data.worker_processes import WorkerProcesses
+from torchelastic.data.stream_progress import NO_DIGEST, ShardPlace, position_text
+from torchelastic.data.worker_processes import WorkerProcesses, by_value, joined
 
 log = logging.getLogger(__name__)
 
@@ -34,59 +34,65 @@ POSITION_EVERY = 8
 MAX_DEATHS = 3
 
 
+#: Others go byte by byte: numpy does not know them.
+_OF_NUMPY = frozenset(
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.bool)
+)
+
+
 class Drawn(NamedTuple):
     """What some shards give to one batch.
 
     Attributes:
         samples: a list, in the order of the shards; or already made one batch by torch's `default_collate`, None for no
             samples.
-        marks: the places of the shards behind them.
+        places: the places of the shards behind them.
     """
 
     samples: Any
-    marks: dict[int, ShardPlace]
+    places: dict[int, ShardPlace]
 
 
 class _Draw(NamedTuple):
     """What one shard gives to one batch, and the place behind it."""
 
     samples: list[Any]
-    mark: ShardPlace
+    place: ShardPlace
 
 
 class _OpenShard:
     """The iterator of one shard, at a place in it; one sample ahead, so that the end is known with the last sample."""
 
-    def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, mark: ShardPlace, keeps: int) -> None:
-        self._shard, self._mark = shard, mark
-        self._here = mark  # behind what was handed out, which may come again; self._mark is behind what was read
+    def __init__(self, make_iterator: Source[Any], shard: int, num_shards: int, place: ShardPlace, keeps: int) -> None:
+        self._shard, self._mark = shard, place
+        self._here = place  # behind what was handed out, which may come again; self._mark is behind what was read
         self._kept: deque[tuple[ShardPlace, _Draw]] = deque(maxlen=keeps)
         self._again: deque[_Draw] = deque()
         self._samples: Iterator[Any] = iter(())
         self._next: list[Any] = []
-        if mark.ended:
+        if place.ended:
             return
-        self._samples = iter(make_iterator(shard, num_shards, json.loads(mark.position)))
+        self._samples = iter(make_iterator(shard, num_shards, json.loads(place.position)))
         self._look_ahead()
         digest = self._digest()
-        if mark.digest == NO_DIGEST:
-            self._mark = mark._replace(digest=digest, ended=not self._next)
+        if place.digest == NO_DIGEST:
+            self._mark = place._replace(digest=digest, ended=not self._next)
             return
         missing = 1 - len(self._next)
-        if not missing and digest != mark.digest:
+        if not missing and digest != place.digest:
             raise ValueError(
-                f"shard {shard} gives another sample behind its position {mark.position[:200]} (sample {mark.at} of "
+                f"shard {shard} gives another sample behind its position {place.position[:200]} (sample {place.at} of "
                 "the epoch) than it did before. make_iterator(shard, num_shards, position) must give the same samples "
                 "in the same order each time: seed what is shuffled, sort lists of files. Or its data has changed"
             )
-        again = mark.drawn - mark.at
+        again = place.drawn - place.at
         if not missing and again:
             given = sum(1 for _ in itertools.islice(self._samples, again - 1))
             self._look_ahead()
             missing = again - given - len(self._next)
         if missing:
             raise ValueError(
-                f"shard {shard} ends before its position: {mark.drawn} samples of it were trained in this epoch and "
+                f"shard {shard} ends before its position: {place.drawn} samples of it were trained in this epoch and "
                 "there was a further one, but the source has no more than that now. Has a file shrunk, or vanished? "
                 "Bring it back as it was, or start a new run"
             )
@@ -106,7 +112,7 @@ class _OpenShard:
         """Up to so many samples, fewer at the end of the shard."""
         draw = self._again.popleft() if self._again else self._read(wanted)
         self._kept.append((self._here, draw))
-        self._here = draw.mark
+        self._here = draw.place
         return draw
 
     def _read(self, wanted: int) -> _Draw:
@@ -191,20 +197,20 @@ class StreamReader(Dataset[list[Drawn]]):
         samples: Any = [sample for draw in draws.values() for sample in draw.samples]
         if self.collates:
             samples = by_value(default_collate(samples)) if samples else None
-        return Drawn(samples, {shard: draw.mark for shard, draw in draws.items()})
+        return Drawn(samples, {shard: draw.place for shard, draw in draws.items()})
 
     def forget(self) -> None:
         """Let the iterators go."""
         self._open = {}
 
-    def _go_to(self, epoch: int, marks: Mapping[int, ShardPlace]) -> None:
+    def _go_to(self, epoch: int, places: Mapping[int, ShardPlace]) -> None:
         make = of_epoch(self._make_iterator, epoch)
         before = self._open if epoch == self._epoch else {}
         self._open, self._epoch = {}, epoch
-        for shard, mark in marks.items():
+        for shard, place in places.items():
             opened = before.pop(shard, None)
-            if opened is None or not opened.go_back(mark):
-                opened = _OpenShard(make, shard, self._num_shards, mark, self._keeps)
+            if opened is None or not opened.go_back(place):
+                opened = _OpenShard(make, shard, self._num_shards, place, self._keeps)
             self._open[shard] = opened
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,11 +233,11 @@ class _Orders:
         self.start: tuple[int, dict[int, ShardPlace]] = (0, {})
 
     def __iter__(self) -> Iterator[_Order]:
-        epoch, marks = self.start
-        shards = list(marks)
+        epoch, places = self.start
+        shards = list(places)
         for worker in range(self._workers):
             part = units_of_rank(len(shards), worker, self._workers)  # so all their samples are in the shards' order
-            yield _Order(worker, 1, (epoch, {shards[unit]: marks[shards[unit]] for unit in part}))
+            yield _Order(worker, 1, (epoch, {shards[unit]: places[shards[unit]] for unit in part}))
         yield from (_Order(worker, self._batches) for worker in itertools.cycle(range(self._workers)))
 
 
@@ -282,12 +288,12 @@ class StreamReading:
             except BaseException:
                 self._running = None  # it is in the middle of another batch
                 raise
-        marks = {shard: mark for part in parts for shard, mark in part.marks.items()}
+        places = {shard: place for part in parts for shard, place in part.places.items()}
         if self._reader.collates:
-            drawn = Drawn(joined([part.samples for part in parts if part.samples is not None]), marks)
+            drawn = Drawn(joined([part.samples for part in parts if part.samples is not None]), places)
         else:
-            drawn = Drawn([sample for part in parts for sample in part.samples], marks)
-        self._at = epoch, drawn.marks
+            drawn = Drawn([sample for part in parts for sample in part.samples], places)
+        self._at = epoch, drawn.places
         return drawn
 
     def close(self) -> None:
@@ -297,9 +303,9 @@ class StreamReading:
         self._processes.forget()
         self._reader.forget()
 
-    def _draw(self, epoch: int, marks: Mapping[int, ShardPlace]) -> Sequence[Drawn]:
-        if self._running is None or self._at != (epoch, marks):
-            self._orders.start = epoch, dict(marks)
+    def _draw(self, epoch: int, places: Mapping[int, ShardPlace]) -> Sequence[Drawn]:
+        if self._running is None or self._at != (epoch, places):
+            self._orders.start = epoch, dict(places)
             self._start()
         assert self._running is not None
         if not self._ahead:
@@ -332,3 +338,40 @@ class StreamReading:
             "_dataloader": None, "_running": None, "_at": None, "_ahead": deque(), "_processes": WorkerProcesses()
         }  # fmt: skip
         return {**self.__dict__, **nothing}
+
+
+def fingerprint(sample: object) -> int:
+    """A 32-bit digest of a sample.
+
+    Tensors, arrays, numbers, strings, bytes, and dicts, lists and tuples of them count with their content; of anything
+    else only the type does, because two equal objects may well print, or pickle, differently.
+    """
+    digest = xxhash.xxh32()
+    _add(sample, digest.update)
+    return int(digest.intdigest())
+
+
+def _add(value: object, update: Callable[[Any], None]) -> None:
+    update(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        plain = value.detach()
+        if plain.dtype not in _OF_NUMPY or plain.device.type != "cpu" or plain.is_conj() or plain.is_neg():
+            plain = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        update(np.ascontiguousarray(plain.numpy()))
+    elif isinstance(value, np.ndarray):
+        update(f"{value.dtype}{value.shape}".encode())
+        if not value.dtype.hasobject:
+            update(np.ascontiguousarray(value))
+    elif isinstance(value, (bytes, bytearray)):
+        update(bytes(value))
+    elif isinstance(value, (bool, int, float, complex, str, np.generic)):
+        update(str(value).encode(errors="surrogatepass"))
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _add(key, update)
+            _add(inner, update)
+    elif isinstance(value, (list, tuple)):
+        update(str(len(value)).encode())
+        for inner in value:
+            _add(inner, update)

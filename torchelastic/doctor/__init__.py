@@ -1,4 +1,4 @@
-"""Whether this host can train: one finding for each thing that was looked at, with its remedy; see docs/doctor.md.
+"""Whether this host can train: one finding for each thing that was checked, with its remedy; see docs/doctor.md.
 
 Names are loaded on first use (PEP 562); nothing here imports torch.
 """

@@ -17,7 +17,7 @@ NAME = "accelerators"
 #: Importing torch from a cold disk takes seconds.
 PROBE_TIMEOUT_S = 11.0
 #: A line of what the child prints for each GPU, and more.
-_MOST_TOLD_BYTES = 1 << 20
+_MOST_ANSWER_BYTES = 1 << 20
 
 _PROBE = """
 import json, torch
@@ -46,7 +46,7 @@ class AcceleratorFacts:
     Attributes:
         nodes: the NVIDIA devices of the kernel, such as "nvidia0".
         visible: CUDA_VISIBLE_DEVICES; None: not set.
-        failure: why the child could not tell; "" if it could.
+        failure: why the child failed; "" if it did not.
         is_late: it was ended because it took too long.
         torch: its version.
         cuda_build: the CUDA (or HIP) version that torch was built for; None: for CPUs alone.
@@ -167,13 +167,13 @@ def gather_accelerators(environment: Mapping[str, str], timeout_s: float = PROBE
     except subprocess.TimeoutExpired:
         return AcceleratorFacts(nodes, visible, f"it was not done within {timeout_s:g} s", is_late=True)
     try:
-        told = decode_json("torch", done.stdout.strip().splitlines()[-1], most_bytes=_MOST_TOLD_BYTES)
-        return replace(converted("torch", told, AcceleratorFacts), nodes=nodes, visible=visible)
+        answer = decode_json("torch", done.stdout.strip().splitlines()[-1], most_bytes=_MOST_ANSWER_BYTES)
+        return replace(converted("torch", answer, AcceleratorFacts), nodes=nodes, visible=visible)
     except (RecordError, IndexError):
         last = (done.stderr.strip().splitlines() or [f"the child ended with status {done.returncode}"])[-1]
         return AcceleratorFacts(nodes, visible, last)
 
 
 def check(workers: int | None) -> Sequence[Finding]:
-    """Look at this host's GPUs."""
+    """Check this host's GPUs."""
     return judge_accelerators(gather_accelerators(os.environ), workers)

@@ -11,12 +11,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.doctor.etcd_rules import EndpointFacts, EtcdFacts, judge_etcd
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.doctor.running import side_by_side
+from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreAccessError, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
@@ -54,17 +55,17 @@ def gather_etcd(url: RendezvousUrl, credentials: Credentials) -> EtcdFacts:
         credentials: certificates and user.
     """
     open_store(url, credentials).close()  # makes gRPC and protobuf ready for import, in the one way that works
-    asks = {str(index): _asking(url, credentials, index) for index in range(len(url.endpoints))}
+    asks = {str(index): partial(_ask, url, credentials, index) for index in range(len(url.endpoints))}
     ended = side_by_side(asks, dict.fromkeys(asks, ANSWER_S + 2.0))
     endpoints, alarms, asks_for_login = [], [], None
     for index, (host, port) in enumerate(url.endpoints):
         answer = ended.get(str(index))
-        if answer is None or answer.value is None:
-            why = "no answer, not even to the question where that is" if answer is None else str(answer.error)
-            is_refusal = answer is not None and isinstance(answer.error, StoreAccessError)
-            endpoints.append(EndpointFacts(f"{host}:{port}", why, is_refusal))
+        error = None if answer is None else answer.exception()
+        if answer is None or error is not None:
+            why = "no answer, not even to the question where that is" if answer is None else str(error)
+            endpoints.append(EndpointFacts(f"{host}:{port}", why, isinstance(error, StoreAccessError)))
             continue
-        endpoint, raised, asks_for_login = answer.value
+        endpoint, raised, asks_for_login = answer.result()
         endpoints.append(endpoint)
         alarms.append(raised)
     known = [names for names in alarms if names is not None]
@@ -88,10 +89,6 @@ def gather_etcd(url: RendezvousUrl, credentials: Credentials) -> EtcdFacts:
 _Answer = tuple[EndpointFacts, "tuple[str, ...] | None", "bool | None"]
 
 
-def _asking(url: RendezvousUrl, credentials: Credentials, index: int) -> Callable[[], _Answer]:
-    return lambda: _ask(url, credentials, index)
-
-
 def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
     from torchelastic.rendezvous.etcd_connection import Failover
     from torchelastic.rendezvous.etcd_wire import etcdrpc
@@ -108,7 +105,7 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
             client, request = connection.client, etcdrpc.AlarmRequest(action=etcdrpc.AlarmRequest.GET)
             return client.maintenancestub.Alarm(request, timeout_s, metadata=client.metadata)
 
-        told = failover.call(status)
+        answer = failover.call(status)
         raised: tuple[str, ...] | None
         try:
             found = failover.call(alarms).alarms
@@ -117,11 +114,11 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
             raised = None
         facts = EndpointFacts(
             f"{host}:{port}",
-            version=told.version,
-            cluster_id=told.header.cluster_id,
-            member_id=told.header.member_id,
-            leader_id=told.leader,
-            db_bytes=told.dbSize,
+            version=answer.version,
+            cluster_id=answer.header.cluster_id,
+            member_id=answer.header.member_id,
+            leader_id=answer.leader,
+            db_bytes=answer.dbSize,
             quota_bytes=_quota(host, port, credentials),
         )
         return facts, raised, failover.call(_asks_for_login)
@@ -130,7 +127,7 @@ def _ask(url: RendezvousUrl, credentials: Credentials, index: int) -> _Answer:
 
 
 def _asks_for_login(connection: Connection, timeout_s: float) -> bool | None:
-    """Whether somebody without a login may not read; nothing is read that stands there."""
+    """Whether somebody without a login may not read; no value is read."""
     from torchelastic.rendezvous.etcd_wire import etcdrpc, grpc
 
     try:
@@ -201,7 +198,7 @@ def _is_here(host: str) -> bool:
 
 
 def check(url: RendezvousUrl, credentials: CredentialsOrReason) -> Sequence[Finding]:
-    """Look at an etcd.
+    """Check an etcd.
 
     Args:
         url: where it is.

@@ -26,7 +26,7 @@ class EndpointFacts:
     Attributes:
         endpoint: as "host:port".
         failure: why it did not answer; "" if it did.
-        is_refusal: it answered and said no.
+        is_refusal: it answered with a refusal.
         version: of its server.
         cluster_id: the same for all members of one cluster.
         member_id: of this member.
@@ -56,7 +56,7 @@ class EtcdFacts:
         commits_s: how long each of some writes took.
         commit_failure: why a write failed; "" if none did.
         is_encrypted: whether the connection is.
-        user: who logs in; None: nobody.
+        user: the user that logs in; None: no login.
         has_certificate: whether this client shows one.
         asks_for_login: whether somebody without a login is refused; None: not known.
         is_here: whether all endpoints are addresses of this host alone.
@@ -74,7 +74,7 @@ class EtcdFacts:
 
 
 def judge_etcd(facts: EtcdFacts) -> list[Finding]:
-    """All that can be said of an etcd. Pure."""
+    """All findings about an etcd. Pure."""
     found = judge_reach(facts.endpoints)
     serving = [endpoint for endpoint in facts.endpoints if not endpoint.failure]
     if not serving:
@@ -104,7 +104,7 @@ def judge_reach(endpoints: Sequence[EndpointFacts]) -> list[Finding]:
             remedy = (
                 "start it; check host and port, and that no firewall is between (`nc -vz HOST PORT` from this host)"
             )
-            found.append(Finding(NAME, level, f"{one.endpoint} is out of reach", one.failure, remedy))
+            found.append(Finding(NAME, level, f"{one.endpoint} is unreachable", one.failure, remedy))
     return found
 
 
@@ -186,7 +186,7 @@ def judge_commits(facts: EtcdFacts) -> list[Finding]:
     """Whether writes are done, and how soon. Pure."""
     if facts.commit_failure:
         if "database space exceeded" in facts.commit_failure:
-            return []  # said already
+            return []  # a finding already
         remedy = "see `etcdctl endpoint health`, and for users docs/security.md"
         return [Finding(NAME, Level.ERROR, "it does not take a write", facts.commit_failure, remedy)]
     if not facts.commits_s:
@@ -196,7 +196,7 @@ def judge_commits(facts: EtcdFacts) -> list[Finding]:
     what = f"a commit takes {_ms(median_s)} (median of {len(facts.commits_s)}, longest {_ms(worst_s)})"
     remedy = "put its data on an SSD that nobody else writes to, give it processor time, and place it near the hosts"
     if median_s > TOO_SLOW_COMMIT_S:
-        because = "a lease of 2 s has to be renewed within a third of it: hosts that live would count as lost"
+        because = "a lease of 2 s has to be renewed within a third of it: live hosts would count as lost"
         return [Finding(NAME, Level.ERROR, what, because, remedy)]
     if median_s > SLOW_COMMIT_S:
         because = "each recovery waits for some commits, one after the other"
@@ -208,7 +208,7 @@ def judge_access(facts: EtcdFacts) -> list[Finding]:
     """Who else may write there, and who can read the password on its way. Pure."""
     found = []
     if facts.user is not None and facts.asks_for_login is False:
-        because = "its authentication is off, so the login is not looked at"
+        because = "its authentication is off, so the login is not checked"
         remedy = "etcdctl auth enable (docs/security.md), or leave the user out"
         found.append(Finding(NAME, Level.WARNING, f"everybody may write there, not only {facts.user}", because, remedy))
     if facts.is_here:

@@ -1,8 +1,9 @@
-"""Which checks there are, and with what they are run."""
+"""Which checks there are. They run side by side, each with a time limit: one that hangs becomes a finding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,21 +13,19 @@ from torchelastic.doctor import (
     etcd_facts,
     etcd_rules,
     folder,
-    left_overs,
+    host,
     lifetime,
-    limits,
     meeting,
     meeting_rules,
     network,
-    own_clock,
     versions,
 )
 from torchelastic.doctor.findings import Finding, Level
-from torchelastic.doctor.running import Check, run_checks
+from torchelastic.processes.background import side_by_side
 from torchelastic.rendezvous.credentials import CredentialsError, read_file, resolve
 from torchelastic.rendezvous.url import RendezvousUrl
 
-#: What no check is allowed to exceed, but the meeting, by as much as it is told to wait.
+#: The longest limit of a check, but for that of several hosts, which also waits as long as it is asked to.
 LIMIT_S = 12.0
 
 
@@ -35,8 +34,8 @@ class Question:
     """What a run is going to need of this host.
 
     Attributes:
-        url: the etcd where the hosts meet; None: it is not looked at.
-        hosts: how many there are; more than one: they look at each other, each with a doctor.
+        url: the etcd where the hosts meet; None: it is not checked.
+        hosts: how many there are; more than one: they check each other, each with a doctor.
         workers: on each host; None: not known.
         wait_s: how long to wait for the other hosts.
         folders: where checkpoints are to be written.
@@ -57,75 +56,87 @@ class Question:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
+@dataclass(frozen=True)
+class Check:
+    """One thing to check.
+
+    Attributes:
+        name: of its findings.
+        run: gathers facts and judges them; may block, on a thread of its own.
+        timeout_s: after which it is given up.
+        late: how bad it is if it has not ended by then.
+        why_late: the most likely reason.
+        remedy: what to do then.
+    """
+
+    name: str
+    run: Callable[[], Sequence[Finding]]
+    timeout_s: float = 8.0
+    late: Level = Level.ERROR
+    why_late: str = "something that it asks does not answer"
+    remedy: str = "see what the host is busy with, and run it again"
+
+    def findings(self, ended: Future[Sequence[Finding]] | None) -> Sequence[Finding]:
+        """What came of it; None: it did not end in time."""
+        if ended is None:
+            what = f"no answer within {self.timeout_s:g} s: given up"
+            return [Finding(self.name, self.late, what, self.why_late, self.remedy)]
+        error = ended.exception()
+        if error is None:
+            return ended.result()
+        because = f"{type(error).__name__}: {error}"
+        remedy = "report it with this line (it is a bug of the doctor, not of this host), and check by hand"
+        return [Finding(self.name, Level.WARNING, "this could not be checked", because, remedy)]
+
+
 def examine(question: Question) -> list[Finding]:
-    """Look at everything, side by side.
+    """Run all checks side by side.
 
     Takes at most `LIMIT_S` seconds, or if other hosts are waited for, `wait_s` and 6 s. From any thread.
     """
     return run_checks(checks(question))
 
 
+def run_checks(checks: Sequence[Check]) -> list[Finding]:
+    """The findings of all checks, in the order of the checks; takes no longer than the longest of their limits."""
+    names = [f"doctor-{number}-{check.name}" for number, check in enumerate(checks)]
+    ended = side_by_side(
+        {name: check.run for name, check in zip(names, checks, strict=True)},
+        {name: check.timeout_s for name, check in zip(names, checks, strict=True)},
+    )
+    return [one for name, check in zip(names, checks, strict=True) for one in check.findings(ended.get(name))]
+
+
 def checks(question: Question) -> list[Check]:
-    """The checks that a question asks for, in the order in which they are shown."""
+    """The table of checks for a question, in the order in which they are shown."""
     endpoint = None if question.url is None else question.url.endpoints[0]
-    workers = question.workers or 1
-    resolver = "the resolver of this host does not answer: see /etc/resolv.conf"
+    workers, hosts, state_bytes, iface = question.workers or 1, question.hosts, question.state_bytes, question.iface
+    warning = Level.WARNING
+    no_gpu = "a GPU's driver, or the disk with torch on it, does not answer"
+    no_names = "the resolver of this host does not answer: see /etc/resolv.conf"
+    no_service = "squeue or a metadata service does not answer"
+    no_disk = "its file system does not answer: a server is away"
+    network_check = partial(network.check, endpoint, hosts, question.ports, iface)
+    reverse_lookup = partial(network.check_reverse_lookup, endpoint, iface)
     found = [
         Check(versions.NAME, versions.check),
-        Check(
-            accelerators.NAME,
-            partial(accelerators.check, question.workers),
-            LIMIT_S,
-            Level.WARNING,
-            "a GPU's driver, or the disk with torch on it, does not answer",
-        ),
-        Check(limits.MEMORY, partial(limits.check_memory, question.state_bytes)),
-        Check(limits.FILES, partial(limits.check_limits, workers, workers * question.hosts)),
-        Check(left_overs.NAME, left_overs.check, late=Level.WARNING, why_late="there are very many files"),
-        Check(own_clock.NAME, partial(own_clock.check, question.hosts)),
-        Check(lifetime.NAME, lifetime.check, LIMIT_S, Level.WARNING, "squeue or a metadata service does not answer"),
-        Check(
-            network.NAME,
-            partial(network.check, endpoint, question.hosts, question.ports, question.iface),
-            LIMIT_S,
-            why_late=resolver,
-        ),
-        Check(
-            network.REVERSE,
-            partial(network.check_reverse_lookup, endpoint, question.iface),
-            LIMIT_S,
-            Level.WARNING,
-            resolver,
-        ),
+        Check(accelerators.NAME, partial(accelerators.check, question.workers), LIMIT_S, warning, no_gpu),
+        Check(host.MEMORY, partial(host.check_memory, state_bytes)),
+        Check(host.FILES, partial(host.check_limits, workers, workers * hosts)),
+        Check(host.LEFT_OVERS, host.check_left_overs, late=warning, why_late="there are very many files"),
+        Check(host.CLOCK, partial(host.check_clock, hosts)),
+        Check(lifetime.NAME, lifetime.check, LIMIT_S, warning, no_service),
+        Check(network.NAME, network_check, LIMIT_S, why_late=no_names),
+        Check(network.REVERSE, reverse_lookup, LIMIT_S, warning, no_names),
     ]
     for path in question.folders:
-        look, late = (
-            partial(folder.check, path, question.state_bytes),
-            "its file system does not answer: a server is away",
-        )
-        found.append(Check(folder.NAME, look, why_late=late, remedy=f"see `mount` and the server of {path}"))
-    if question.url is not None:
-        found += _about_etcd(question, question.url)
-    return found
+        run, remedy = partial(folder.check, path, state_bytes), f"see `mount` and the server of {path}"
+        found.append(Check(folder.NAME, run, why_late=no_disk, remedy=remedy))
+    return found if question.url is None else [*found, *_about_etcd(question, question.url)]
 
 
 def _about_etcd(question: Question, url: RendezvousUrl) -> list[Check]:
-    ask, meet = _with_etcd(question, url)
-    found = [Check(etcd_rules.NAME, ask, LIMIT_S, why_late="it does not answer", remedy="see whether it is up")]
-    if question.hosts > 1:
-        timeout_s = question.wait_s + meeting.BESIDE_WAITING_S + 1.0
-        why = "etcd or another host does not answer"
-        found.append(Check(meeting_rules.HOSTS, meet, timeout_s, why_late=why, remedy="see what is said of etcd"))
-    return found
-
-
-def _with_etcd(
-    question: Question, url: RendezvousUrl
-) -> tuple[Callable[[], Sequence[Finding]], Callable[[], Sequence[Finding]]]:
-    """The looks at etcd and at the other hosts. Reading a password file may hang, so each does that for itself."""
-
-    def ask() -> Sequence[Finding]:
-        return etcd_facts.check(url, credentials())
+    """The checks of etcd and of the other hosts. Reading a password file may hang, so each does that for itself."""
 
     def credentials() -> etcd_facts.CredentialsOrReason:
         try:
@@ -133,10 +144,17 @@ def _with_etcd(
         except CredentialsError as error:
             return str(error)
 
-    def meet() -> Sequence[Finding]:
+    def check_etcd() -> Sequence[Finding]:
+        return etcd_facts.check(url, credentials())
+
+    def check_hosts() -> Sequence[Finding]:
         facts = versions.compared()
         facts.update((f"file system of {path}", folder.file_system_of(path) or "none") for path in question.folders)
-        told = credentials()
-        return meeting.check(url, told, question.hosts, question.wait_s, question.ports, facts, question.iface)
+        return meeting.check(url, credentials(), question.hosts, question.wait_s, question.ports, facts, question.iface)
 
-    return ask, meet
+    found = [Check(etcd_rules.NAME, check_etcd, LIMIT_S, why_late="it does not answer", remedy="see whether it is up")]
+    if question.hosts > 1:
+        timeout_s = question.wait_s + meeting.BESIDE_WAITING_S + 1.0
+        why, remedy = "etcd or another host does not answer", "see the findings about etcd"
+        found.append(Check(meeting_rules.HOSTS, check_hosts, timeout_s, why_late=why, remedy=remedy))
+    return found

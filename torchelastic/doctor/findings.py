@@ -21,7 +21,7 @@ class Finding:
     """One thing that was found.
 
     Attributes:
-        check: what was looked at, in one or two words.
+        check: what was checked, in one or two words.
         level: `OK`: as it should be. `NOTE`: good to know. `WARNING`: a run may be slow or fail later. `ERROR`: a run
             fails here.
         what: one sentence.

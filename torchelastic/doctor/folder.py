@@ -21,7 +21,7 @@ NAME = "checkpoint folder"
 PROBE_PREFIX = ".torchelastic-doctor-"
 #: Written to see how fast it goes: so much, or as much as can be written in this time.
 PROBE_BYTES, PROBE_S = 16 * 2**20, 1.5
-#: Less than this is worth a warning.
+#: With less than this there is a warning.
 LITTLE_BYTES = 2**30
 _CHUNK_BYTES = 2**20
 _VOLATILE = ("tmpfs", "ramfs", "overlay", "aufs")
@@ -59,7 +59,7 @@ class FolderFacts:
 
 
 def judge_folder(facts: FolderFacts, needed_bytes: int | None) -> list[Finding]:
-    """What stands in the way of saving there. Pure.
+    """What prevents saving there. Pure.
 
     Args:
         facts: see there.
@@ -198,5 +198,5 @@ def file_system_of(path: Path) -> str:
 
 
 def check(path: Path, needed_bytes: int | None) -> Sequence[Finding]:
-    """Look at one folder."""
+    """Check one folder."""
     return judge_folder(gather_folder(path), needed_bytes)

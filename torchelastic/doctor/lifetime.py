@@ -17,7 +17,7 @@ from torchelastic.lifetime.sources.poller import Poll, Poller
 from torchelastic.lifetime.sources.signals import parse_signals
 
 NAME = "deadlines"
-#: An end that is nearer than this is worth a warning: there is hardly time to start and to save.
+#: With an end that is nearer than this there is a warning: hardly any time to start and to save.
 NEAR_S = 300.0
 _REMEDY = "see docs/lifetime.md for the variables and what they hold"
 
@@ -115,7 +115,7 @@ def _source(deadline: Deadline) -> DeadlineSource:
 
 
 class _AskedOnce(Poller):
-    """Starts no thread: keeps what is to be asked, for whoever asks once."""
+    """Starts no thread: keeps what is to be asked, to be asked once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Complaints(logging.Handler):
         self._logger.propagate = self._propagates
 
     def emit(self, record: logging.LogRecord) -> None:
-        # what a source announces is told with the source
+        # what a source announces is shown with the source
         if record.thread == self._thread and record.name != Notices.__module__:
             self.texts.append(record.getMessage())
 

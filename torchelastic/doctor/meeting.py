@@ -27,18 +27,18 @@ from torchelastic.doctor.meeting_rules import (
     judge_meeting,
 )
 from torchelastic.doctor.network import announced_address
-from torchelastic.doctor.running import side_by_side
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import is_loopback
+from torchelastic.processes.background import side_by_side
 from torchelastic.processes.identity import host_id
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 
-#: Between two looks for the others.
-LOOK_S = 0.1
+#: Between two checks for the others.
+POLL_S = 0.1
 #: For one connection.
 CONNECT_S = 2.0
-#: After its own visits a host stays so long at most for those who have not looked at it yet.
+#: After its own visits a host stays so long at most for those that have not checked it yet.
 STAY_S = CONNECT_S + 0.5
 #: Beyond the time that it waits for others, a meeting takes no longer than this.
 BESIDE_WAITING_S = STAY_S + CONNECT_S + 1.0
@@ -59,7 +59,7 @@ class Meeting:
 
     Args:
         store: where the hosts meet; is not closed.
-        root: the key below which the cards stand.
+        root: the key below which the cards are.
         address: of this host for the others.
         ports: at which it is to listen, besides a free one; those that are taken are left out.
         facts: what should be the same on all hosts.
@@ -107,14 +107,14 @@ class Meeting:
             began_s = self._clock()
             others = self._others()
             while len(others) + 1 < wanted and self._clock() < began_s + wait_s:
-                self._sleep(LOOK_S)
+                self._sleep(POLL_S)
                 others = self._others()
             waited_s = self._clock() - began_s
             visits = self._visit_all(others)
             self._show(own.done(), lease.lease_id)
             stay_until_s = self._clock() + STAY_S
             while self._clock() < stay_until_s and not all(card.is_done for card in self._others().values()):
-                self._sleep(LOOK_S)
+                self._sleep(POLL_S)
         return MeetingFacts(own, wanted, waited_s, visits)
 
     def _listen(self, stack: ExitStack) -> HostCard:
@@ -157,8 +157,9 @@ class Meeting:
             failures = {}
             for port in card.ports:
                 answer = ended.get(f"{key}:{port}")
-                if answer is None or answer.error is not None:
-                    failures[port] = "no answer" if answer is None else str(answer.error) or type(answer.error).__name__
+                error = None if answer is None else answer.exception()
+                if answer is None or error is not None:
+                    failures[port] = "no answer" if answer is None else str(error) or type(error).__name__
             visits.append(Visit(card, failures))
         return tuple(sorted(visits, key=lambda visit: (visit.host.name, visit.host.address)))
 

@@ -1,4 +1,4 @@
-"""Several hosts look at each other: who came, who reaches whom, what differs. Pure."""
+"""Several hosts check each other: which came, which reach each other, what differs. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchelastic.doctor.findings import Finding, Level, list_text
 from torchelastic.foreign_json import RecordError, Text, checked, decode_json
 
 HOSTS, REACH, ALIKE = "hosts", "reach of hosts", "versions of hosts"
-#: A card is no longer; what a host tells of itself needs some hundreds.
+#: A card is no longer; what a host writes about itself needs some hundreds.
 MOST_CARD_BYTES = 65_536
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -22,14 +22,14 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 
 @dataclass(frozen=True)
 class HostCard:
-    """What a host tells the others, in etcd.
+    """What a host writes for the others, in etcd.
 
     Attributes:
         name: its host name.
         address: where it listens.
         ports: at which it listens.
         boot_id: the same for two processes on one host.
-        is_done: whether it has looked at the others, so that they need not stay for it.
+        is_done: whether it has checked the others, so that they need not wait for it.
         facts: what should be the same everywhere, such as the version of torch.
     """
 
@@ -41,13 +41,13 @@ class HostCard:
     facts: Annotated[Mapping[Text, Text], Meta(max_length=50)] = field(default_factory=dict)
 
     def done(self) -> HostCard:
-        """The same host, when it has looked at the others."""
+        """The same host, when it has checked the others."""
         return replace(self, is_done=True)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What came of looking at another host.
+    """The result of checking another host.
 
     Attributes:
         host: its card.
@@ -65,7 +65,7 @@ class MeetingFacts:
     Attributes:
         own: the card of this host.
         wanted: how many hosts were to come, this one counted in.
-        waited_s: how long it was waited for them.
+        waited_s: how long this host waited for them.
         visits: one for each other host.
         etcd_is_here: etcd's address is one of this host alone.
         failure: why there was no meeting; "" if there was.
@@ -93,10 +93,10 @@ def decode_card(data: bytes) -> HostCard | None:
 
 
 def judge_meeting(facts: MeetingFacts) -> list[Finding]:
-    """All that can be said of a meeting. Pure."""
+    """All findings about the other hosts. Pure."""
     if facts.failure:
         what = "the hosts cannot meet"
-        return [Finding(HOSTS, Level.ERROR, what, facts.failure, "see what is said of etcd")]
+        return [Finding(HOSTS, Level.ERROR, what, facts.failure, "see the findings about etcd")]
     came = 1 + len(facts.visits)
     names = list_text(sorted([facts.own.name, *(visit.host.name for visit in facts.visits)]))
     found = []

@@ -33,7 +33,7 @@ FEW_PORTS = 2000
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """What the host says of its network.
+    """The network of this host.
 
     Attributes:
         host_name: its own name.
@@ -171,7 +171,7 @@ def judge_nccl(facts: NetworkFacts, hosts: int) -> Finding:
 
 
 def _chosen(facts: NetworkFacts) -> Choice | None:
-    """What --iface means; None: nothing, or it is wrong, which is said of gloo."""
+    """What --iface means; None: nothing, or it is wrong, which is a finding about gloo."""
     try:
         return None if facts.iface is None else choose(facts.iface, facts.interfaces)
     except InterfaceError:
@@ -269,14 +269,14 @@ def _local_ports() -> tuple[int, int] | None:
 
 
 def announced_address(endpoint: tuple[str, int], iface: str | None) -> str:
-    """At which address the others are told to reach this host. Raises OSError or InterfaceError."""
+    """The address at which the others reach this host. Raises OSError or InterfaceError."""
     return address_towards([endpoint]) if iface is None else choose(iface, interfaces()).address
 
 
 def check(
     endpoint: tuple[str, int] | None, hosts: int, ports: Collection[int], iface: str | None = None
 ) -> Sequence[Finding]:
-    """Look at this host's network."""
+    """Check this host's network."""
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*"))
     return judge_network(gather_network(os.environ, endpoint, ports, iface), hosts, has_gpus=has_gpus)
 

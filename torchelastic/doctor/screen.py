@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torchelastic.checkpoint.command.screen import say, say_json
 from torchelastic.doctor.findings import Finding, Level, exit_code
-from torchelastic.text import printable
+from torchelastic.text import counted, printable
 from torchelastic.version import __version__
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "bold yellow", Level.ERROR: "bold red"}
@@ -43,7 +44,7 @@ def summary(findings: Sequence[Finding]) -> str:
     counts = {level: sum(finding.level == level for finding in findings) for level in Level}
     named = [f"{counts[Level.OK]} ok"]
     for level in (Level.NOTE, Level.WARNING, Level.ERROR):
-        named.append(f"{counts[level]} {level.name.lower()}{'' if counts[level] == 1 else 's'}")
+        named.append(counted(counts[level], level.name.lower()))
     return ", ".join(named)
 
 
@@ -52,16 +53,7 @@ def document(findings: Sequence[Finding], *, strict: bool) -> dict[str, Any]:
     return {
         "version": __version__,
         "exit_code": exit_code(findings, strict=strict),
-        "findings": [
-            {
-                "check": finding.check,
-                "level": finding.level.name.lower(),
-                "what": finding.what,
-                "because": finding.because,
-                "remedy": finding.remedy,
-            }
-            for finding in findings
-        ],
+        "findings": [{**asdict(finding), "level": finding.level.name.lower()} for finding in findings],
     }
 
 

@@ -60,7 +60,7 @@ def judge_versions(facts: VersionFacts) -> list[Finding]:
     shown = [f"{name} {facts.installed[name]}" for name in _SHOWN if facts.installed.get(name)]
     what = f"torchelastic {facts.torchelastic}, Python {python}, {', '.join(shown)}"
     if not facts.required:
-        because = "it is not installed as a package, so nobody can tell which versions it needs"
+        because = "it is not installed as a package, so the versions that it needs are not known"
         return [Finding(NAME, Level.NOTE, what, because, "pip install it, at least with `pip install -e .`")]
     return [Finding(NAME, Level.OK, what)]
 
@@ -121,5 +121,5 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check() -> Sequence[Finding]:
-    """Look at this process's packages."""
+    """Check this process's packages."""
     return judge_versions(gather_versions())

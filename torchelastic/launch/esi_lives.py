@@ -11,7 +11,7 @@ from typing import Any
 
 from torchelastic.agent.causes import describe_exit
 from torchelastic.foreign_json import MAX_COUNT
-from torchelastic.lifetime.progress_file import Steps
+from torchelastic.lifetime.progress import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 
 #: What a shell returns for a command that it cannot run or find; a restart does not help.

@@ -20,8 +20,7 @@ from torchelastic.ledger.journal import Journal, read_journals
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
-from torchelastic.status.event_lines import lines_of
-from torchelastic.status.following import Following
+from torchelastic.status.event_lines import Following, lines_of
 from torchelastic.status.reading import StatusReader, is_known
 from torchelastic.status.run_status import EventLine, RunStatus, every_s
 from torchelastic.status.status_format import event_to_plain

@@ -1,5 +1,7 @@
 """Where every second of every worker went; see docs/ledger.md.
 
+`Book`, `Tally` and `books_together` are earlier names of `HostLedger`, `Counters` and `merged_ledgers`.
+
 Names are loaded on first use (PEP 562); importing this package imports no torch.
 """
 
@@ -11,22 +13,24 @@ from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
     from torchelastic.ledger.accounts import Account, Amounts
-    from torchelastic.ledger.book import Book
+    from torchelastic.ledger.counters import Counters, Tally
     from torchelastic.ledger.events import Event, LedgerFormatError
     from torchelastic.ledger.figures import Figure, Figures, Seen, figures_of, seen
+    from torchelastic.ledger.host_ledger import Book, HostLedger
     from torchelastic.ledger.journal import Head, Journal, JournalWriter, read_journals
+    from torchelastic.ledger.merge import books_together, merged_ledgers
     from torchelastic.ledger.meter import this_worker
-    from torchelastic.ledger.tally import Tally
-    from torchelastic.ledger.together import books_together
 
 __all__ = [
     "Account",
     "Amounts",
     "Book",
+    "Counters",
     "Event",
     "Figure",
     "Figures",
     "Head",
+    "HostLedger",
     "Journal",
     "JournalWriter",
     "LedgerFormatError",
@@ -34,6 +38,7 @@ __all__ = [
     "Tally",
     "books_together",
     "figures_of",
+    "merged_ledgers",
     "read_journals",
     "seen",
     "this_worker",
@@ -41,13 +46,13 @@ __all__ = [
 
 _MODULES = {
     "accounts": ("Account", "Amounts"),
-    "book": ("Book",),
+    "counters": ("Counters", "Tally"),
     "events": ("Event", "LedgerFormatError"),
     "figures": ("Figure", "Figures", "Seen", "figures_of", "seen"),
+    "host_ledger": ("Book", "HostLedger"),
     "journal": ("Head", "Journal", "JournalWriter", "read_journals"),
+    "merge": ("books_together", "merged_ledgers"),
     "meter": ("this_worker",),
-    "tally": ("Tally",),
-    "together": ("books_together",),
 }
 
 __getattr__, __dir__ = lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

@@ -1,9 +1,10 @@
-"""The accounts: what a worker's second can have been spent on. Every one belongs to exactly one of them."""
+"""The accounts on which a worker's time is spent, and how they are shown. Every second belongs to exactly one. Pure."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
@@ -15,7 +16,7 @@ Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 class Account(enum.IntEnum):
     """What a worker's time went to. The numbers are part of the format of pages and journals: they never change."""
 
-    #: Steps that have committed, and what lies between them: loading that is not waited for, snapshots, agreements.
+    #: Steps that have committed, and the time between them: loading that is not waited for, snapshots, agreements.
     PRODUCTIVE = 0
     #: Training stood still for a save. What a save does in the background while steps go on is not counted.
     SAVE_STALL = 1
@@ -23,13 +24,13 @@ class Account(enum.IntEnum):
     REPLAYED = 2
     #: From a failure until this worker noticed it.
     DETECT = 3
-    #: From there (or from an agreed stop) until the next process group stands: roll back, rendezvous, connections.
+    #: From there (or from an agreed stop) until the next process group is formed: roll back, rendezvous, connections.
     RE_FORM = 4
-    #: From there until the state is level: checkpoint and sync, at the first group too.
+    #: From there until the state is current: checkpoint and sync, at the first group too.
     RESTORE = 5
     #: Waits for the next batch.
     DATA_WAIT = 6
-    #: Has no part in the run's work: not in a group yet, a spare, the run is over, or told to be a wait for others.
+    #: Has no part in the run's work: not in a group yet, a spare, the run is over, or declared as a wait for others.
     IDLE = 7
     #: From the start of the process until it first asks for a group: imports, model, data. Not idle, since it is what a
     #: restart costs, and no re-form, since a newcomer starts while the others train.
@@ -68,3 +69,32 @@ def by_label(amounts: Sequence[int]) -> dict[str, int]:
     5
     """
     return {account.label: amounts[account] for account in Account}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How an account is shown, in a terminal, on the live page and in a report.
+
+    Attributes:
+        letter: its sign where there are no colours.
+        terminal: its colour in a terminal, as rich names it.
+        light, dark: its colour on a light and on a dark page, as CSS has it; the same hue.
+    """
+
+    letter: str
+    terminal: str
+    light: str
+    dark: str
+
+
+LOOKS: dict[Account, Look] = {
+    Account.PRODUCTIVE: Look("P", "green", "#43a56d", "#2f9159"),
+    Account.SAVE_STALL: Look("S", "blue", "#3f82c9", "#4a8fd6"),
+    Account.REPLAYED: Look("X", "red", "#cf3f3a", "#e0514b"),
+    Account.DETECT: Look("D", "bright_red", "#ef8b4e", "#e58442"),
+    Account.RE_FORM: Look("F", "magenta", "#8b5cc0", "#9d72d3"),
+    Account.RESTORE: Look("R", "bright_magenta", "#d583c4", "#c474b4"),
+    Account.DATA_WAIT: Look("W", "yellow", "#e4bd45", "#c6a233"),
+    Account.IDLE: Look("I", "bright_black", "#bcc4cc", "#4d565f"),
+    Account.START_UP: Look("U", "cyan", "#64bccb", "#34899a"),
+}

@@ -1,4 +1,4 @@
-"""What happens in a run, as values: what the journal holds line by line, and what the book is kept from.
+"""What happens in a run, as values: the lines of the journal, from which the ledger of a host is made.
 
 Times are nanoseconds of the host's monotonic clock; a journal's head ties that clock to the time of the day.
 """
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from torchelastic.foreign_json import RecordError, converted
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.counters import Counters
 
 #: Of a cause so many characters are kept.
 MAX_CAUSE = 160
@@ -29,7 +29,7 @@ class Event:
 
     Attributes:
         at_ns: when.
-        worker: which life of which worker, unique in the run (`host/0.1`: the second process in place 0); empty: the
+        worker: which process of which worker, unique in the run (`host/0.1`: the second process in place 0); empty: the
             host itself.
         rank: its rank at that time; -1: it had none.
         round: number of its round; -1: none.
@@ -60,7 +60,7 @@ class Counted(Event):
 
     kind: ClassVar[str] = "counted"
 
-    tally: Tally
+    tally: Counters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +127,10 @@ class Failure(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restore(Event):
-    """A worker's state is level with its group's, at `step`.
+    """A worker's state is in sync with its group's, at `step`.
 
     Attributes:
-        took_ns: since the group stood.
+        took_ns: since the group was formed.
         from_step: what its state had seen before; -1: nothing, or it is not known.
         productive_ns: the productive time that it had counted by then.
         source: "peer", "checkpoint", or empty: not known.
@@ -207,7 +207,7 @@ class Straggler(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOutage(Event):
-    """The host lost sight of etcd, or has found it again. No account: training goes on.
+    """etcd is unreachable from the host, or reachable again. No account: training goes on.
 
     Attributes:
         is_over: whether it is back.

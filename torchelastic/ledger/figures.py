@@ -1,4 +1,4 @@
-"""How well the run went, and how well it could have gone: figures of a book, each beside its attainable bound.
+"""How well the run went, and how well it could have gone: figures of ledgers, each beside its attainable bound.
 
 A bound is computed from the failure rate and the costs that were seen, so it is an estimate from a sample; where
 nothing has failed it is 1.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torchelastic.checkpoint.policy.formulas import daly_period_s, exact_cost
 from torchelastic.foreign_json import Count
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts, Nanoseconds, added
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.host_ledger import HostLedger
 
 _S = 1e-9
 
@@ -24,14 +24,14 @@ class Seen:
 
     Attributes:
         wall_ns: from the first start of a worker to the last end, or to now.
-        worker_ns: the lives of all workers added up; the sum of `amounts`.
+        worker_ns: the wall time of all workers added up; the sum of `amounts`.
         amounts: by account.
         configured_workers: how many the run wants; 0: as many as there were on average.
-        workers: lives begun.
+        workers: processes started.
         committed: steps, each counted for each worker in it.
         undone: attempts that did not last, counted in the same way.
         failures: groups that broke, and workers lost before they were in one, as far as one host noticed it.
-        restores_from_checkpoint: of the times that the group was brought level, those from a checkpoint.
+        restores_from_checkpoint: of the restores of the group, those from a checkpoint.
         lost: workers lost.
         saves: as seen by each worker.
     """
@@ -87,12 +87,12 @@ class Seen:
         return down_ns * _S / (self.failures * self.mean_workers)
 
 
-def seen(books: Sequence[Book], now_ns: Sequence[int], wall_ns: int, configured_workers: int = 0) -> Seen:
-    """Add up the books of a run's hosts.
+def seen(books: Sequence[HostLedger], now_ns: Sequence[int], wall_ns: int, configured_workers: int = 0) -> Seen:
+    """Add up the ledgers of a run's hosts.
 
     Args:
         books: one per agent.
-        now_ns: by the clock of each: up to when; lives that ended before are not made longer.
+        now_ns: by the clock of each: up to when; workers that ended before are not extended.
         wall_ns: from the run's beginning to its end, or to now.
         configured_workers: how many the run wants; 0: not known.
 
@@ -100,10 +100,10 @@ def seen(books: Sequence[Book], now_ns: Sequence[int], wall_ns: int, configured_
         ValueError: the two lists differ in length.
     """
     parts = [_of_one(book, now) for book, now in zip(books, now_ns, strict=True)]
-    return together(parts, wall_ns, configured_workers)
+    return merged(parts, wall_ns, configured_workers)
 
 
-def _of_one(book: Book, now_ns: int) -> Seen:
+def _of_one(book: HostLedger, now_ns: int) -> Seen:
     counts = book.counts
     return Seen(
         wall_ns=0,  # the run's is given by whoever adds up
@@ -119,7 +119,7 @@ def _of_one(book: Book, now_ns: int) -> Seen:
     )
 
 
-def together(parts: Sequence[Seen], wall_ns: int, configured_workers: int = 0) -> Seen:
+def merged(parts: Sequence[Seen], wall_ns: int, configured_workers: int = 0) -> Seen:
     """The sum over hosts that were there at the same time; arguments as for `seen`.
 
     Failures and restores are of the group: every host noticed the same ones, so they are not added up.
@@ -149,7 +149,7 @@ class Figure:
     Attributes:
         name: of it.
         value: what was.
-        attainable: the bound; above it for times, below it for shares, there is nothing to be had.
+        attainable: the bound; a time is never below it, a share never above it.
         because: where the bound comes from, with its numbers.
     """
 
@@ -160,7 +160,7 @@ class Figure:
 
     @property
     def of_attainable(self) -> float:
-        """How much of what can be had was had, 1 being all; of a time, the other way round."""
+        """The fraction of the attainable value that was achieved, 1 being all; of a time, the other way round."""
         low, high = sorted((self.value, self.attainable))
         return low / high if high and math.isfinite(high) else 0.0
 
@@ -180,15 +180,15 @@ class Figures:
 
 
 def figures_of(run: Seen) -> Figures:
-    """All figures of a run. Nothing is raised: what cannot be said is 0, and its bound 1."""
+    """All figures of a run. Nothing is raised: what is not known is 0, and its bound 1."""
     return Figures(goodput(run), ettr(run), step_efficiency(run), participation(run), whole_job_s(run))
 
 
 def goodput(run: Seen) -> Figure:
     """Productive time over the workers' time: the runtime goodput of Google's "ML Productivity Goodput" (2024).
 
-    The bound is that of a group that stands, see `attainable_in_a_group`, times that of being in one, see
-    `participation`: every life of a worker has to begin.
+    The bound is that of a formed group, see `attainable_in_a_group`, times that of being in one, see
+    `participation`: every worker process has to start.
     """
     total = sum(run.amounts)
     return Figure("goodput", run.amounts[Account.PRODUCTIVE] / total if total else 0.0, *_attainable(run))
@@ -223,7 +223,7 @@ def participation(run: Seen) -> Figure:
     """Mean number of workers in a group over the configured one: torchft's figure.
 
     The bound is the availability MTBF / (MTBF + MTTR) of a worker (see e.g. A. Birolini, "Reliability Engineering"):
-    the mean time in a group of a life over that and the mean start-up, by which every life begins.
+    the mean time in a group of a process over that and the mean start-up of a process.
     """
     wanted_ns = run.wanted_workers * run.wall_ns
     value = min(1.0, run.in_a_group_ns / wanted_ns) if wanted_ns else 0.0

@@ -1,7 +1,7 @@
 """The ledger on disk: JSON lines, one per event, in files of bounded size and number.
 
-Each file begins with a head that says what the journal is of, how its clock stands to the time of the day, and what the
-files before it came to, so that nothing but single events is lost when the oldest file goes. A process that dies leaves
+Each file begins with a head: what the journal is of, how its clock relates to the time of the day, and the sums of the
+files before it, so that nothing but single events is lost when the oldest file goes. A process that dies leaves
 at most its last line torn; the next one writes a journal of its own.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchelastic.foreign_json import RecordError, converted, decode_object
-from torchelastic.ledger.book import Book, book_from_dict, book_to_dict
 from torchelastic.ledger.events import Event, LedgerFormatError, from_dict, to_dict
+from torchelastic.ledger.host_ledger import HostLedger, ledger_from_dict, ledger_to_dict
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Head:
 class WritesEvents(Protocol):
     """Where events go."""
 
-    def write(self, event: Event, book: Book) -> None:
-        """Append an event; the book is that before it."""
+    def write(self, event: Event, book: HostLedger) -> None:
+        """Append an event; the ledger is that before it."""
         ...
 
     def close(self) -> None:
@@ -107,19 +107,19 @@ class JournalWriter:
         self.failed = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._number = max((number for number, _ in _files(folder, name)), default=0)
-        self._begin(Book())
+        self._begin(HostLedger())
 
     @property
     def path(self) -> Path:
         """The file that is written to."""
         return self._folder / f"{self._name}.{self._number:06d}.jsonl"
 
-    def write(self, event: Event, book: Book) -> None:
+    def write(self, event: Event, book: HostLedger) -> None:
         """Append one event.
 
         Args:
             event: what has happened.
-            book: the book before it, for the head of a new file.
+            book: the ledger before it, for the head of a new file.
         """
         line = _line(to_dict(event))
         try:
@@ -143,12 +143,12 @@ class JournalWriter:
             finally:
                 os.close(descriptor)
 
-    def _begin(self, book: Book) -> None:
+    def _begin(self, book: HostLedger) -> None:
         self.close()
         self._number += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor, self._bytes = os.open(self.path, flags, 0o644), 0
-        head = {"kind": "head", "version": VERSION, **asdict(self._head), "brought_forward": book_to_dict(book)}
+        head = {"kind": "head", "version": VERSION, **asdict(self._head), "brought_forward": ledger_to_dict(book)}
         self._append(_line(head))
         for number, path in _files(self._folder, self._name):
             if number <= self._number - self._keep:
@@ -172,12 +172,12 @@ class BackgroundJournal:
 
     def __init__(self, writer: WritesEvents) -> None:
         self._writer = writer
-        self._queue: queue.Queue[tuple[Event, Book] | None] = queue.Queue(_QUEUED_LINES)
+        self._queue: queue.Queue[tuple[Event, HostLedger] | None] = queue.Queue(_QUEUED_LINES)
         self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="torchelastic-ledger", daemon=True)
         self._thread.start()
 
-    def write(self, event: Event, book: Book) -> None:
+    def write(self, event: Event, book: HostLedger) -> None:
         """Have an event written; never waits. When the disk is far behind, events are dropped and counted."""
         try:
             self._queue.put_nowait((event, book))
@@ -204,20 +204,20 @@ class Journal:
 
     Attributes:
         head: of its oldest file.
-        before: the book at the beginning of that file.
+        before: the ledger at the beginning of that file.
         events: all since then.
         damaged: lines that are no events; a torn last line of a file is none of them.
         unknown: events of kinds that this version does not know.
     """
 
     head: Head
-    before: Book
+    before: HostLedger
     events: tuple[Event, ...]
     damaged: int = 0
     unknown: int = 0
 
-    def book(self) -> Book:
-        """The book at its end."""
+    def book(self) -> HostLedger:
+        """The ledger at its end."""
         return self.before.after_all(self.events)
 
 
@@ -263,7 +263,7 @@ def read_journal(paths: Iterable[Path]) -> Journal:
     return Journal(journal.head, journal.before, tuple(events), damaged, unknown)
 
 
-def _head(path: Path, fields: Mapping[str, Any] | None) -> tuple[Head, Book]:
+def _head(path: Path, fields: Mapping[str, Any] | None) -> tuple[Head, HostLedger]:
     if fields is None or fields.get("kind") != "head":
         raise LedgerFormatError(f"{path} does not begin with the head of a ledger: it is none, or was damaged")
     if fields.get("version") != VERSION:
@@ -271,7 +271,7 @@ def _head(path: Path, fields: Mapping[str, Any] | None) -> tuple[Head, Book]:
             f"{path} is a ledger of version {fields.get('version')}, this is for {VERSION}: use a newer torchelastic"
         )
     try:
-        return converted("it", fields, Head), book_from_dict(fields.get("brought_forward"))
+        return converted("it", fields, Head), ledger_from_dict(fields.get("brought_forward"))
     except (RecordError, LedgerFormatError) as error:
         raise LedgerFormatError(f"{path} has a damaged head: {error}") from error
 

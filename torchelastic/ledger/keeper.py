@@ -1,6 +1,6 @@
-"""The agent's part: reads its workers' pages, keeps the book of the host, and writes the journal.
+"""The agent's part: reads its workers' pages, keeps the ledger of the host, and writes the journal.
 
-It survives its workers: what they had counted stands in their pages, and when they ended it knows. Imports no torch.
+It survives its workers: their counts are in their pages, and it knows when they ended. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,32 +12,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchelastic.ledger.book import Book
-from torchelastic.ledger.events import (
-    Counted,
-    End,
-    Event,
-    LedgerFormatError,
-    Start,
-    StoreOutage,
-    from_dict,
-    short,
-)
+from torchelastic.ledger.events import Counted, End, Event, LedgerFormatError, Start, StoreOutage, from_dict, short
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
 from torchelastic.ledger.page import PageReader, page_paths
-from torchelastic.ledger.process_start import process_started_ns
+from torchelastic.processes.identity import process_started_ns
 
 log = logging.getLogger(__name__)
 
 #: Between two lines of counts of a worker in the journal, unless something happens.
 COUNTS_EVERY_NS = 10_000_000_000
-#: Deaths that are kept although nobody has told of the process before.
+#: Deaths of processes that are not known as workers yet: so many are kept.
 _MOST_STRANGERS = 1024
 
 
 @dataclass
 class _Watched:
-    """A worker of this host that lives."""
+    """A running worker of this host."""
 
     worker: str
     reader: PageReader | None = None
@@ -66,7 +57,7 @@ class Keeper:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         started_ns: Callable[[int], int] = process_started_ns,
     ) -> None:
-        self.book = Book()
+        self.book = HostLedger()
         self._socket_path, self._host, self._journal = socket_path, host, journal
         self._clock_ns, self._started_ns = clock_ns, started_ns
         self._watched: dict[int, _Watched] = {}
@@ -74,12 +65,12 @@ class Keeper:
         self._away_since_ns: int | None = None
         self._is_closed = False
 
-    def now(self) -> Book:
-        """The book with what the workers have counted up to the last poll; `book` is what the journal tells, too."""
+    def now(self) -> HostLedger:
+        """The ledger with the workers' counts up to the last poll; `book` is what the journal contains, too."""
         return self.book.after_all(watched.fresh for watched in self._watched.values() if watched.fresh is not None)
 
     def started(self, pid: int, place: str) -> None:
-        """A worker's process is there; the second time nothing happens.
+        """A worker's process has started; the second time nothing happens.
 
         Args:
             pid: of the process.
@@ -96,7 +87,7 @@ class Keeper:
             self._take(pid, is_last=False)
 
     def died(self, pid: int) -> None:
-        """A worker's process is known to be dead, as of now; what follows may take the kernel a while."""
+        """A worker's process is known to be dead, as of now; it may take the kernel a while to clean up."""
         if len(self._died_ns) < _MOST_STRANGERS:
             self._died_ns.setdefault(pid, self._clock_ns())
 
@@ -124,22 +115,22 @@ class Keeper:
         self._add(end)
 
     def name_of(self, pid: int) -> str:
-        """The name of a worker that lives; empty: it is not known."""
+        """The name of a running worker; empty: it is not known."""
         watched = self._watched.get(pid)
         return "" if watched is None else watched.worker
 
     def store_away(self, since_ns: int | None = None) -> None:
-        """The host has lost sight of etcd. Once per outage is enough.
+        """This host cannot reach etcd. Once per outage is enough.
 
         Args:
-            since_ns: when it was last seen; None: now.
+            since_ns: when it was last reachable; None: now.
         """
         if self._away_since_ns is None:
             self._away_since_ns = self._clock_ns() if since_ns is None else since_ns
             self._add(StoreOutage(at_ns=self._away_since_ns))
 
     def store_back(self) -> None:
-        """The host sees etcd. Without an outage nothing happens."""
+        """This host reaches etcd again. Without an outage nothing happens."""
         if self._away_since_ns is not None:
             now_ns, since_ns = self._clock_ns(), self._away_since_ns
             self._away_since_ns = None
@@ -162,40 +153,40 @@ class Keeper:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _take(self, pid: int, *, is_last: bool) -> None:
-        """The events first: whatever one of them tells is in the counts that are read after it."""
+        """The events first: the counts that are read after them include whatever they report."""
         watched = self._watched[pid]
         reader = self._reader(pid, watched)
         if reader is None:
             return
         try:
-            told = reader.events()
-            tally = reader.counts()
+            events = reader.events()
+            counts = reader.counts()
         except OSError as error:
             log.warning("the page of %s cannot be read: %s", watched.worker, error)
             return
-        for fields in told:
-            self._told(watched, fields)
+        for fields in events:
+            self._take_event(watched, fields)
         if reader.missed > watched.missed:
             log.warning("%d events of %s were overwritten before they were read", reader.missed, watched.worker)
             watched.missed = reader.missed
-        if tally is not None and tally.since_ns <= self._clock_ns():
+        if counts is not None and counts.since_ns <= self._clock_ns():
             watched.fresh = Counted(
-                at_ns=tally.since_ns, worker=watched.worker, rank=tally.rank, round=tally.round, step=tally.step,
-                tally=tally,
+                at_ns=counts.since_ns, worker=watched.worker, rank=counts.rank, round=counts.round, step=counts.step,
+                tally=counts,
             )  # fmt: skip
-            if told or is_last or tally.since_ns - watched.counted_ns >= COUNTS_EVERY_NS:
-                watched.counted_ns = tally.since_ns
+            if events or is_last or counts.since_ns - watched.counted_ns >= COUNTS_EVERY_NS:
+                watched.counted_ns = counts.since_ns
                 self._add(watched.fresh)
         if is_last:
             reader.close()
 
-    def _told(self, watched: _Watched, fields: Mapping[str, Any]) -> None:
+    def _take_event(self, watched: _Watched, fields: Mapping[str, Any]) -> None:
         try:
             event = from_dict({**fields, "worker": watched.worker})
         except LedgerFormatError as error:
             log.warning("%s has published something else than an event: %s", watched.worker, error)
             return
-        # of itself a worker tells neither counts nor its end
+        # a worker reports neither counts nor its end by events
         if event is not None and not isinstance(event, (Start, Counted, End, StoreOutage)):
             self._add(event)
 

@@ -1,6 +1,7 @@
 """What the training thread of a worker calls to have its time counted: some microseconds per step, no system call.
 
-It does what `Tally` says, in place. Without an agent it counts all the same and publishes nothing.
+The rules are those of `Counters`. What is called in every step applies them in place. Without an agent it counts and
+publishes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     Drain,
     Event,
@@ -27,10 +29,9 @@ from torchelastic.ledger.events import (
     to_dict,
 )
 from torchelastic.ledger.page import PageWriter, page_paths
-from torchelastic.ledger.process_start import process_started_ns
-from torchelastic.ledger.tally import Tally
 from torchelastic.log_lines import Position, set_up_worker_log
 from torchelastic.loop_observer import LoopObserver
+from torchelastic.processes.identity import process_started_ns
 
 if TYPE_CHECKING:
     from torchelastic.coordinator import GroupMembership
@@ -48,7 +49,7 @@ class Meter(LoopObserver):
     """The counts of this process. Every method is for the training thread.
 
     Args:
-        started_ns: when the process began; see `torchelastic.ledger.process_start.process_started_ns`.
+        started_ns: when the process began; see `torchelastic.processes.identity.process_started_ns`.
         clock_ns: monotonic nanoseconds.
     """
 
@@ -100,29 +101,29 @@ class Meter(LoopObserver):
         os.register_at_fork(after_in_child=self._forget)  # the page is the parent's
         self._write()
 
-    def tally(self) -> Tally:
+    def tally(self) -> Counters:
         """The counts, as a value."""
-        return Tally(
+        return Counters(
             self._started_ns, self._since_ns, Account(self._account), self._pending_ns, tuple(self._totals),
             self._step, self._committed, self._undone, self._round, self._rank, self._world_size,
         )  # fmt: skip
 
     def position(self) -> Position:
-        """Where the worker stands. From any thread."""
+        """Rank, round and step of the worker. From any thread."""
         return Position(self._rank, self._round, self._step)
 
     def set_up_log(self) -> None:
-        """Have torchelastic's log lines of this process say so; see `torchelastic.log_lines.set_up_worker_log`."""
+        """Have torchelastic's log lines of this process show it; see `torchelastic.log_lines.set_up_worker_log`."""
         set_up_worker_log(self.position)
 
     # --- what happens to the worker -----------------------------------------------------------------------------------
 
     def group_wanted(self) -> None:
-        """It asks for a group: waits to be let in, or, where it was in one before, forms it anew."""
+        """It asks for a group: waits to be admitted, or, where it was in one before, for the next one."""
         self._leave(Account.RE_FORM if self._has_entered else Account.IDLE)
 
     def waits_as_spare(self) -> None:
-        """It asks for a group and has none, and others train: what it waits for now is no recovery."""
+        """It asks for a group and has none while others train: it waits as a spare, and this is no recovery."""
         if self._account == _RE_FORM:
             self._rank = -1
             self._leave(Account.IDLE)
@@ -138,11 +139,9 @@ class Meter(LoopObserver):
         self.entered(-1 if peers is None else peers.round_number, rank, world_size)
 
     def entered(self, round_: int, rank: int, world_size: int) -> None:
-        """The group stands."""
-        now_ns = self._close()
-        self._account = int(Account.RESTORE)
-        self._round, self._rank, self._world_size = round_, rank, world_size
-        self._write()
+        """The group is formed."""
+        now_ns = self._clock_ns()
+        self._become(self.tally().entered(now_ns, round_, rank, world_size))
         is_first, self._has_entered = not self._has_entered, True
         self._note(Join(at_ns=now_ns, world_size=world_size, is_first=is_first))
 
@@ -161,16 +160,13 @@ class Meter(LoopObserver):
             source: "peer" or "checkpoint", where this is known.
             end_step: the number of steps of the whole run; -1: not known.
         """
-        before_ns, before_step = self._since_ns, self._step
-        was_restoring = self._account == Account.RESTORE
-        now_ns = self._close()
-        self._account, self._step = _PRODUCTIVE, step
-        self._write()
+        before, now_ns = self.tally(), self._clock_ns()
+        self._become(before.level(now_ns, step))
         self._note(
             Restore(
                 at_ns=now_ns,
-                took_ns=now_ns - before_ns if was_restoring else 0,
-                from_step=before_step,
+                took_ns=now_ns - before.since_ns if before.account is Account.RESTORE else 0,
+                from_step=before.step,
                 productive_ns=self._totals[_PRODUCTIVE],
                 source=source,
                 end_step=end_step,
@@ -203,18 +199,13 @@ class Meter(LoopObserver):
             cause: what it failed of.
             is_undone: whether the state goes back to its snapshot.
         """
-        now_ns = self._close()
-        was_in_step = self._account == _PRODUCTIVE or self._pending_ns > 0
-        pending_ns, self._pending_ns = self._pending_ns, 0
-        self._totals[Account.REPLAYED] += pending_ns
-        self._undone += was_in_step
-        self._account = _RE_FORM
-        self._write()
-        if was_in_step:
-            began_ns, cause = now_ns - pending_ns, short(cause)
-            self._note(
-                Failure(at_ns=now_ns, began_ns=began_ns, replayed_ns=pending_ns, cause=cause, is_undone=is_undone)
-            )
+        before, now_ns = self.tally(), self._clock_ns()
+        after = before.undoes(now_ns)
+        self._become(after)
+        if after.undone > before.undone:  # a step was under way
+            lost_ns = after.totals[Account.REPLAYED] - before.totals[Account.REPLAYED]
+            began_ns, cause = now_ns - lost_ns, short(cause)
+            self._note(Failure(at_ns=now_ns, began_ns=began_ns, replayed_ns=lost_ns, cause=cause, is_undone=is_undone))
 
     def over(self) -> None:
         """There will be no further step."""
@@ -225,12 +216,13 @@ class Meter(LoopObserver):
     @contextlib.contextmanager
     def spent_on(self, account: Account) -> Iterator[None]:
         """What goes on inside belongs to another account; a step that is under way stays under way."""
-        before = self._switch(int(account))
+        before = Account(self._account)
+        self._become(self.tally().switched(self._clock_ns(), account))
         try:
             yield
         finally:
             if self._account == account:  # else something has happened that decides what goes on from here
-                self._switch(before)
+                self._become(self.tally().switched(self._clock_ns(), before))
 
     @contextlib.contextmanager
     def saving(self, tier: str = "") -> Iterator[None]:
@@ -243,7 +235,12 @@ class Meter(LoopObserver):
 
     def waited_for_data(self, waited_ns: int) -> None:
         """So much of the time since the last call of anything was a wait for a batch that has just come."""
-        self._close()
+        now_ns = self._clock_ns()
+        if self._account == _PRODUCTIVE:
+            self._pending_ns += now_ns - self._since_ns
+        else:
+            self._totals[self._account] += now_ns - self._since_ns
+        self._since_ns = now_ns
         waited_ns = max(0, min(waited_ns, self._pending_ns))
         self._pending_ns -= waited_ns
         self._totals[Account.DATA_WAIT] += waited_ns
@@ -265,27 +262,19 @@ class Meter(LoopObserver):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _close(self) -> int:
-        now_ns = self._clock_ns()
-        passed_ns = now_ns - self._since_ns
-        if self._account == _PRODUCTIVE:
-            self._pending_ns += passed_ns
-        else:
-            self._totals[self._account] += passed_ns
-        self._since_ns = now_ns
-        return now_ns
-
-    def _switch(self, account: int) -> int:
-        self._close()
-        before, self._account = self._account, account
+    def _become(self, counts: Counters) -> None:
+        (
+            self._since_ns, self._account, self._pending_ns, self._step, self._committed, self._undone,
+            self._round, self._rank, self._world_size,
+        ) = (
+            counts.since_ns, int(counts.account), counts.pending_ns, counts.step, counts.committed, counts.undone,
+            counts.round, counts.rank, counts.world_size,
+        )  # fmt: skip
+        self._totals = list(counts.totals)
         self._write()
-        return before
 
     def _leave(self, account: Account) -> None:
-        self._close()
-        self._totals[_PRODUCTIVE] += self._pending_ns
-        self._pending_ns, self._account = 0, int(account)
-        self._write()
+        self._become(self.tally().left(self._clock_ns(), account))
 
     def _write(self) -> None:
         if self._page is not None:

@@ -1,8 +1,8 @@
 """One worker's counts in memory that it shares with its agent: written without a system call, read after its death.
 
-A file of fixed size on tmpfs: on a disk, the kernel may stop a writer for as long as it writes back. The counts stand
-in two slots that are written in turn, each with a number and a checksum, so that whatever a SIGKILL interrupts, one of
-them is whole. Events stand in a ring of slots of the same kind; who reads too late is told how many it has missed. The
+A file of fixed size on tmpfs: on a disk, the kernel may stop a writer for as long as it writes back. The counts are in
+two slots that are written in turn, each with a number and a checksum, so that whatever a SIGKILL interrupts, one of
+them is complete. Events are in a ring of slots of the same kind; a late reader learns how many it has missed. The
 reader trusts nothing in it.
 
     0     magic, version, pid                                   64 bytes
@@ -26,8 +26,8 @@ from typing import Any
 
 from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import LedgerFormatError
-from torchelastic.ledger.tally import Tally
 
 MAGIC = b"te-pages"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - made with O_EXCL, and the reader takes its own user's only
@@ -125,8 +125,8 @@ class PageReader:
         self._next = 1
         self.missed = 0
 
-    def counts(self) -> Tally | None:
-        """The newest counts that are whole and sum up; None: there are none yet."""
+    def counts(self) -> Counters | None:
+        """The newest counts that are complete and sum up; None: there are none yet."""
         data = os.pread(self._descriptor, _EVENTS_AT, 0)
         found = [numbers for at in _COUNTS_AT if (numbers := _whole_counts(data[at : at + _COUNTS_BYTES]))]
         for numbers in sorted(found, reverse=True):
@@ -168,11 +168,11 @@ class PageReader:
         return int(pid)
 
 
-def _tally(numbers: tuple[int, ...]) -> Tally | None:
+def _tally(numbers: tuple[int, ...]) -> Counters | None:
     started, since, account, pending, step, committed, undone, round_, rank, world_size, *totals = numbers
     if not 0 <= account < _ACCOUNTS:
         return None
-    tally = Tally(
+    tally = Counters(
         started, since, Account(account), pending, tuple(totals), step, committed, undone, round_, rank, world_size
     )
     return None if tally.why_wrong() else tally

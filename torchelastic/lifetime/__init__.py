@@ -1,33 +1,28 @@
 """How long this machine lives, and the last good moment to save; see docs/lifetime.md.
 
-Names are loaded on first use (PEP 562); importing this package imports no torch.
+Importing this package imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torchelastic.lazy_names import lazily
-
-if TYPE_CHECKING:
-    from torchelastic.lifetime.agreement import Agreement, GroupAgreement, RankMissingError, SoloAgreement
-    from torchelastic.lifetime.bounds import Bound, guess, needed_samples, step_bound, upper_bound
-    from torchelastic.lifetime.deadline import (
-        CapacityBlock,
-        Deadline,
-        DeadlineAt,
-        Nearest,
-        automatic_deadlines,
-        nearest,
-        time_limit_s,
-    )
-    from torchelastic.lifetime.decision import StopDecision, Tier, decide, part_of_risk
-    from torchelastic.lifetime.early_stop import Lifetime, StoppedEarly
-    from torchelastic.lifetime.iter_manager import IterManager
-    from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
-    from torchelastic.lifetime.progress import LifetimeSummary
-    from torchelastic.lifetime.requeue import STOPPED_EARLY, Requeue, requeue_job
-    from torchelastic.lifetime.sources.detection import close_all, detect
+from torchelastic.lifetime.bounds import Bound, guess, needed_samples, step_bound, upper_bound
+from torchelastic.lifetime.deadline import (
+    CapacityBlock,
+    Deadline,
+    DeadlineAt,
+    Nearest,
+    automatic_deadlines,
+    nearest,
+    time_limit_s,
+)
+from torchelastic.lifetime.deadline_monitor import Lifetime
+from torchelastic.lifetime.decision import StopDecision, Tier, decide, part_of_risk
+from torchelastic.lifetime.group_monitor import Agreement, GroupAgreement, RankMissingError, SoloAgreement
+from torchelastic.lifetime.iter_manager import IterManager
+from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
+from torchelastic.lifetime.progress import LifetimeSummary
+from torchelastic.lifetime.requeue import STOPPED_EARLY, Requeue, StoppedEarly, requeue_job
+from torchelastic.lifetime.sources.detection import close_all, detect
 
 __all__ = [
     "STOPPED_EARLY",
@@ -62,27 +57,3 @@ __all__ = [
     "time_limit_s",
     "upper_bound",
 ]
-
-_NAMES_OF_HOME = {
-    "agreement": ("Agreement", "SoloAgreement", "GroupAgreement", "RankMissingError"),
-    "bounds": ("Bound", "guess", "needed_samples", "step_bound", "upper_bound"),
-    "deadline": (
-        "CapacityBlock",
-        "Deadline",
-        "DeadlineAt",
-        "Nearest",
-        "automatic_deadlines",
-        "nearest",
-        "time_limit_s",
-    ),
-    "decision": ("StopDecision", "Tier", "decide", "part_of_risk"),
-    "iter_manager": ("IterManager",),
-    "iteration_times": ("Forecast", "IterationTimes"),
-    "progress": ("LifetimeSummary",),
-    "requeue": ("STOPPED_EARLY", "Requeue", "requeue_job"),
-    "sources.detection": ("close_all", "detect"),
-    "early_stop": ("Lifetime", "StoppedEarly"),
-}
-_HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
-
-__getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

@@ -1,11 +1,8 @@
-"""How long something takes at most, from how long it took before: with a stated confidence, and on how many samples.
+"""Upper bounds of durations from those measured before, with a stated confidence. Pure.
 
-Two questions, two bounds. "How long will the next save take?" is answered by `upper_bound`. "When a moment comes that
-does not care for our steps, how long until the step that is running then is over?" is answered by `step_bound`: a
-moment is more likely to fall into a long step than into a short one, so the answer is longer than that of the first
-question wherever steps differ (the inspection paradox of renewal theory).
-
-`upper_bound` stands with the costs of saves (`torchelastic.checkpoint.policy.costs`). Pure: no clock, no memory.
+`upper_bound` (of `torchelastic.checkpoint.policy.costs`) is for the next save. `step_bound` is for the step that is
+running at a given moment: a moment is more likely to fall into a long step than into a short one, so it is longer
+wherever steps differ (the inspection paradox of renewal theory).
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ def step_bound(
 ) -> Bound | None:
     """How much time to leave for one more step before a given moment; None without any sample.
 
-    Whoever goes on as long as at least b seconds are left runs over the moment only if the step that covers the moment
-    b seconds before goes on for longer than b. How long that step still takes is not distributed as the steps are, but
-    with the density P(step > y) / mean: the residual life of a renewal process. So b is the smallest for which the
-    steps, all together, spent at most a share 1 - confidence of their time beyond their first b seconds; and not less
-    than `upper_bound`, since steps of equal length leave no room for the phase to help.
+    A loop that goes on as long as at least b seconds are left overruns the moment only if the step that covers the
+    moment b seconds before takes longer than b more. The rest of that step is not distributed as the steps are, but
+    with the density P(step > y) / mean: the residual life of a renewal process. So b is the smallest for which all
+    steps together spent at most a fraction 1 - confidence of their time beyond their first b seconds; and not less than
+    `upper_bound`, for steps of equal length.
 
-    Source: D. R. Cox, "Renewal theory" (1962), section 5.2. The share is that of the sample: an estimate, where
+    Source: D. R. Cox, "Renewal theory" (1962), section 5.2. The fraction is that of the sample: an estimate, where
     `upper_bound` is a theorem.
 
     Args:

@@ -1,10 +1,6 @@
-"""When this process will have to end, as far as anybody knows.
+"""When this process has to end: what a deadline is, and those in environment variables; the others are in `sources`.
 
-A source of deadlines is a small class with three things, see `Deadline`; those that are not in a variable alone are in
-`sources`.
-
-A deadline that is told as a date is turned into monotonic time in the moment in which it is read, so that later jumps
-of the host's clock change nothing.
+A date becomes monotonic time at the moment it is read, so that later jumps of the host's clock change nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ _MILLISECONDS_FROM = 1e11
 
 @runtime_checkable
 class Deadline(Protocol):
-    """Something that says when this process has to end. Asked on the training thread, every second or so.
+    """A source that knows when this process has to end. Sampled on the training thread, every second or so.
 
     Attributes:
         name: of the source, for people: "SLURM", "time limit".
@@ -49,24 +45,16 @@ class Deadline(Protocol):
     def reason(self) -> str: ...  # noqa: D102
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Seconds until then; negative if it is over; None while none is known.
+        """Seconds until then; negative if it is over; None while none is known. May change both ways.
 
-        Must not block: a source that asks a server does so on a thread of its own. May change both ways.
-
-        Args:
-            now_s: monotonic seconds, by the clock that the deadline was made with.
+        Must not block: a source that polls a server does so on a thread of its own. `now_s` is in monotonic seconds, by
+        the clock that the deadline was made with.
         """
 
 
 @dataclass(frozen=True)
 class DeadlineAt:
-    """A deadline at a fixed moment.
-
-    Args:
-        name: of the source.
-        at_s: the moment, in monotonic seconds.
-        reason: where it is known from.
-    """
+    """A deadline at a fixed moment: `at_s`, in monotonic seconds. `name` and `reason` as in `Deadline`."""
 
     name: str
     at_s: float
@@ -85,11 +73,11 @@ class CapacityBlock(DeadlineAt):
     def from_variable(
         cls, variable: str, value: str, *, now_s: float, wall_s: float, lead_s: float = 0.0
     ) -> CapacityBlock | None:
-        """The deadline; None, with a warning, if it is over: then the variable is left from an earlier block.
+        """The deadline; None if it is not set, or, with a warning, if it is over: it is left from an earlier block.
 
         Args:
             variable: its name.
-            value: its text; an empty one is none.
+            value: its text.
             now_s: the present moment in monotonic seconds.
             wall_s: the same moment in Unix seconds.
             lead_s: how long before the end the platform begins to terminate. If that moment is over, but the end is
@@ -103,20 +91,12 @@ class CapacityBlock(DeadlineAt):
         remedy = "set it to Unix seconds (`date +%s` prints those of now), or unset it"
         left_s = unix_seconds(f"{variable} is", value, remedy) - wall_s
         if left_s <= 0.0:
-            log.warning(
-                "%s=%s is %.0f s in the past: ignored. Unset it, or set it to the end of the present block",
-                variable,
-                value,
-                -left_s,
-            )
+            text = "%s=%s is %.0f s in the past: ignored. Unset it, or set it to the end of the present block"
+            log.warning(text, variable, value, -left_s)
             return None
         if left_s <= lead_s:
-            log.warning(
-                "%s=%s: the platform may terminate from %.0f s before it, which is over; counting on the end itself",
-                variable,
-                value,
-                lead_s,
-            )
+            text = "%s=%s: the platform may terminate from %.0f s before it, which is over; counting on the end itself"
+            log.warning(text, variable, value, lead_s)
             lead_s = 0.0
         reason = f"{variable}={value}" + (f", less {lead_s:.0f} s" if lead_s else "")
         return cls("capacity block", now_s + left_s - lead_s, reason)
@@ -142,11 +122,7 @@ def time_limit_s(seconds: float, *, began_s: float) -> DeadlineAt:
 
 @dataclass(frozen=True)
 class Nearest:
-    """Several deadlines: the nearest counts, whichever it is at the time.
-
-    Args:
-        deadlines: any number; none is as good as no deadline.
-    """
+    """Several deadlines, of which the nearest counts, whichever it is at the time; without any there is none."""
 
     deadlines: tuple[Deadline, ...] = ()
 
@@ -171,7 +147,7 @@ class Nearest:
         return max((since_s for since_s in known if since_s is not None), default=None)
 
     def which(self, now_s: float) -> Deadline | None:
-        """The one that counts; the first, if several are equally near; None if none is known."""
+        """The nearest; the first, if several are equally near; None if none is known."""
         known = [(deadline.remaining_s(now_s), deadline) for deadline in self.deadlines]
         near = [(left_s, deadline) for left_s, deadline in known if left_s is not None]
         if not near:
@@ -181,10 +157,10 @@ class Nearest:
 
 
 def unsure_since_s(deadline: Deadline) -> float | None:
-    """When the newest notice came that does not say how much time is left, in monotonic seconds; None: there is none.
+    """Monotonic seconds of the newest notice that does not say how much time is left; None: there is none.
 
-    A deadline that can be so unsure has a method of that name; `remaining_s` is then a guess, and it is right to save
-    at once. Ask `remaining_s` before: a signal is only read there.
+    A deadline that may have one has a method of that name; `remaining_s` is then a guess, and it is right to save at
+    once. Call `remaining_s` before: a signal is only read there.
     """
     method: Callable[[], float | None] | None = getattr(deadline, "unsure_since_s", None)
     return None if method is None else method()
@@ -209,11 +185,11 @@ def automatic_deadlines(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> list[Deadline]:
-    """All deadlines that this process can find by itself.
+    """The deadlines in environment variables; default: those of this process. See `detect` for all.
 
     Args:
-        environment: variables; default: those of this process.
-        clock: monotonic seconds; the same that the deadlines are asked with.
+        environment: variables.
+        clock: monotonic seconds; the same that the deadlines are sampled with.
         wall_clock: Unix seconds.
 
     Raises:
@@ -229,16 +205,7 @@ def automatic_deadlines(
 
 
 def unix_seconds(what: str, text: str, remedy: str) -> float:
-    """The date that somebody has written as Unix seconds.
-
-    Args:
-        what: begins the error: "X is", or "/run/end holds".
-        text: a number.
-        remedy: what to write instead; ends the error.
-
-    Raises:
-        ValueError: it is none, or no date.
-    """
+    """A date in Unix seconds. Raises ValueError: it is none; begins with `what` ("X is"), ends with the `remedy`."""
     shown = f"{what} {text[:60]!r}, which"
     try:
         seconds = float(text)

@@ -1,7 +1,7 @@
-"""Watches the deadline of one rank: samples what the rank knows, and decides from what all ranks know.
+"""The deadline engine of one rank: samples what the rank knows, and decides from what all ranks know.
 
-Everything that stops in time goes by this: the train loop (`in_loop`) and `IterManager` (`group_monitor`). They differ
-in how the ranks tell each other what they know, and in what is done about a decision.
+The train loop (`in_loop`) and `IterManager` (`group_monitor`) both use it. They differ in how the ranks exchange what
+they know, and in what they do about a decision.
 
 Iterations may become a hundred times as long at any moment, so nothing here is due after a number of them alone.
 """
@@ -11,27 +11,68 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from torchelastic.lifetime.bounds import Bound, guess
-from torchelastic.lifetime.deadline import Nearest, unsure_since_s
+from torchelastic.checkpoint.policy.arguments import real_number, whole_number
+from torchelastic.lifetime.bounds import Bound, guess, needed_samples
+from torchelastic.lifetime.deadline import Deadline, Nearest, nearest, unsure_since_s
 from torchelastic.lifetime.decision import SHORTEST_GRACE_S, TRIAL_BELOW_S, Tier, part_of_risk
 from torchelastic.lifetime.drain_policy import StopPlan, near_below_s, plan_stop
-from torchelastic.lifetime.early_stop import Lifetime
 from torchelastic.lifetime.iteration_times import IterationTimes
 from torchelastic.lifetime.sample import NEAR_ITERATIONS, Sample, interval_steps
 
-#: A deadline is asked for what is left so often, while it is far.
+#: Seconds between two samples of a deadline while it is far.
 CHECK_S = 0.1
-#: How long iterations take is worked out anew so often near the deadline,
-_WORK_OUT_NEAR_S = 0.05
-#: after such a share of the time that is left while it is far, within these bounds; and always when one was longer than
-#: the bound.
-_WORK_OUT_SHARE, _WORK_OUT_S, _MAX_WORK_OUT_S = 0.02, 1.0, 30.0
-#: Schedulers signal every process of a job, and the ranks do not all get it at once: a save answers the notices that
-#: come so much later, too.
+#: The bounds of iterations are valid for so long near the deadline,
+_VALID_NEAR_S = 0.05
+#: for such a fraction of the time that is left while it is far, within these limits; never after a longer iteration.
+_VALID_FRACTION, _MIN_VALID_S, _MAX_VALID_S = 0.02, 1.0, 30.0
+#: Schedulers signal every process of a job, and not all ranks receive it at once: a save also answers notices that come
+#: so much later.
 _SAME_NOTICE_S = 5.0
-#: What stands for the tiers where there are none.
+#: The only tier where there is none.
 _NO_TIER = "nothing: there is no checkpoint manager"
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """How `torchelastic.train(..., lifetime=)` meets deadlines; "auto" is `Lifetime()`.
+
+    Args:
+        reserve_s: seconds to keep besides the bounds of a step and a save, for what is not measured: the end of
+            processes, the launcher, a slow file system.
+        confidence: that the save is done in time, above 0 and below 1.
+        deadline: when this process has to end; None: the nearest of `sources.detect()`.
+        max_restarts: a SLURM job that was started again so often is not requeued any more.
+        unknown_save_s: how long a save takes while none was measured; None: `decision.guess_save_s` of the tier.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of its range.
+    """
+
+    reserve_s: float = 5.0
+    confidence: float = 0.99
+    deadline: Deadline | None = None
+    max_restarts: int = 100
+    unknown_save_s: float | None = None
+
+    def __post_init__(self) -> None:
+        real_number("reserve_s", self.reserve_s, remedy="give seconds, 0 or more")
+        if self.unknown_save_s is not None:
+            real_number("unknown_save_s", self.unknown_save_s, remedy="give seconds, 0 or more")
+        whole_number("max_restarts", self.max_restarts, at_least=0, remedy="give a number, 0 or more")
+        needed_samples(self.confidence)  # raises if there is no such confidence
+        nearest([self.deadline])  # raises if it is none
+
+
+def lifetime_of(given: object) -> Lifetime:
+    """What the argument `lifetime` of `train` means. Raises TypeError for anything but "auto" and a `Lifetime`."""
+    if given == "auto":
+        return Lifetime()
+    if not isinstance(given, Lifetime):
+        raise TypeError(f'lifetime is {given!r}: give "auto", a torchelastic.lifetime.Lifetime, or None')
+    return given
 
 
 class DeadlineMonitor:
@@ -40,16 +81,16 @@ class DeadlineMonitor:
     Args:
         deadline: when to be done.
         times: of the iterations.
-        save_times_s: by tier, the most durable first, how long its newest saves took; asked each time.
-        settings: reserve and confidence count, and how long an unknown save takes.
-        least_save_s: what the bound of a save is never below. Above 0: no save is made only to measure it.
+        save_times_s: returns by tier, the most durable first, how long its newest saves took.
+        settings: for reserve, confidence, and how long an unknown save takes.
+        least_save_s: least bound of a save. Above 0: no save is made only to measure it.
         trial_below_s: see `decision.decide`.
         clock: monotonic seconds; that of the deadline.
 
     Attributes:
         deadline: when to be done.
-        earlier_bound_s: how long an iteration took at most in an earlier life; counts until one is known.
-        is_step_tried: an iteration was begun only to know how long it takes, here or in an earlier life.
+        earlier_bound_s: bound of an iteration in an earlier incarnation; used until one is known.
+        is_step_tried: an iteration was begun only to measure it, here or in an earlier incarnation.
     """
 
     def __init__(
@@ -77,7 +118,7 @@ class DeadlineMonitor:
         self._stale_at_s, self._stale_at_count, self._is_for_near = -math.inf, 0, False
 
     def enter_group(self, world_size: int) -> None:
-        """The group has changed: new members know of no save that was made. With more or fewer, times begin anew."""
+        """The group has changed: new members know of no save; with another size, times are measured anew."""
         if world_size != self._world_size:
             self._times.reset()
             self.is_step_tried = False
@@ -100,15 +141,10 @@ class DeadlineMonitor:
 
     def tiers(self) -> tuple[Tier, ...]:
         """The places to save to, the most durable first, with how long that takes; at least one."""
+        unknown_s = self._unknown_save_s
         tiers = tuple(
-            Tier.of(
-                name,
-                times_s,
-                confidence=self._part,
-                if_unknown_s=self._unknown_save_s,
-                at_least_s=self._least_save_s,
-            )
-            for name, times_s in self._save_times_s().items()
+            Tier.of(name, times, confidence=self._part, if_unknown_s=unknown_s, at_least_s=self._least_save_s)
+            for name, times in self._save_times_s().items()
         )
         return tiers or (Tier(_NO_TIER, Bound(0.0, self._part, True, 1, "nothing is saved")),)
 
@@ -118,12 +154,12 @@ class DeadlineMonitor:
         return None if view is None else view.bound(1, self._part)
 
     def sample(self, *, count: int, lived: int, is_near: bool = False, cost_s: float = math.inf) -> Sample:
-        """What this rank knows now.
+        """What this rank knows now; `count` and `lived` as in `Sample`.
 
         Args:
             count: iterations of the run that are done.
             lived: iterations that have begun in this process.
-            is_near: whether the deadline is so near that the next iteration counts.
+            is_near: whether the deadline is so near that only the next iteration counts.
             cost_s: of an exchange with the other ranks; infinite: not known.
         """
         remaining_s = self.remaining_s()
@@ -144,12 +180,7 @@ class DeadlineMonitor:
         )
 
     def is_near(self, sample: Sample, *, may_leave: bool = False) -> bool:
-        """Whether there may be something to decide before the sample after this one.
-
-        Args:
-            sample: of this rank, or of all.
-            may_leave: whether the others may go on without a rank that has to go.
-        """
+        """Whether there may be a decision to take before the sample after this one; arguments as `near_below_s`."""
         near_s = near_below_s(sample, self._reserve_s, may_leave=may_leave) + CHECK_S
         if self._may_try() and not self._tried and not any(tier.is_measured for tier in sample.tiers):
             near_s = max(near_s, self._trial_below_s)
@@ -165,10 +196,10 @@ class DeadlineMonitor:
         at_once_s: Sequence[float] | None = None,
         min_workers: int = 1,
     ) -> StopPlan:
-        """What to do now; the same on all ranks that give the same. A save that it asks for is taken to be made.
+        """What to do now; the same on all ranks for the same arguments. A save in the plan is assumed to be made.
 
         Args:
-            common: what all ranks know together.
+            common: what all ranks have agreed on.
             remaining_s: by rank, see `plan_stop`; None: there is no run without all of them.
             at_once_s: the same.
             min_workers: see `plan_stop`.
@@ -197,36 +228,36 @@ class DeadlineMonitor:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _may_try(self) -> bool:
-        """Whether there may be a save after which to go on, to measure something: not where the user told its time."""
+        """Whether a save may be made only to measure it: not where the user has given its time."""
         return not self._least_save_s
 
     def _at_once_s(self) -> float:
-        """See `Sample.at_once_s`; `remaining_s` is asked before."""
+        """See `Sample.at_once_s`; call `remaining_s` before."""
         since_s = unsure_since_s(self.deadline)
         if since_s is None or since_s <= self._answered_s:
             return math.inf
         return max(0.0, SHORTEST_GRACE_S - (self._clock() - since_s))
 
     def _next_iterations(self, remaining_s: float, is_near: bool) -> tuple[float, Bound | None, float]:
-        """The usual iteration, the slowest of the next one, and of those until all ranks have heard of a deadline."""
+        """The usual iteration, the bound of the next one, and of those until all ranks know of a deadline."""
         now_s = self._clock()
         is_old = now_s >= self._stale_at_s or self._times.count >= self._stale_at_count
         if is_old or self._times.newest_s > self._known[2] or (is_near and not self._is_for_near):
-            far_s = min(_MAX_WORK_OUT_S, max(_WORK_OUT_S, _WORK_OUT_SHARE * remaining_s))
+            far_s = min(_MAX_VALID_S, max(_MIN_VALID_S, _VALID_FRACTION * remaining_s))
             self._is_for_near = is_near
-            self._known = self._work_out(now_s, _WORK_OUT_NEAR_S if is_near else far_s)
+            self._known = self._bounds(now_s, _VALID_NEAR_S if is_near else far_s)
         return self._known
 
-    def _work_out(self, now_s: float, valid_s: float) -> tuple[float, Bound | None, float]:
+    def _bounds(self, now_s: float, valid_s: float) -> tuple[float, Bound | None, float]:
         self._stale_at_s, self._stale_at_count = now_s + valid_s, self._times.count + 1
         view = self._times.view()
         if view is None:
-            earlier = guess(self.earlier_bound_s, "none was measured: as in an earlier life", self._part)
+            earlier = guess(self.earlier_bound_s, "none was measured: as in an earlier incarnation", self._part)
             return 0.0, earlier if self.earlier_bound_s else None, self.earlier_bound_s
-        # iterations that may begin before this is worked out anew: a pause may be due among them
+        # iterations that may begin while this is valid: a pause may be due among them
         ahead = max(1, int(valid_s / max(view.usual_s, 1e-6)))
         self._stale_at_count = self._times.count + ahead
         step = view.bound(ahead, self._part)
-        until_heard = ahead + 2 * interval_steps(view.usual_s, math.inf) + NEAR_ITERATIONS
-        far = step if view.rhythm is None else view.bound(until_heard, self._part)
+        until_known = ahead + 2 * interval_steps(view.usual_s, math.inf) + NEAR_ITERATIONS
+        far = step if view.rhythm is None else view.bound(until_known, self._part)
         return view.usual_s, step, 0.0 if far is None else far.seconds

@@ -3,13 +3,13 @@
 The rule: go on as long as one more step, and a save after it into the most durable tier that fits now, are expected to
 be done in time. So the save is begun at the last safe step, and not at the first that looks dangerous.
 
-Three saves come earlier, and training goes on after them. One when a notice has come that does not say how much time is
-left (`docker stop` gives 10 s, pods on spot nodes of GKE have 15 s, and a process cannot know): at once. A trial save,
-where nobody knows how long a save takes: a life may be lost to a save that is longer than the guess. And one before a
-trial step, where only the first steps are known, which may have compiled: the next ones may be much quicker.
+Three saves come earlier, and training goes on after them. One at once at a notice that does not say how much time is
+left (`docker stop` gives 10 s, pods on spot nodes of GKE have 15 s, and a process cannot know). A trial save, where no
+save was measured: it may take longer than the guess. And one before a trial step, where only the first steps are known,
+which may have compiled: the next ones may be much faster.
 
-Bounds that rest on few samples have a margin, and the reserve is for what nobody has measured: of both the larger is
-kept, and not their sum.
+Bounds that rest on few samples have a margin, and the reserve is for what is not measured: the larger of both is kept,
+not their sum.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torchelastic.lifetime.bounds import MARGIN, Bound, guess, upper_bound
 
 __all__ = ["StopDecision", "Tier", "decide", "guess_save_s", "part_of_risk"]
 
-#: The least that anybody gives between a notice that does not say how much time is left and the end: `docker stop`.
+#: The shortest usual grace after a notice that does not say how much time is left: that of `docker stop`.
 SHORTEST_GRACE_S = 10.0
-#: A trial save is made when the deadline is nearer than this: before, a periodic save may tell how long it takes.
+#: A trial save is made when the deadline is nearer than this: before, a periodic save may be measured.
 TRIAL_BELOW_S = 3600.0
-#: A trial step pays only where the first steps took so long that the others may well be quicker.
+#: A trial step pays only where the first steps took so long that the others may well be faster.
 TRIAL_STEP_FROM_S = 10.0
 #: How long a save takes while none was measured, by words in the name of the tier; and for any other tier, since a
 #: durable one may be a busy file system or an object store.
@@ -39,7 +39,7 @@ _DURABLE_GUESS_S = 60.0
 
 
 def guess_save_s(tier: str) -> float:
-    """How many seconds a save into the tier of that name is taken to need while none was measured.
+    """The assumed seconds of a save into the tier of that name while none was measured.
 
     >>> guess_save_s("memory"), guess_save_s("local disk"), guess_save_s("durable"), guess_save_s("programs")
     (2.0, 10.0, 60.0, 60.0)
@@ -88,16 +88,16 @@ class Tier:
         if_unknown_s: float | None = None,
         at_least_s: float = 0.0,
     ) -> Tier:
-        """A tier from the saves that were made to it.
+        """A tier from its measured saves.
 
         Args:
             name: of the tier.
             save_times_s: how long its saves took until they were durable; for example the `recent_durable_s` of
                 `torchelastic.checkpoint.policy.TierCost`.
-            confidence: that the bound should hold with.
+            confidence: of the bound.
             margin: see `bounds.upper_bound`.
             if_unknown_s: the bound if there was no save yet; None: `guess_save_s` of the name.
-            at_least_s: what the bound is never below.
+            at_least_s: least value of the bound.
 
         Raises:
             ValueError: an argument out of its range.
@@ -119,12 +119,12 @@ class StopDecision:
 
     Attributes:
         action: "go on", "save and go on" (the end may come at any moment, or to measure a save), or "save and stop".
-        tier: the tier that counts: of the save, if there is one to do; None: no deadline.
+        tier: of the save, now or later; None: no deadline.
         fits: whether the save into that tier is expected to be done in time.
         is_downgrade: whether a more durable tier does not fit any more.
-        given_up_s: seconds until the deadline that are left after a save of usual length, so that are not used.
+        given_up_s: unused seconds before the deadline, after a save of usual length.
         because: one sentence for the log.
-        numbers: what it rests on, by name with its unit.
+        numbers: its inputs, by name with unit.
     """
 
     action: Literal["go on", "save and go on", "save and stop"]
@@ -153,7 +153,7 @@ class StopDecision:
 
 
 def part_of_risk(confidence: float, parts: int = 2) -> float:
-    """The confidence of each of so many bounds, with which all of them hold together (Bonferroni).
+    """The confidence of each of so many bounds with which all of them hold (Bonferroni).
 
     >>> round(part_of_risk(0.99), 6)
     0.995
@@ -175,21 +175,20 @@ def decide(
 ) -> StopDecision:
     """Whether to train one more step, or to save into which tier, and to stop then or to go on.
 
-    The bounds of the step and of the saves each carry a part of the risk: ask for `part_of_risk(confidence)` in them,
-    and the deadline is met with `confidence`.
+    The bounds of the step and of the saves share the risk: with `part_of_risk(confidence)` in each of them, the
+    deadline is met with `confidence`.
 
     Args:
-        remaining_s: until the deadline; None: none is known. May be negative: then it is over.
+        remaining_s: until the deadline; None: none is known. Negative: it is over.
         step: how much time to leave for one more step (`bounds.step_bound`); None: not known yet, counts as 0.
         tiers: the most durable first; at least one.
-        reserve_s: to keep besides, for what nobody measures; the margins of the bounds are part of it.
-        at_once_s: a notice has come that does not say when the end is, and nothing was saved since: seconds until the
-            end at the earliest. `remaining_s` is a guess then. None: there is no such notice.
-        may_try: the tiers that may be saved to only to learn how long that takes, where it was not measured: when it
-            would be time to stop,
+        reserve_s: to keep besides, for what is not measured; the margins of the bounds are part of it.
+        at_once_s: for a notice that does not say when the end is, with nothing saved since: seconds until the end at
+            the earliest. `remaining_s` is a guess then. None: there is no such notice.
+        may_try: tiers that may be saved to only to measure that: when it would be time to stop,
         trial_below_s: and before, if no tier was measured and less time than this is left.
-        may_try_step: when it would be time to stop, one more step may be trained only to learn how long it takes, once
-            all is saved: `step` is known from the first ones alone, which may have compiled. Where it pays: it is
+        may_try_step: when it would be time to stop, one more step may be trained only to measure it, once all is
+            saved: `step` is known from the first ones alone, which may have compiled. It pays if that is
             `TRIAL_STEP_FROM_S` or longer.
         is_saved: nothing was trained since the newest save.
 
@@ -228,7 +227,7 @@ def _trial_step(decision: StopDecision, tier: Tier, reserve_s: float, is_saved: 
 
 
 def _besides_s(reserve_s: float, *bounds: Bound | None) -> float:
-    """What is to be kept besides these bounds: their margins are for the same, for what nobody has measured."""
+    """The reserve besides these bounds, whose margins are for the same: for what is not measured."""
     return max(0.0, reserve_s - math.fsum(bound.margin_s for bound in bounds if bound is not None))
 
 
@@ -244,15 +243,10 @@ def _at_once(
         f"nobody has said how much time is left, at least {at_once_s:.3g} s, perhaps {remaining_s:.3g} s: saving to "
         f"{tier.name!r} at once ({tier.bound}); there is {'' if goes_on else 'no '}time to go on after it"
     )
-    return StopDecision(
-        "save and go on" if goes_on else "save and stop",
-        tier.name,
-        tier.bound.seconds <= at_once_s,
-        tier is not tiers[0],
-        0.0 if goes_on else _given_up(remaining_s, tier),
-        because,
-        {**decision.numbers, "at_once_s": at_once_s},
-    )
+    given_up_s = 0.0 if goes_on else _given_up(remaining_s, tier)
+    action: Literal["save and go on", "save and stop"] = "save and go on" if goes_on else "save and stop"
+    fits, numbers = tier.bound.seconds <= at_once_s, {**decision.numbers, "at_once_s": at_once_s}
+    return StopDecision(action, tier.name, fits, tier is not tiers[0], given_up_s, because, numbers)
 
 
 def _before_deadline(
@@ -277,25 +271,14 @@ def _before_deadline(
     else:
         because = f"{left}, no save is sure to fit: trying the quickest, {tier.name!r}, {tier.bound}"
     because += "".join(f"; too late for {late.name!r}, which takes {late.bound}" for late in tiers[: tiers.index(tier)])
-    return StopDecision(
-        "go on" if goes_on else "save and stop",
-        tier.name,
-        save_s <= remaining_s,
-        tier is not tiers[0],
-        given_up_s,
-        because,
-        {
-            "remaining_s": remaining_s,
-            "step_s": step_s,
-            "reserve_s": reserve_s,
-            **{f"save_{other.name}_s": other.bound.seconds for other in tiers},
-            "given_up_s": given_up_s,
-        },
-    )
+    numbers = {"remaining_s": remaining_s, "step_s": step_s, "reserve_s": reserve_s, "given_up_s": given_up_s}
+    numbers |= {f"save_{other.name}_s": other.bound.seconds for other in tiers}
+    action: Literal["go on", "save and stop"] = "go on" if goes_on else "save and stop"
+    return StopDecision(action, tier.name, save_s <= remaining_s, tier is not tiers[0], given_up_s, because, numbers)
 
 
 def _best_tier(tiers: Sequence[Tier], left_s: float, reserve_s: float = 0.0) -> Tier:
-    """The most durable that fits with the reserve; else without it; else the quickest, in the hope that."""
+    """The most durable that fits with the reserve; else without it; else the fastest."""
     for kept_s in (reserve_s, 0.0):
         for tier in tiers:
             if tier.bound.seconds + _besides_s(kept_s, tier.bound) <= left_s:

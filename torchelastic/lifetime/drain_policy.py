@@ -1,8 +1,8 @@
-"""Who leaves a run before a deadline, and when all of them save and stop: from what every rank has said. Pure.
+"""The drain policy: which ranks leave a run before a deadline, and when all of them save and stop. Pure.
 
 Deadlines are those of machines: a run may go on without some of its members. When fewer than `min_workers` are left it
-cannot go on any more; that moment is the deadline of all, and is met by a save (`decision`). Whoever has to go clearly
-earlier than that leaves at the end of a step, and the others train on.
+cannot; that moment is the deadline of all, and is met by a save (`decision`). A rank whose deadline is clearly earlier
+leaves at the end of a step, and the others train on.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from torchelastic.lifetime.decision import TRIAL_BELOW_S, StopDecision, decide
 from torchelastic.lifetime.sample import MAX_DELAY_S, NEAR_ITERATIONS, Sample
 
-#: Deadlines nearer to each other than this are one: to train so long with fewer members is not worth a new group.
+#: Deadlines less than this apart are treated as one, to avoid another rendezvous.
 TOGETHER_S = 30.0
-#: What leaving takes besides a few steps: the agent, etcd, and one more round if this member alone has the best state.
+#: Draining takes so long besides a few steps: the agent, etcd, and one more round if this member alone has the best
+#: state.
 LEAVE_S = 5.0
-#: How many of the slowest steps leaving takes at most.
+#: How many of the slowest steps draining takes at most.
 _LEAVE_STEPS = 4
 
 
@@ -46,12 +47,12 @@ class StopPlan:
 def end_of_run(
     remaining_s: Sequence[float], min_workers: int, together_s: float = TOGETHER_S
 ) -> tuple[float, frozenset[int]]:
-    """How long the run can go on in the present group, and which ranks have to go clearly before that.
+    """How long the run can go on in the present group, and which ranks have to leave clearly before that.
 
     Args:
-        remaining_s: by rank, seconds until its own deadline; infinite: it knows of none.
+        remaining_s: by rank, seconds until its own deadline; infinite: none is known.
         min_workers: with fewer members the run cannot go on.
-        together_s: what is nearer than this to the end of the run is part of it.
+        together_s: deadlines less than this before the end of the run are part of it.
 
     Raises:
         ValueError: there are no ranks, or a time is NaN.
@@ -73,11 +74,7 @@ def end_of_run(
 
 
 def on_hosts(remaining_s: Sequence[float], hosts: Sequence[str]) -> list[float]:
-    """By rank, the shortest time of all ranks of its host: they end together, and do not hear of it at the same moment.
-
-    Args:
-        remaining_s: by rank, seconds until the deadline that it knows of; infinite: it knows of none.
-        hosts: by rank, the name of its host.
+    """By rank, the shortest time of all ranks of its host: they end together, but may not know at the same moment.
 
     >>> on_hosts([math.inf, 8.0, math.inf], ["a", "a", "b"])
     [8.0, 8.0, inf]
@@ -89,7 +86,7 @@ def on_hosts(remaining_s: Sequence[float], hosts: Sequence[str]) -> list[float]:
 
 
 def leave_lead_s(step_s: float, reserve_s: float) -> float:
-    """How long before its deadline a member begins to leave, so that it is gone in time without a step undone."""
+    """How long before its deadline a member begins to drain, so that it has left in time and no step is rolled back."""
     return reserve_s + LEAVE_S + _LEAVE_STEPS * step_s
 
 
@@ -110,12 +107,12 @@ def plan_stop(
         remaining_s: by rank, seconds until its own deadline.
         common: what the ranks have agreed on: how long a step and the saves take.
         min_workers: with fewer members the run cannot go on.
-        reserve_s: to keep besides.
-        at_once_s: by rank, `Sample.at_once_s`: where it is finite, nobody knows when that rank ends, so it leaves at
+        at_once_s: by rank, `Sample.at_once_s`: where it is finite, it is not known when that rank ends, so it leaves at
             once if the others can go on, and else all save at once; None: all is known.
-        may_try: see `decision.decide`.
-        trial_below_s: the same.
-        is_saved: the same.
+        reserve_s: see `decision.decide`, as for the others.
+        may_try: see there.
+        trial_below_s: see there.
+        is_saved: see there.
 
     Raises:
         ValueError: see `end_of_run` and `decision.decide`.
@@ -154,27 +151,27 @@ def plan_stop(
 
 
 def near_below_s(sample: Sample, reserve_s: float, *, may_leave: bool = True) -> float:
-    """With less time left than this, a rank tells the others, so that all know before there is anything to decide.
+    """With less time left than this, a rank notifies the others, so that all know before there is a decision to take.
 
     Args:
-        sample: of this rank, or of all; `far_s` is the slowest of the steps until all have heard of it.
-        reserve_s: to keep besides.
-        may_leave: whether the others may go on without a rank that has to go.
+        sample: of this rank, or of all.
+        reserve_s: see `decision.decide`.
+        may_leave: whether the others may go on without a rank that leaves.
     """
     step_s = 0.0 if sample.step is None else sample.step.seconds
     save_s = max(tier.bound.seconds for tier in sample.tiers)
-    # told in one agreement and read in the next, each at most MAX_DELAY_S or one step after the other
-    until_heard_s = 2.0 * MAX_DELAY_S + NEAR_ITERATIONS * sample.far_s
+    # sent in one agreement and read in the next, each at most MAX_DELAY_S or one step after the other
+    until_known_s = 2.0 * MAX_DELAY_S + NEAR_ITERATIONS * sample.far_s
     lead_s = leave_lead_s(step_s, reserve_s) if may_leave else reserve_s
-    return step_s + save_s + lead_s + until_heard_s
+    return step_s + save_s + lead_s + until_known_s
 
 
 def who_requeues(jobs: Sequence[str], going: Collection[int]) -> frozenset[int]:
-    """The ranks that ask the scheduler to start their job again: one of each job all of whose ranks go.
+    """The ranks that requeue their job: one of each job all of whose ranks leave.
 
     Args:
         jobs: by rank, the id of the scheduler's job that it belongs to; "": none.
-        going: the ranks that go.
+        going: the ranks that leave.
 
     >>> sorted(who_requeues(["7", "7", "8", "8", ""], {0, 1, 3, 4}))
     [0]

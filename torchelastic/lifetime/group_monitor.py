@@ -1,33 +1,168 @@
-"""Watches a deadline together with the ranks of a process group: now and then while it is far, else each iteration.
+"""The deadline of all ranks of a process group, and how they agree on it: rarely while it is far, else each iteration.
 
-A process that is alone goes by its clock. Several ranks have to exchange what they know in the same iteration, so they
-agree on its number; how soon it comes follows from what the exchange costs beside an iteration.
+A process that is alone samples by its clock. Several ranks have to exchange what they know in the same iteration, so
+they agree on its number; how soon it comes follows from the cost of an exchange relative to an iteration.
+
+torch is imported only when there is a process group, by which time the program has imported it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torchelastic.lifetime.agreement import Agreement, GroupAgreement, SoloAgreement, present_world
 from torchelastic.lifetime.deadline import Nearest
-from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
+from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor, Lifetime
 from torchelastic.lifetime.decision import StopDecision
-from torchelastic.lifetime.early_stop import Lifetime
 from torchelastic.lifetime.iteration_times import IterationTimes
-from torchelastic.lifetime.manager_state import ManagerState
 from torchelastic.lifetime.sample import Sample
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from torchelastic.group.lagged_max import LaggedMax
+    from torchelastic.group.watched_group import WatchedGroup
+    from torchelastic.lifetime.manager_state import ManagerState
 
 log = logging.getLogger(__name__)
 
 #: A deadline that has moved away by more than this is a new one.
 _MOVED_S = 1.0
-#: What an exchange costs is the least of so many: on a busy machine some take long, and are no reason to decide seldom.
+#: The cost of an exchange is the least of so many: on a busy machine some take long, which is no reason to sample less.
 _EXCHANGES = 8
+
+
+class RankMissingError(RuntimeError):
+    """A rank did not take part in an agreement: it timed out, or its process has ended; the message names it."""
+
+
+class Agreement(Protocol):
+    """Gives all ranks the same numbers. Every rank calls the same methods in the same order, on one thread.
+
+    Attributes:
+        is_alone: whether there are no other ranks.
+        is_first: whether this is the rank that writes files and lines for people.
+        world_size: number of ranks.
+    """
+
+    @property
+    def is_alone(self) -> bool: ...  # noqa: D102 - see above
+
+    @property
+    def is_first(self) -> bool: ...  # noqa: D102
+
+    @property
+    def world_size(self) -> int: ...  # noqa: D102
+
+    def begin(self, values: Sequence[float]) -> None:
+        """Begin the maximum of these numbers, as many on every rank; does not wait for the others."""
+
+    def finish(self) -> list[float]:
+        """Of what was begun last, the largest of each number over all ranks.
+
+        Raises:
+            RankMissingError: a rank has not begun it within the time limit.
+        """
+
+
+class SoloAgreement:
+    """The agreement of one process."""
+
+    is_alone, is_first, world_size = True, True, 1
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+
+    def begin(self, values: Sequence[float]) -> None:
+        """See `Agreement`."""
+        self._values = list(values)
+
+    def finish(self) -> list[float]:
+        """See `Agreement`."""
+        return self._values
+
+
+class GroupAgreement:
+    """The element-wise maximum over the ranks of a process group: a tiny all-reduce, in a gloo group of its own.
+
+    It is begun in one iteration and read in a later one, so that no rank waits. The first `begin` makes the group.
+
+    Args:
+        source: whose ranks agree, all of them.
+        timeout_s: after which a missing rank is an error.
+    """
+
+    is_alone = False
+
+    def __init__(self, source: dist.ProcessGroup, timeout_s: float) -> None:
+        import torch.distributed as dist
+
+        self._source, self._timeout_s = source, timeout_s
+        self._rank, self.world_size = dist.get_rank(source), dist.get_world_size(source)
+        self._group: WatchedGroup | None = None
+        self._number = 0
+        self._begun: LaggedMax | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """See `Agreement`."""
+        return self._rank == 0
+
+    def begin(self, values: Sequence[float]) -> None:
+        """See `Agreement`; the first call waits for all ranks, and raises what `finish` does.
+
+        Raises:
+            ValueError: the ranks give different numbers of values.
+        """
+        from torchelastic.group.lagged_max import LaggedMax
+
+        with self._naming_the_missing():
+            if self._group is None:
+                self._group = self._formed(len(values))
+            self._number += 1
+            self._begun = LaggedMax(self._group, self._number, values)
+
+    def finish(self) -> list[float]:
+        """See `Agreement`."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise RuntimeError("nothing was begun that could be finished")
+        with self._naming_the_missing():
+            return begun.finish()
+
+    def _formed(self, numbers: int) -> WatchedGroup:
+        from torchelastic.group.watched_group import WatchedGroup
+
+        group, others = WatchedGroup.formed(self._source, self._timeout_s, value=numbers)
+        if different := [rank for rank, number in enumerate(others) if number != numbers]:
+            raise ValueError(
+                f"rank {different[0]} has {others[different[0]]} numbers, and rank {self._rank} {numbers}: give the "
+                "IterManager of every rank the same tiers"
+            )
+        return group
+
+    @contextmanager
+    def _naming_the_missing(self) -> Iterator[None]:
+        from torchelastic.group.watched_group import RanksMissingError
+
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RanksMissingError):
+                missing, when = error, f"within {self._timeout_s:g} s"
+            else:
+                missing = RanksMissingError([] if self._group is None else self._group.lost())
+                when = f"a connection was lost: {next(iter(str(error).splitlines()), '')}"
+            raise RankMissingError(
+                f"{missing} to agreement {self._number} on when to save ({when}): all ranks have to call "
+                "IterManager.iter() in every iteration; or its process has ended or hangs"
+            ) from error
 
 
 class GroupMonitor(DeadlineMonitor):
@@ -35,13 +170,13 @@ class GroupMonitor(DeadlineMonitor):
 
     Args:
         deadline, times, save_times_s, settings, least_save_s, clock: see `DeadlineMonitor`.
-        timeout_s: for how long a rank is waited for.
+        timeout_s: after which a missing rank is an error.
         agree: None: the default process group, as it is at the time; without one this process is alone.
 
     Attributes:
-        agree: how the ranks of the present group agree.
-        decision: the last one that was taken near a deadline, or at a notice; None: there was none.
-        stop: the decision to stop, once it is taken; None again if the deadline then moves away, or the group changes.
+        agree: the agreement of the present group.
+        decision: the last one near a deadline, or at a notice; None: there was none.
+        stop: the decision to stop; None again if the deadline then moves away, or the group changes.
         save: the last decision to save, whether to stop then or to go on.
     """
 
@@ -71,17 +206,19 @@ class GroupMonitor(DeadlineMonitor):
         self._costs_s: deque[float] = deque(maxlen=_EXCHANGES)
 
     def remember(self, state: ManagerState) -> None:
-        """What an earlier life of the job knew of its iterations, if it had as many ranks."""
+        """Use the times of an earlier incarnation of the job, if it had as many ranks."""
         self._remembered = state
         self.earlier_bound_s, self.is_step_tried = state.iter_bound_s, state.is_step_tried
         if state.world_size == self._world_size:
             self._times.remember(state.iter_times_s)
 
     def follow_group(self) -> bool:
-        """From now on the ranks of the present process group agree; whether it is another one than before."""
-        if self._is_given or present_world() is self._world:
+        """Use the present process group from now on; returns whether it is another one than before."""
+        # None: torch was not imported, or was built without it, or there is no process group
+        world = getattr(getattr(sys.modules.get("torch.distributed"), "group", None), "WORLD", None)
+        if self._is_given or world is self._world:
             return False
-        self._world = present_world()
+        self._world = world
         self.agree = SoloAgreement() if self._world is None else GroupAgreement(self._world, self._timeout_s)
         is_of_other_size = self.agree.world_size != self._world_size
         self.enter_group(self.agree.world_size)
@@ -89,16 +226,14 @@ class GroupMonitor(DeadlineMonitor):
             self.remember(self._remembered)
         self._is_near = self._has_begun = self._has_met = False
         self._due_s, self._due_at = -math.inf, 0
-        # a rank that has just come knows of none, and what was saved may have gone with another
+        # a new rank knows of none, and what was saved may have been lost with another rank
         self.save = self.stop = None
         return True
 
     def is_due(self, now_s: float, calls: int) -> bool:
         """Whether to `check` now: by the clock if this process is alone, else by the iteration that was agreed on.
 
-        Args:
-            now_s: the present, by the clock.
-            calls: iterations that have begun in this process.
+        `calls` are the iterations that have begun in this process.
         """
         return now_s >= self._due_s if self.agree.is_alone else calls >= self._due_at
 
@@ -110,10 +245,10 @@ class GroupMonitor(DeadlineMonitor):
             lived: iterations that have begun in this process.
 
         Returns:
-            How many iterations of the run are done: the most of all ranks, where they have just said so.
+            How many iterations of the run are done: after an exchange the maximum over the ranks.
 
         Raises:
-            RankMissingError: a rank did not come.
+            RankMissingError: a rank timed out.
         """
         if self.agree.is_alone:
             self._decide_if_near(self._own(count, lived))
@@ -126,12 +261,7 @@ class GroupMonitor(DeadlineMonitor):
         return self._check_together(count, lived)
 
     def stops_after_save(self, count: int, lived: int) -> bool:
-        """A save after which to go on was made: whether there is no time for that. Several ranks see it a step later.
-
-        Args:
-            count: see `check`.
-            lived: see `check`.
-        """
+        """After a save to go on: whether there is no time to. Several ranks know a step later. Arguments: `check`."""
         if self.agree.is_alone:
             self._decide_if_near(self._own(count, lived))
         return self.stop is not None

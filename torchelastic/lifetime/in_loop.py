@@ -1,8 +1,8 @@
-"""What the train loop does about deadlines: watches them, tells the other ranks, leaves in time, or saves and stops.
+"""Deadlines in the train loop: samples them, notifies the other ranks, drains in time, or saves and stops.
 
-While every deadline is far, a step costs one look at the clock. A rank that finds its own near says so in the agreement
-that the ranks have anyway. From then on all say what they know, now and then at first, in the last steps after each,
-and come to the same plan (`DeadlineMonitor.plan`).
+While every deadline is far, a step reads the clock once. A rank whose deadline is near reports that in the agreement
+that the ranks have anyway. From then on all exchange what they know, rarely at first, in the last steps after each, and
+make the same plan (`DeadlineMonitor.plan`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torchelastic.coordinator import Coordinator
 from torchelastic.errors import NonRetryableException
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.lifetime.deadline import nearest
-from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor
+from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor, Lifetime
 from torchelastic.lifetime.decision import TRIAL_BELOW_S
 from torchelastic.lifetime.drain_policy import StopPlan, on_hosts, who_requeues
-from torchelastic.lifetime.early_stop import Lifetime, StoppedEarly
 from torchelastic.lifetime.iteration_times import IterationTimes
-from torchelastic.lifetime.progress_file import ProgressFile, Steps
-from torchelastic.lifetime.requeue import requeue_job, requeue_patience_s
+from torchelastic.lifetime.progress import ProgressFile, Steps
+from torchelastic.lifetime.requeue import StoppedEarly, requeue_job, requeue_patience_s
 from torchelastic.lifetime.sample import AT_ONCE, REMAINING, Sample
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.lifetime.sources.slurm import JOB_VARIABLE
@@ -40,10 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: So many steps are trained between two decisions at most, while the ranks have not yet agreed that there is time:
-#: steps may have become longer since the last one.
+#: Most steps between two decisions near a deadline: steps may have become longer since the last one.
 _MAX_SKIP = 4
-#: So often a save before a deadline is tried, if it fails and there is time.
+#: Attempts of a save before a deadline, while there is time.
 MAX_TRIES = 3
 
 
@@ -60,7 +58,7 @@ class LoopLifetime(LoopObserver):
             one, since two launchers on a machine may be two containers.
 
     Raises:
-        ValueError: a variable that should hold a deadline holds something else; names it.
+        ValueError: a variable with a deadline is invalid; names it.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class LoopLifetime(LoopObserver):
         self._rank, self._world_size = rank, world_size
 
     def in_sync(self, state: State) -> None:  # noqa: ARG002 - as above
-        """From here on steps are timed, and the deadlines of all count."""
+        """From here on steps are timed, and the deadlines of all ranks count."""
         if self._resumed_step is None:
             self._resumed_step = self._saves.step
             if self._rank == 0 and not self._saves.save_times_s:
@@ -121,7 +119,7 @@ class LoopLifetime(LoopObserver):
         self._began_s = self._clock()
 
     def after_step(self, state: State) -> None:
-        """A step has been committed: see whether this worker, or the group, has to go, and save if it is due.
+        """A step has been committed: leave or stop if a deadline requires it, and save if that is due.
 
         Raises:
             StoppedEarly: the step is saved, and the run stops here for all of the group.
@@ -142,7 +140,7 @@ class LoopLifetime(LoopObserver):
         self._began_s = self._clock()  # the time since `now_s` is no part of a step
 
     def _wants_trial(self) -> bool:
-        """Whether to save now only to know how long it takes; asked once after each step."""
+        """Whether to save now only to measure it; called once after each step."""
         if self._has_tried or self._remaining_s > TRIAL_BELOW_S:
             return False
         self._has_tried = True
@@ -160,8 +158,8 @@ class LoopLifetime(LoopObserver):
             raise StoppedEarly(self._leaves, step=self._saves.step, others_go_on=True)
 
     def over(self) -> None:
-        """No more news of deadlines; signals mean what they meant before. Idempotent."""
-        self._tell_progress(self._clock())
+        """Ends the sources of deadlines, and restores signal handlers. Idempotent."""
+        self._report_progress(self._clock())
         close_all(self._sources)
 
     # --- what this rank knows -----------------------------------------------------------------------------------------
@@ -169,20 +167,19 @@ class LoopLifetime(LoopObserver):
     def _watch(self, now_s: float) -> None:
         self._next_sample_s = now_s + CHECK_S
         if self._file.is_due(now_s):
-            self._tell_progress(now_s)
+            self._report_progress(now_s)
         self._remaining_s = self._monitor.remaining_s()
         if self._remaining_s == math.inf:
             self._is_near = False
             return
         own = self._sample()
-        # between two decisions that have found time enough it is the clock that asks for the next one: the steps that
-        # were to be trained until then may have become longer
+        # after a decision that found time enough the clock determines the next one: steps may have become longer
         self._is_near = self._monitor.is_near(own, may_leave=True) and (
             own.at_once_s < math.inf or now_s >= self._due_s
         )
 
     def _sample(self) -> Sample:
-        """What this rank knows now, for the next step alone."""
+        """What this rank knows now, for the next step."""
         return self._monitor.sample(count=self._saves.step, lived=self._times.count, is_near=True)
 
     # --- what all know ------------------------------------------------------------------------------------------------
@@ -206,7 +203,7 @@ class LoopLifetime(LoopObserver):
             at_once_s=on_hosts([-rank_numbers[AT_ONCE] for rank_numbers in numbers], hosts),
             min_workers=self._coordinator.min_workers,
         )
-        # alone it goes by the clock; several ranks have to decide after the same step, so they skip a few at most
+        # one rank goes by the clock; several have to decide after the same step, so they skip a few at most
         self._skip = 0 if peers.world_size == 1 else min(plan.decide_again_in, _MAX_SKIP)
         self._due_s = now_s + plan.decide_again_s
         self._is_near = self._is_near and plan.decide_again_s == 0.0
@@ -256,26 +253,27 @@ class LoopLifetime(LoopObserver):
         raise StoppedEarly(because, step=step, saved_in=tiers)
 
     def _save(self, state: State, plan: StopPlan, end_s: float, peers: Peers) -> tuple[str, ...]:
-        """The tiers in which the step is durable, as rank 0 says; tried again while there is time. RuntimeError."""
+        """The tiers in which the step is durable on rank 0; retried while there is time. Raises RuntimeError."""
         needed_s = min(seconds for name, seconds in plan.decision.numbers.items() if name.startswith("save_"))
         for _ in range(MAX_TRIES):
             began_s = self._clock()
             tiers = self._saves.save_last(state, self._patience_s(end_s))
             now_s = self._clock()
             try:
-                said = peers.all_gather([tiers, end_s - now_s, now_s - began_s])
+                results = peers.all_gather([tiers, end_s - now_s, now_s - began_s])
             except RuntimeError:
                 if not tiers:
                     raise
-                return tiers  # somebody is lost; what is saved is saved
-            # what is needed may be a guess, and a long one: there is time for what has just been tried
-            if said[0][0] or min(left_s for _, left_s, _ in said) < min(needed_s, max(took_s for *_, took_s in said)):
-                return tuple(said[0][0])
-            log.error("step %d could not be saved; there is time to try it again", self._saves.step)
+                return tiers  # a rank is lost; what is saved is saved
+            # the bound may be a long guess: what the attempt took is enough
+            longest_s = max(took_s for *_, took_s in results)
+            if results[0][0] or min(left_s for _, left_s, _ in results) < min(needed_s, longest_s):
+                return tuple(results[0][0])
+            log.error("step %d could not be saved; retrying, as there is time", self._saves.step)
         return ()
 
     def _patience_s(self, end_s: float) -> float:
-        """How long to wait for a save: half of the reserve is for what comes after it."""
+        """Time-out of a save: half of the reserve is for what comes after it."""
         return max(end_s - self._clock(), self._settings.reserve_s) - self._settings.reserve_s / 2.0
 
     def _requeue(self) -> None:
@@ -286,7 +284,7 @@ class LoopLifetime(LoopObserver):
     def _deadline_text(self) -> str:
         return self._monitor.deadline_text("of another worker")
 
-    def _tell_progress(self, now_s: float) -> None:
+    def _report_progress(self, now_s: float) -> None:
         if self._rank == 0 and self._resumed_step is not None:
             steps = Steps(self._resumed_step, self._saves.step, self._saves.saved_step)
-            self._file.tell(steps, now_s)
+            self._file.report(steps, now_s)

@@ -1,4 +1,4 @@
-"""Tells a training loop when to save before its time is over: one call per iteration, the same answer on every rank."""
+"""When a training loop has to save before its deadline: one call per iteration, the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
-from torchelastic.lifetime.agreement import Agreement
 from torchelastic.lifetime.deadline import Deadline, nearest
+from torchelastic.lifetime.deadline_monitor import Lifetime
 from torchelastic.lifetime.decision import StopDecision
-from torchelastic.lifetime.early_stop import Lifetime
-from torchelastic.lifetime.group_monitor import GroupMonitor
+from torchelastic.lifetime.group_monitor import Agreement, GroupMonitor
 from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, IterationTimes
-from torchelastic.lifetime.manager_state import read_state, remove_state, write_state
-from torchelastic.lifetime.progress import Screen, progress_line
-from torchelastic.lifetime.progress_file import ProgressFile, Steps
+from torchelastic.lifetime.manager_state import RunFigures, SaveTimes, read_state, remove_state, write_state
+from torchelastic.lifetime.progress import ProgressFile, Screen, Steps, progress_line
 from torchelastic.lifetime.requeue import STOPPED_EARLY
-from torchelastic.lifetime.run_figures import RunFigures, SaveTimes
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.metrics import publish_metric
 
@@ -45,25 +42,25 @@ class IterManager(RunFigures):
         manager.close()
         sys.exit(manager.exit_code)
 
-    `iter()` measures the iterations; where torch.distributed is initialised, the ranks agree on what they know through
-    a tiny all-reduce, begun in one iteration and read in a later one. Near the deadline they agree in each iteration.
-    Nothing is drawn from a random number generator, and no tensor of the training is touched.
+    `iter()` measures the iterations; where torch.distributed is initialised, the ranks agree through a tiny all-reduce,
+    begun in one iteration and read in a later one. Near the deadline they agree in each iteration. No random number
+    generator and no tensor of the training is used.
 
     Args:
-        total_iters: of the run, for the time that is left of it; 0 or less: not known.
-        redundant_time: seconds to keep in reserve besides what was measured, for what nobody measures; the margins of
-            bounds that rest on few samples are part of it. A negative number counts as 0.
-        save_ckpt_time: seconds that a save takes at least. 0: not known; then, if no life of the job has measured one,
-            there is a trial save when a deadline is known and less than an hour away.
-        use_torch_compile: whether the first iterations may compile; then `COMPILING` of them are set apart, else
+        total_iters: of the run, to forecast the rest of it; 0 or less: not known.
+        redundant_time: seconds to keep in reserve for what is not measured; the margins of bounds that rest on few
+            samples are part of it. A negative number counts as 0.
+        save_ckpt_time: seconds that a save takes at least. 0: not known; then, if no incarnation of the job has
+            measured one, there is a trial save when a deadline is known and less than an hour away.
+        use_torch_compile: whether the first iterations may compile: then `COMPILING` of them are not counted, else
             `WARM_UP`.
-        predict_freq: iterations from one progress line to the next, at least. Only a terminal gets one.
-        velastic_dir: where `manager_state.json` is kept, for the next life of the job; nothing else is.
+        predict_freq: least iterations between two progress lines, which are written to a terminal only.
+        velastic_dir: folder of `manager_state.json`, for the next incarnation of the job.
         deadline: when to be done; None: the nearest of `sources.detect()`, which `close` ends, without signals if this
             is not made on the main thread. `nearest([])`: never.
-        tiers: the names of the places that can be saved to, the most durable first; `decision.tier` says which.
+        tiers: names of the storage tiers, the most durable first; `decision.tier` is one of them.
         confidence: that the save is done in time, above 0 and below 1.
-        timeout_s: for how long a rank is waited for.
+        timeout_s: after which a missing rank is an error.
         clock: monotonic seconds; that of the deadline.
         agree: gives all ranks the same numbers; None: the default process group, as it is at the time, if there is one.
 
@@ -75,8 +72,8 @@ class IterManager(RunFigures):
         start_time: when it was made, by the clock.
     """
 
-    _resumed_step: int | None = None  # where this life has begun
-    _saved_step: int | None = None  # what the newest save holds
+    _resumed_step: int | None = None  # where this incarnation has begun
+    _saved_step: int | None = None  # in the newest save
     _next_line, _complain_at = 0, math.inf  # by the count of calls of `iter`
     _has_begun = _is_counting = _is_past_end = _is_closed = _is_over = False
     _last_s: float | None = None  # when the present iteration has begun,
@@ -132,11 +129,11 @@ class IterManager(RunFigures):
         """An iteration begins. Every rank calls it, as often as the others.
 
         Raises:
-            RankMissingError: a rank did not come within `timeout_s`, or its process has ended; names it.
+            RankMissingError: timed out waiting for a rank, or its process has ended; names it.
         """
         now_s = self._clock()
         self._calls += 1
-        self._begin_life()
+        self._begin_incarnation()
         is_new_group = self._monitor.follow_group()
         if not is_new_group and self._last_s is not None:
             if self._save_began_s is not None:
@@ -153,10 +150,10 @@ class IterManager(RunFigures):
     def should_save_ckpt(self) -> bool:
         """Whether to save now, at the same iteration on all ranks; `should_stop` says whether to stop after it.
 
-        True once before a deadline, then to stop. True besides, to go on after it: at a notice that does not say how
-        much time is left (SIGTERM, where nobody has said the grace), and once in the life of a job to learn how long a
-        save takes. The checkpoint then holds what was trained before the present iteration. The first rank notes the
-        count of iterations for the next life.
+        True once before a deadline, then to stop. Also True, to go on after it, at a notice that does not say how much
+        time is left (SIGTERM without a known grace), and once per job to measure a save. The checkpoint then holds what
+        was trained before the present iteration. The first rank writes the count of iterations for the next
+        incarnation.
         """
         save = self._monitor.save
         if save is None or save is self._answered:
@@ -168,33 +165,33 @@ class IterManager(RunFigures):
             self._complain_at = self._calls + 2
             self.given_up_s = None
             publish_metric("torchelastic", "lifetime.given_up.expected.ms", 1000.0 * save.given_up_s)
-        self._note_for_next_life()
+        self._save_state()
         return True
 
     @property
     def should_stop(self) -> bool:
-        """Whether the loop has to end, because the deadline is near: save, if `should_save_ckpt()`, and leave it."""
+        """Whether to leave the loop, because the deadline is near: after a save, if `should_save_ckpt()`."""
         return self._monitor.stop is not None
 
     @property
     def exit_code(self) -> int:
-        """What the script ends with: `STOPPED_EARLY` if it `should_stop`, for it wants to be started again; else 0."""
+        """Exit code of the script: `STOPPED_EARLY` if it `should_stop`, to be started again; else 0."""
         return STOPPED_EARLY if self.should_stop else 0
 
     @property
     def decision(self) -> StopDecision | None:
-        """The last decision near a deadline, with reason and numbers; None: none was near yet."""
+        """The last decision near a deadline; None: none was near yet."""
         return self._monitor.decision
 
     @contextmanager
     def saving(self, tier: str | None = None) -> Iterator[None]:
-        """Measures a save, of any sort: `with manager.saving(): save()`. It does not count as part of the iteration.
+        """Measures a save: `with manager.saving(): save()`. It does not count as part of the iteration.
 
-        Without it, the time from `should_save_ckpt()` to the next `iter()` counts as the save. A save that goes on in
-        the background takes until it is durable: tell `save_took` then.
+        Without it, the time from `should_save_ckpt()` to the next `iter()` counts as the save. A save in the background
+        takes until it is durable: call `save_took` then.
 
         Args:
-            tier: where to; None: where the decision says, else the most durable.
+            tier: of the save; None: that of the decision, else the most durable.
 
         Raises:
             ValueError: there is no such tier.
@@ -212,7 +209,7 @@ class IterManager(RunFigures):
 
     def save_took(self, seconds: float, tier: str | None = None) -> None:
         """A save took so long until it was durable. On the training thread; arguments and errors as `saving`."""
-        self._begin_life()
+        self._begin_incarnation()
         self._saves.took(self._tier() if tier is None else tier, seconds)
         self._save_began_s = None
         was_asked, self._asked_tier = self._asked_tier is not None, None
@@ -228,15 +225,15 @@ class IterManager(RunFigures):
                 in_time = f"{left_s:.1f} s before the deadline" if left_s >= 0.0 else f"{-left_s:.1f} s too late"
                 log.warning("the save took %.1f s and was done %s", seconds, in_time)
                 publish_metric("torchelastic", "lifetime.given_up.ms", 1000.0 * left_s)
-        self._note_for_next_life()
+        self._save_state()
 
     # --- what it knows ------------------------------------------------------------------------------------------------
 
     @property
     def iter_count(self) -> int:
-        """The iteration that has begun, counted from 1 over all lives of the job.
+        """The iteration that has begun, counted from 1 over all incarnations of the job.
 
-        Before the first `iter()` it may be set to the number of iterations that are done, as the checkpoint says it.
+        Before the first `iter()` it may be set to the number of iterations that are done, as in the checkpoint.
         """
         return self._iter_count
 
@@ -245,12 +242,12 @@ class IterManager(RunFigures):
         self._iter_count = whole_number("iter_count", done, at_least=0, remedy="give the iterations that are done")
         self._is_counting = True
 
-    # --- from life to life --------------------------------------------------------------------------------------------
+    # --- between incarnations -----------------------------------------------------------------------------------------
 
     def save_manager_state(self, save_bin: bool = False) -> None:
-        """Writes the count of iterations and the times of saves for the next life. The first rank writes, if called.
+        """Writes the count of iterations and the times of saves for the next incarnation; on the first rank.
 
-        It is done by itself at the save before a deadline, and after every save that is measured.
+        Called automatically at the save before a deadline, and after every save that is measured.
 
         Args:
             save_bin: ignored: nothing is pickled.
@@ -259,15 +256,14 @@ class IterManager(RunFigures):
             CheckpointError: the operating system refused; names the place and the remedy.
         """
         del save_bin
-        self._begin_life()
+        self._begin_incarnation()
         if self._monitor.agree.is_first:
             write_state(self.velastic_dir, self._state())
 
     def load_manager_state(self) -> bool:
-        """Goes on from the count of an earlier life, if it left one; every rank does. The first `iter()` calls it.
+        """Resumes the state of an earlier incarnation, on every rank; returns whether there is one.
 
-        Returns:
-            Whether there was one.
+        The first `iter()` calls it.
 
         Raises:
             CorruptCheckpointError: the file holds something else; names it.
@@ -286,10 +282,9 @@ class IterManager(RunFigures):
         return True
 
     def close(self) -> None:
-        """No more news of deadlines: threads end, and signals mean what they meant before. Idempotent.
+        """Ends the sources found with `deadline=None`: threads end, signal handlers are restored. Idempotent.
 
-        What was found with `deadline=None` is closed, and nothing else; what is known by then stays. On the thread that
-        made this.
+        On the thread that made this.
         """
         if self._is_closed:
             return
@@ -297,23 +292,23 @@ class IterManager(RunFigures):
         close_all(self._sources)
         self._complain_at = self._calls + 1
         if self._calls:
-            self._tell(self._clock())
+            self._report(self._clock())
 
     def cleanup(self) -> None:
-        """The run is over: `close`, and the next one is to count from 1. Removes the state file, never a checkpoint.
+        """The run is over: `close`, and remove the state file on the first rank, never a checkpoint.
 
-        The first rank removes it. It stays where the loop was told to stop before its last iteration.
+        The file stays if `should_stop` ended the loop before its last iteration.
 
         Raises:
             CheckpointError: the file cannot be removed.
         """
         self.close()
         if self.should_stop and not 0 < self.total_iters <= self._iter_count:
-            log.info("the run is not over: %s stays for its next life", self.velastic_state_path)
+            log.info("the run is not over: %s stays for its next incarnation", self.velastic_state_path)
             return
         self._is_over = True
         if self._calls:
-            self._tell(self._clock())
+            self._report(self._clock())
         if self._monitor.agree.is_first:
             remove_state(self.velastic_dir)
 
@@ -322,29 +317,28 @@ class IterManager(RunFigures):
     def _check(self, now_s: float, is_new_group: bool) -> None:
         done = self._monitor.check(self._iter_count - 1, self._calls)
         if is_new_group:
-            self._iter_count = done + 1  # a rank that has just come counts with the others
+            self._iter_count = done + 1  # a new rank counts with the others
         if self._resumed_step is None:
             self._resumed_step = self._done()
         if self._progress.is_due(now_s):
-            self._tell(now_s)
+            self._report(now_s)
         if 0 < self.total_iters < self._iter_count - 1 and not self._is_past_end:
             self._is_past_end = True
             log.warning(
-                "iteration %d begins, and total_iters is %d: end the loop there, or give the iterations of all lives; "
-                "if %s is left from another run, remove it (`cleanup` does at the end)",
+                "iteration %d begins, and total_iters is %d: end the loop there, or give the iterations of all "
+                "incarnations; if %s is left from another run, remove it (`cleanup` does at the end)",
                 self._iter_count,
                 self.total_iters,
                 self.velastic_state_path,
             )
         if self._screen.is_terminal and self._monitor.agree.is_first and self._calls >= self._next_line:
             self._next_line = self._calls + self.predict_freq
-            line = progress_line(
-                self._iter_count, self.total_iters, self.avg_iter_time, self.remaining_time, self._left_s()
-            )
+            forecast_s, left_s = self.remaining_time, self._left_s()
+            line = progress_line(self._iter_count, self.total_iters, self.avg_iter_time, forecast_s, left_s)
             self._screen.show(line, now_s)
 
-    def _begin_life(self) -> None:
-        """What the life before has left is read once, and before this one writes."""
+    def _begin_incarnation(self) -> None:
+        """Reads the state of the incarnation before once, and before this one writes."""
         if self._has_begun:
             return
         try:
@@ -353,7 +347,7 @@ class IterManager(RunFigures):
             log.warning("%s", error)
 
     def _save_has_ended(self, now_s: float) -> None:
-        """Nobody has measured the save: it took, at most, what this iteration took more than a usual one."""
+        """A save that was not measured: it took at most what this iteration took more than a usual one."""
         if self._save_began_s is not None:
             took_s = max(0.0, now_s - self._save_began_s - self._times.usual_s)
             self._apart_s = took_s
@@ -365,10 +359,10 @@ class IterManager(RunFigures):
         return self._saves.first_tier if asked is None else asked
 
     def _complain(self) -> None:
-        """Somebody trains on who should not; said once."""
+        """Warns once of training after the end."""
         self._complain_at = math.inf
         if self._is_closed:
-            log.warning("iteration %d begins after close(): no deadline is heard of any more", self._iter_count)
+            log.warning("iteration %d begins after close(): deadlines are no longer detected", self._iter_count)
         elif self._answered is not None and self._answered is self._monitor.stop:
             log.warning(
                 "iteration %d begins after the save before the deadline: what is trained now will be lost; leave the "
@@ -376,11 +370,11 @@ class IterManager(RunFigures):
                 self._iter_count,
             )
 
-    def _tell(self, now_s: float) -> None:
-        """The first rank tells whoever started the job how far it is.
+    def _report(self, now_s: float) -> None:
+        """Progress for the launcher; on the first rank.
 
-        An exit with 0 is the word of the script that the run is over, unless it was told to stop, or has left its loop
-        without saying more than `close`; so how long the run is in all is only said then, or when all of it is done.
+        Exit code 0 means that the run is over, unless `should_stop`, or the loop was left with `close` alone; so the
+        length of the run is only reported then, or when all of it is done.
         """
         if not self._monitor.agree.is_first:
             return
@@ -389,11 +383,11 @@ class IterManager(RunFigures):
             done = total  # there is no iter() after the last iteration
         is_unfinished = (self._is_closed and not self._is_over) or self.should_stop
         says_total = total > 0 and (is_unfinished or done >= total)
-        self._progress.tell(Steps(self._resumed_step, done, self._saved_step, total if says_total else None), now_s)
+        self._progress.report(Steps(self._resumed_step, done, self._saved_step, total if says_total else None), now_s)
 
-    def _note_for_next_life(self) -> None:
-        self._tell(self._clock())
+    def _save_state(self) -> None:
+        self._report(self._clock())
         try:
             self.save_manager_state()
         except CheckpointError as error:
-            log.warning("the next life of this job will count its iterations anew: %s", error)
+            log.warning("the next incarnation of this job will count its iterations anew: %s", error)

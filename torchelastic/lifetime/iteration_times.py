@@ -1,10 +1,8 @@
 """How long iterations take: what is usual, what is slow, and what the next ones will take.
 
-The first iterations (warm-up, compilation) are set apart, and only the newest count, so that nothing is held against a
-run for ever. What is usual is a median, which slow iterations do not move. Pauses, such as an evaluation, are told from
-the rest; if they come at equal distances, the next one is foreseen.
-
-No clock in here: durations come in, numbers go out.
+The first iterations (warm-up, compilation) are set apart, and only the newest count. What is usual is a median, which
+slow iterations do not move. Pauses, such as an evaluation, are outliers; if they come at equal distances, the next one
+is predicted. Pure: no clock in here.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Forecast:
 
     Attributes:
         iterations: how many.
-        seconds: they are expected to take, with the pauses that are due or usual among them.
+        seconds: expected, with the pauses that are due or usual among them.
         at_most_s: the same, with one iteration as slow as the bound allows.
         samples: iterations that it rests on.
         because: a few words for the log.
@@ -67,7 +65,7 @@ class Rhythm:
 
 @dataclass(frozen=True)
 class TimesView:
-    """The iterations in the window, sorted out; what all predictions are made from.
+    """The iterations in the window, classified: the base of all predictions.
 
     Attributes:
         usual_s: the median of all of them.
@@ -88,19 +86,14 @@ class TimesView:
         if self.rhythm is not None:
             return float(max(0, (iterations - self.rhythm.due_in) // self.rhythm.every + 1))
         if len(self.pauses_s) < 2:
-            return 0.0  # one alone was an accident: it says nothing of how often it happens
+            return 0.0  # a single one says nothing of how often it happens
         return iterations * len(self.pauses_s) / (len(self.pauses_s) + len(self.ordinary_s))
 
     def bound(self, iterations: int, confidence: float, margin: float = MARGIN) -> Bound | None:
-        """How much time to leave for the slowest of the next iterations; None if nothing is known.
+        """How much time to leave for the slowest of the next so many iterations; None if nothing is known.
 
-        Where the newest iterations are all longer than the others by far, they are no pauses: this is how long
-        iterations are from now on, and they alone are what is known of it.
-
-        Args:
-            iterations: over how many of them to look for a pause that is due.
-            confidence: above 0 and below 1.
-            margin: see `bounds.upper_bound`.
+        Where the newest iterations are all far longer than the others, they are no pauses, but the new usual ones, and
+        only they count. `confidence` is above 0 and below 1; `margin` as in `bounds.upper_bound`.
         """
         slower = upper_bound(self.slower_s, confidence, margin=margin, what="iterations since they became slower")
         bound = self._bound(iterations, confidence, margin)
@@ -163,28 +156,28 @@ class IterationTimes:
             self._window.append(seconds)
 
     def reset(self) -> None:
-        """The group has changed: what iterations took before says nothing of those to come; they warm up again."""
+        """The group has changed: earlier iterations predict nothing; the next ones warm up again."""
         self._earlier = ()
         self._window.clear()
         self._set_apart.clear()
         self._left_apart = self._warm_up
 
     def remember(self, earlier_s: Sequence[float]) -> None:
-        """How long the newest iterations of earlier lives of the job took, oldest first, up to the one that comes next.
+        """The newest iterations of earlier incarnations of the job, oldest first, in seconds.
 
-        They count for bounds and forecasts until enough newer ones have come, and not for `recent_s`. The first ones of
-        this life, which are set apart, have their place between: a rhythm goes on from life to life.
+        They count for bounds and forecasts until there are enough newer ones, and not for `recent_s`. The first ones of
+        this incarnation, which are set apart, come between: a rhythm continues over incarnations.
 
         Raises:
             ValueError: one is negative, infinite or NaN.
         """
         if not all(0.0 <= seconds < math.inf for seconds in earlier_s):
-            raise ValueError("an iteration of an earlier life is negative, infinite or NaN")
+            raise ValueError("an iteration of an earlier incarnation is negative, infinite or NaN")
         self._earlier = tuple(earlier_s)
 
     @property
     def known_s(self) -> tuple[float, ...]:
-        """The newest iterations of all lives that count, oldest first; what `remember` wants in the next life."""
+        """The newest iterations of all incarnations that count, oldest first; for `remember` in the next one."""
         if not self._earlier:
             return tuple(self._window)
         between = [statistics.median(self._earlier)] * len(self._set_apart)
@@ -192,7 +185,7 @@ class IterationTimes:
 
     @property
     def has_first_only(self) -> bool:
-        """Whether only the first iterations are known, which may have compiled; in no life were there others."""
+        """Whether only first iterations are known, in all incarnations; they may have compiled."""
         return bool(self._set_apart) and not self.known_s
 
     @property
@@ -222,7 +215,7 @@ class IterationTimes:
         return max(self.recent_s, default=0.0)
 
     def view(self) -> TimesView | None:
-        """The iterations that count, sorted out; while there are none, the newest of the first ones; None: neither."""
+        """The iterations that count, classified; while there are none, the newest of the first ones; None: neither."""
         recent = self.known_s or self.set_apart[-1:]
         if not recent:
             return None
@@ -238,7 +231,7 @@ class IterationTimes:
         )
 
     def _own_rhythm(self, limit_s: float) -> Rhythm | None:
-        """That of this life, if it has one already: it need not have gone on where the life before ended."""
+        """That of this incarnation, if it has one already: it need not continue that of the one before."""
         own = tuple(self._window)
         return _rhythm([place for place, seconds in enumerate(own) if seconds > limit_s], len(own))
 
@@ -248,11 +241,7 @@ class IterationTimes:
         return statistics.fmean(view.ordinary_s) if view is not None else 0.0
 
     def forecast(self, iterations: int, confidence: float = 0.99) -> Forecast:
-        """What the next iterations will take; 0 s while nothing is known, and it says so.
-
-        Args:
-            iterations: how many, 0 or more.
-            confidence: for `at_most_s`.
+        """What the next so many iterations will take; 0 s while nothing is known. `confidence` is that of `at_most_s`.
 
         Raises:
             ValueError: they are negative, or the confidence is not above 0 and below 1.
@@ -272,21 +261,21 @@ class IterationTimes:
 
 
 def _pause_limit(recent: tuple[float, ...], usual_s: float) -> float:
-    """What is longer than this is a pause: far beyond what the others scatter by."""
+    """The limit above which an iteration is a pause: far beyond the scatter of the others."""
     scatter_s = _DEVIATION_OF_MAD * statistics.median(abs(seconds - usual_s) for seconds in recent)
     return max(_PAUSE_FACTOR * usual_s, usual_s + _PAUSE_DEVIATIONS * scatter_s)
 
 
 def _slower(recent: tuple[float, ...], limit_s: float) -> tuple[float, ...]:
-    """The newest ones, if several in a row are longer than that."""
+    """The newest ones, if several in a row are above the limit."""
     newest = tuple(itertools.takewhile(lambda seconds: seconds > limit_s, reversed(recent)))
     return newest if len(newest) >= _SLOWER else ()
 
 
 def _rhythm(places: list[int], count: int) -> Rhythm | None:
-    """The rhythm of pauses at these places of so many iterations, if all of them are at equal distances.
+    """The rhythm of pauses at these places of `count` iterations, if all of them are at equal distances.
 
-    One that came out of turn, or not when it was due, ends it: then any iteration may be a pause.
+    An unexpected or a missing one ends it: then any iteration may be a pause.
     """
     if len(places) < _RHYTHM:
         return None

@@ -1,20 +1,29 @@
-"""What an `IterManager` leaves for the next life of its job: one small JSON file, replaced in one step."""
+"""The figures of an `IterManager`, and the state that it leaves for the next incarnation: one small JSON file."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.policy.arguments import real_number
+from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.foreign_json import MAX_COUNT, Amount, Count, CountIfAny, RecordError, checked, decode_object
+from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
+from torchelastic.lifetime.progress import LifetimeSummary
+
+if TYPE_CHECKING:
+    from torchelastic.lifetime.group_monitor import GroupMonitor
 
 #: The layout of the file; a reader refuses a newer one.
 SCHEMA = 1
@@ -26,17 +35,17 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ManagerState:
-    """The contents of the file. The first five are those of velastic's, for whoever reads it from outside.
+    """The contents of the file. The first five are velastic's, for programs that read them. Seconds are `float`.
 
     Attributes:
-        avg_iter_time: usual time of an iteration, in seconds.
+        avg_iter_time: usual seconds of an iteration.
         total_iters: of the run; -1: not known.
         iter_count: the iteration that had begun when it was written, counted from 1.
-        remaining_time: seconds that the rest of the run was expected to take; -1: not known.
-        save_ckpt_time: seconds that a save takes at most.
-        completed_iters: how many iterations were done; where the count goes on from.
-        iter_bound_s: how long an iteration takes at most, in seconds; 0: not known.
-        world_size: how many ranks there were.
+        remaining_time: expected seconds of the rest of the run; -1: not known.
+        save_ckpt_time: upper bound of the seconds of a save.
+        completed_iters: how many iterations were done; where the count is resumed.
+        iter_bound_s: upper bound of an iteration, in seconds; 0: not known.
+        world_size: number of ranks.
         save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
         iter_times_s: how long the newest iterations took, in seconds, oldest first.
         is_step_tried: an iteration was begun only to know how long others than the first take.
@@ -59,30 +68,26 @@ class ManagerState:
 _NEEDED = [one.name for one in fields(ManagerState) if one.name not in ("iter_times_s", "is_step_tried")]
 
 
-def write_state(folder: Path, state: ManagerState, disk: Disk = REAL_DISK) -> Path:
-    """Writes the file in one step: a kill leaves the old one or the new one. On one rank only.
+def write_state(folder: Path, state: ManagerState) -> None:
+    """Writes the file atomically: a kill leaves the old one or the new one. On one rank only.
 
     Raises:
-        CheckpointError: the operating system refused; names the place and the remedy.
+        CheckpointError: the operating system refused; names the path and the remedy.
     """
-    target, partial = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    path, partial = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
     document = {"schema": SCHEMA, **asdict(state)}
-    data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-    disk.make_folder(folder)
-    disk.remove(partial)
-    try:
-        descriptor = disk.create(partial)
+    with explained("write the state of the iteration manager", path):
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            disk.write(descriptor, [memoryview(data)], partial)
-            disk.sync(descriptor, partial)
-        finally:
-            os.close(descriptor)
-        disk.rename(partial, target)
-        disk.sync_folder(folder)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return target
+            with partial.open("w") as file:
+                file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    REAL_DISK.sync_folder(folder)
 
 
 def read_state(folder: Path) -> ManagerState | None:
@@ -107,13 +112,12 @@ def read_state(folder: Path) -> ManagerState | None:
         ) from error
 
 
-def remove_state(folder: Path, disk: Disk = REAL_DISK) -> None:
+def remove_state(folder: Path) -> None:
     """Removes the file, and the folder if nothing else is in it. Raises CheckpointError."""
-    disk.remove(folder / FILE_NAME)
-    try:
+    with explained("remove the state of the iteration manager", folder / FILE_NAME):
+        (folder / FILE_NAME).unlink(missing_ok=True)
+    with suppress(OSError):  # there is something else in it, or it never was
         folder.rmdir()
-    except OSError:
-        pass  # there is something else in it, or it never was
 
 
 def parse_state(document: Mapping[str, Any]) -> ManagerState:
@@ -122,3 +126,135 @@ def parse_state(document: Mapping[str, Any]) -> ManagerState:
     if type(schema) is not int or not 1 <= schema <= SCHEMA:
         raise RecordError(f"its schema is {schema!r}, and this version reads up to {SCHEMA}")
     return checked("it", document, ManagerState, needed=_NEEDED)
+
+
+class SaveTimes:
+    """How long saves took, by tier.
+
+    Args:
+        tiers: their names, the most durable first.
+
+    Raises:
+        ValueError: there are no tiers, one has no name, or two have the same.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        if isinstance(tiers, str) or not tiers or not all(tiers) or len(set(tiers)) < len(tiers):
+            raise ValueError(f"tiers is {tiers!r}: give the names of the tiers, each once, the most durable first")
+        self.first_tier = tiers[0]
+        self._times: dict[str, deque[float]] = {tier: deque(maxlen=MAX_SAVES) for tier in tiers}
+        self._earlier: Mapping[str, Sequence[float]] = {}
+
+    @property
+    def times_s(self) -> Mapping[str, tuple[float, ...]]:
+        """By tier, how long the newest saves took, oldest first."""
+        return {tier: (*self._earlier.get(tier, ()), *times)[-MAX_SAVES:] for tier, times in self._times.items()}
+
+    def took(self, tier: str, seconds: float) -> None:
+        """One more save. Raises ValueError: no such tier, or the time is negative, infinite or NaN."""
+        if tier not in self._times:
+            raise ValueError(f"there is no tier {tier!r}: the tiers are {', '.join(self._times)}")
+        self._times[tier].append(real_number("seconds", seconds, remedy="give seconds, 0 or more"))
+
+    def remember(self, times_s: Mapping[str, Sequence[float]]) -> None:
+        """Saves of earlier incarnations, before those of this one; those to removed tiers are left out."""
+        self._earlier = times_s
+
+
+class RunFigures:
+    """The figures of a run, which `IterManager` measures.
+
+    Attributes:
+        total_iters: of the run; -1: not known.
+        velastic_dir: folder of the state file.
+        given_up_s: seconds that were left when the save before the deadline was done; None: not yet.
+    """
+
+    total_iters: int
+    velastic_dir: Path
+    given_up_s: float | None = None
+    _times: IterationTimes
+    _saves: SaveTimes
+    _monitor: GroupMonitor
+    _confidence: float
+    _iter_count = 0  # the iteration that has begun, over all incarnations
+    _calls = 0  # of `iter`, in this one
+
+    @property
+    def velastic_state_path(self) -> Path:
+        """The file with the state for the next incarnation of the job."""
+        return self.velastic_dir / FILE_NAME
+
+    @property
+    def iter_times(self) -> tuple[float, ...]:
+        """The iterations that count, in seconds, oldest first."""
+        return self._times.recent_s
+
+    @property
+    def avg_iter_time(self) -> float:
+        """Seconds of a usual iteration: the mean of the newest, without pauses and without the first; 0: not known."""
+        return self._times.average_s()
+
+    @property
+    def max_iter_time(self) -> float:
+        """Seconds of the longest of the newest iterations, without the first; 0: not known."""
+        return self._times.longest_s
+
+    @property
+    def remaining_time(self) -> float | None:
+        """Seconds that the rest of the run is expected to take; None: not known."""
+        if self.total_iters <= 0 or not self._times.recent_s:
+            return None
+        return self._times.forecast(max(0, self.total_iters - self._done())).seconds
+
+    def forecast(self, iterations: int) -> Forecast:
+        """What the next iterations will take, pauses that are due among them; ValueError if they are negative."""
+        return self._times.forecast(iterations, self._confidence)
+
+    @property
+    def save_ckpt_time(self) -> float:
+        """Seconds to leave for a save into the most durable tier."""
+        return self._monitor.tiers()[0].bound.seconds
+
+    def summary(self) -> LifetimeSummary:
+        """What has been seen so far; `print` it."""
+        decision = self._monitor.decision
+        saves = self._saves.times_s.items()
+        return LifetimeSummary(
+            iterations=self._done(),
+            total_iters=self.total_iters,
+            avg_iter_s=self.avg_iter_time,
+            max_iter_s=self.max_iter_time,
+            first_iters_s=self._times.set_apart,
+            forecast_s=self.remaining_time,
+            saves=tuple((tier, len(times), max(times, default=0.0)) for tier, times in saves),
+            deadline=self._monitor.deadline_text(),
+            remaining_s=self._left_s(),
+            decision="" if decision is None or not decision.stops else str(decision),
+            given_up_s=self.given_up_s,
+        )
+
+    def _left_s(self) -> float | None:
+        """Seconds until the deadline; None: none is known."""
+        left_s = self._monitor.remaining_s()
+        return None if left_s == math.inf else left_s
+
+    def _done(self) -> int:
+        """Iterations of the run that are done: the present one is not."""
+        return self._iter_count - 1 if self._calls else self._iter_count
+
+    def _state(self) -> ManagerState:
+        remaining_s, bound = self.remaining_time, self._monitor.step_bound()
+        return ManagerState(
+            avg_iter_time=self.avg_iter_time,
+            total_iters=self.total_iters,
+            iter_count=self._iter_count,
+            remaining_time=-1.0 if remaining_s is None else remaining_s,
+            save_ckpt_time=self.save_ckpt_time,
+            completed_iters=self._done(),
+            iter_bound_s=0.0 if bound is None else bound.seconds,
+            world_size=self._monitor.agree.world_size,
+            save_times_s=self._saves.times_s,
+            is_step_tried=self._monitor.is_step_tried,
+            iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),
+        )

@@ -1,16 +1,29 @@
-"""What a person reads: the line while it runs, and the summary of it."""
+"""Progress of a run: for people a line on the terminal and a summary, for the launcher a file of JSON.
+
+The format of the file is in docs/simulate-esi.md.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: A terminal is written to at most so often.
+log = logging.getLogger(__name__)
+
+#: The path of the progress file; `torchelastic simulate-esi` sets it.
+PROGRESS_VARIABLE = "TORCHELASTIC_PROGRESS_FILE"
+#: Seconds between two writes to a terminal, or to the progress file unless there is a reason to write at once.
 _EVERY_S = 0.5
 
 
@@ -117,3 +130,58 @@ class Screen:
 
             self._console = Console(file=self._stream)
         self._console.print(line, end="\r", soft_wrap=False, overflow="ellipsis", no_wrap=True, highlight=True)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the file holds; steps count over all incarnations of the job. None: not reported.
+
+    Attributes:
+        resumed_step: what this incarnation resumed from.
+        committed_step: the last step that is done.
+        saved_step: the last step that the next incarnation can resume from.
+        total_steps: of the run. Reported when it is known whether the run is over: a job that exits with 0 after fewer
+            is started again.
+    """
+
+    resumed_step: int | None = None
+    committed_step: int | None = None
+    saved_step: int | None = None
+    total_steps: int | None = None
+
+
+class ProgressFile:
+    """The file. If it cannot be written, there is one warning, and training goes on.
+
+    Args:
+        path: of the file; None: nothing is reported.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._next_s = -math.inf
+        self._last: Steps | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> ProgressFile:
+        """The file that `TORCHELASTIC_PROGRESS_FILE` names, if it does."""
+        path = (os.environ if environment is None else environment).get(PROGRESS_VARIABLE, "").strip()
+        return cls(Path(path) if path else None)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether there is a file, and it was not written for a while; monotonic seconds."""
+        return self._path is not None and now_s >= self._next_s
+
+    def report(self, steps: Steps, now_s: float) -> None:
+        """Replaces the file atomically. It is not synced: its reader runs on this host, at the same time."""
+        if self._path is None or steps == self._last:
+            return
+        self._last, self._next_s = steps, now_s + _EVERY_S
+        document = {name: step for name, step in asdict(steps).items() if step is not None}
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(document) + "\n")
+            partial.replace(self._path)
+        except OSError as error:
+            log.warning("the progress of this job is not reported: %s=%s: %s", PROGRESS_VARIABLE, self._path, error)
+            self._path = None

@@ -1,4 +1,4 @@
-"""Asks the scheduler to start the job again, once it has saved and stopped before its deadline.
+"""Stopping before a deadline: the exit code, the exception, and the request to the scheduler to requeue the job.
 
 From SLURM's manual pages: scontrol(1) (`requeue`: a running batch job is ended, and put back into the queue under its
 id; `ARRAYID_TASKID` for one element of an array), sbatch(1) (`SLURM_RESTART_COUNT`: how often it was started again).
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 STOPPED_EARLY = 75
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 ARRAY_VARIABLES = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-#: A controller that does not answer is asked again: so long each time, with pauses that grow between these,
+#: Requests to a controller that does not answer are retried: time-out of each, and the shortest and longest pause.
 ATTEMPT_S, PAUSE_S, MAX_PAUSE_S = 10.0, 1.0, 10.0
-#: and for so long in all. A restart of slurmctld may take more than a minute, and without this the chain of jobs ends.
+#: Time-out of all retries. A restart of slurmctld may take more than a minute, and without this the chain of jobs ends.
 PATIENCE_S = 120.0
 #: SLURM ends the processes of a job so long after its limit (KillWait, less a reserve; a site may have another).
 AFTER_LIMIT_S = 20.0
-#: How long the question before may take.
-LOOK_S = 5.0
-#: What SLURM says where asking again changes nothing.
+#: Time-out of the question whether the job was cancelled.
+STATE_S = 5.0
+#: Errors of SLURM that a retry does not change.
 _FINAL = (
     "only batch jobs",
     "operation is presently disabled",
@@ -48,12 +48,33 @@ _FINAL = (
 )
 
 
+class StoppedEarly(SystemExit):
+    """`torchelastic.train` stops before a deadline; a script that does not catch it ends with code `STOPPED_EARLY`.
+
+    Raised on every rank that stops. Catch it to do something before the end (`finally` runs too), and raise it again: a
+    run that has stopped early is not finished.
+
+    Attributes:
+        step: committed steps of the run; the next start resumes after them.
+        saved_in: the tiers in which that step is durable; empty if there is no checkpoint manager, or others train on.
+        others_go_on: whether only this worker has left, and the others train on.
+        because: one sentence.
+    """
+
+    def __init__(self, because: str, *, step: int, saved_in: tuple[str, ...] = (), others_go_on: bool = False) -> None:
+        super().__init__(STOPPED_EARLY)
+        self.because, self.step, self.saved_in, self.others_go_on = because, step, saved_in, others_go_on
+
+    def __str__(self) -> str:
+        return self.because
+
+
 @dataclass(frozen=True)
 class Requeue:
     """Whether the scheduler was asked to start the job again.
 
     Attributes:
-        asked: it was, and has agreed.
+        asked: it was, and has accepted.
         because: a few words for the log.
     """
 
@@ -63,23 +84,14 @@ class Requeue:
 
 @dataclass(frozen=True)
 class RequeuePlan:
-    """What to ask, if anything.
-
-    Attributes:
-        job_id: as scontrol takes it; "": nobody is asked.
-        because: a few words for the log.
-    """
+    """What to request: the `job_id` as scontrol takes it ("": nothing), and a few words for the log."""
 
     job_id: str
     because: str
 
 
 def plan_requeue(environment: Mapping[str, str], max_restarts: int) -> RequeuePlan:
-    """Whether to ask for the job that these variables are of.
-
-    Args:
-        environment: variables.
-        max_restarts: how often the job may be started again in all, whoever has asked for it.
+    """Whether to requeue the job of these environment variables, which may be started `max_restarts` times in all.
 
     >>> plan_requeue({"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "3"}, 100)
     RequeuePlan(job_id='42', because='restart 4 of at most 100')
@@ -129,10 +141,7 @@ def who_ends_it(output: str, restarts: int) -> str:
 
 
 def requeue_patience_s(left_s: float) -> float:
-    """How long to ask the controller for a requeue, at most.
-
-    Args:
-        left_s: until the limit of the job, negative if that is over; infinite: not known.
+    """Time-out of a requeue with so long until the limit of the job; negative: that is over; infinite: not known.
 
     >>> requeue_patience_s(5.0), requeue_patience_s(600.0), requeue_patience_s(-60.0)
     (25.0, 120.0, 10.0)
@@ -151,9 +160,8 @@ def requeue_job(
     """In a SLURM batch job: put it back into the queue (`scontrol requeue`). Elsewhere nothing is done.
 
     Called by one rank, once the save is durable: SLURM ends the present run of the job at once (SIGTERM, and SIGKILL
-    after KillWait). A job that somebody has cancelled stays cancelled. A controller that does not answer (it may be
-    restarting) is asked again until `patience_s` is over. If it refuses, or never answers, that is no error: the answer
-    says so, and the log.
+    after KillWait). A job that was cancelled stays cancelled. Requests to a controller that does not answer (it may be
+    restarting) are retried. If it refuses, or never answers, that is no error, but in the result and in the log.
 
     Args:
         max_restarts: how often the job may be started again in all (`SLURM_RESTART_COUNT`); 0: not at all.
@@ -202,7 +210,7 @@ def _is_over(patience_s: float, state: RetryCallState) -> bool:
 def _why_not(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
     """See `who_ends_it`; "" if squeue does not say."""
     try:
-        output = runner(state_command(job_id), {}, LOOK_S)
+        output = runner(state_command(job_id), {}, STATE_S)
     except CommandError as error:
         log.warning("whether somebody has cancelled job %s is not known: %s", job_id, error)
         return ""

@@ -1,7 +1,7 @@
-"""What one rank knows of the time that is left, and what all ranks know together: the worst of each number.
+"""What one rank knows of the time that is left, and what all ranks have agreed on: the worst of each number. Pure.
 
-Pure. The numbers travel as one list of floats whose element-wise maximum over the ranks is what all of them know,
-so that every rank then decides from the same numbers, and comes to the same answer.
+The numbers are exchanged as one list of floats, of which the ranks take the element-wise maximum; so all of them decide
+from the same numbers, and make the same decision.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ from dataclasses import dataclass, replace
 from torchelastic.lifetime.bounds import Bound
 from torchelastic.lifetime.decision import Tier
 
-#: Nobody who learns of a deadline waits much longer than this for the others to hear of it.
+#: The deadline of one rank is known to the others after at most about so long.
 MAX_DELAY_S = 0.5
-#: Share of the training time that an exchange of the ranks may cost.
+#: Fraction of the training time that an exchange of the ranks may cost.
 MAX_SHARE = 0.01
 #: Steps may become so many times as long at any moment.
 SLOWER = 100.0
 #: So many of the slowest iterations before the last safe one the ranks begin to agree in every iteration.
 NEAR_ITERATIONS = 3
-#: Where two of the `Sample.numbers` stand, which are what they say with the sign turned,
+#: Indices of two of the `Sample.numbers`, which have the opposite sign; how many of them are not of a bound;
 REMAINING, AT_ONCE = 0, 1
-#: how many of them are not of a bound,
 _COMMON = 8
-#: and what stands for a bound that this rank does not know: seconds, whether it is a guess, the margin, the usual time.
+#: and a bound that this rank does not know: seconds, whether it is a guess, the margin, the usual time.
 _NOT_MEASURED = (-1.0, 0.0, -math.inf, -1.0)
 _WORDS = len(_NOT_MEASURED)
 
 
 def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_delay_s: float = MAX_DELAY_S) -> int:
-    """How many steps apart two exchanges of the ranks are to be: rare enough to be cheap, often enough to be prompt.
+    """Steps between two exchanges of the ranks: rare enough to be cheap, often enough to be prompt.
 
-    All ranks have to take part after the same step, so this one thing cannot go by their clocks. It is as small as the
-    cost allows, and near a deadline as `steps_to_half` says, whatever that costs: steps may become far longer, and
-    nobody knows before the next exchange.
+    All ranks have to take part after the same step, so it cannot follow their clocks. It is as small as the cost
+    allows, and near a deadline at most `steps_to_half`, whatever that costs: steps may become far longer.
 
     Args:
         step_s: a usual step.
         cost_s: of one exchange; infinite: not known.
-        share: of the time that it may cost.
-        max_delay_s: what one rank knows the others are to hear about so soon, whatever that costs.
+        share: fraction of the time that it may cost.
+        max_delay_s: most seconds between two exchanges, whatever they cost.
 
     >>> interval_steps(step_s=0.1, cost_s=0.0002)
     1
@@ -55,11 +53,7 @@ def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_d
 
 
 def steps_to_half(remaining_s: float, step_s: float) -> int:
-    """So many steps leave half of the time until the deadline, even if they become `SLOWER` from now on; at least 1.
-
-    Args:
-        remaining_s: until the deadline; infinite: none is known.
-        step_s: a usual step.
+    """Steps that leave half of the time until the deadline even if they become `SLOWER` from now on; at least 1.
 
     >>> steps_to_half(600.0, 0.005), steps_to_half(4.0, 0.005), steps_to_half(-1.0, 0.005)
     (600, 4, 1)
@@ -74,16 +68,15 @@ class Sample:
     Attributes:
         remaining_s: until the deadline; infinite: none is known.
         usual_s: the usual iteration; 0: not known.
-        step: how long the next iteration takes at most; None: not known.
-        far_s: the same, for any of the iterations until the sample after the next.
+        step: bound of the next iteration; None: not known.
+        far_s: bound, in seconds, of any of the iterations until the sample after the next.
         interval: iterations until the next sample, while the deadline is far.
         tiers: what saves take, the most durable first.
         count: iterations of the run that are done.
         lived: iterations that have begun in this process.
-        at_once_s: a notice has come that does not say when the end is, and nothing was saved since: seconds until then
-            at the earliest. Infinite: there is none.
+        at_once_s: see `decision.decide`; infinite: there is no such notice.
         is_step_first: `step` is known from the first iterations alone, which may have compiled.
-        is_step_tried: one more was trained already to know it better, in this life or in the one before; or none is to.
+        is_step_tried: one more was trained already to measure it, also in the incarnation before; or none is to be.
     """
 
     remaining_s: float
@@ -104,10 +97,10 @@ class Sample:
         return self.is_step_first and not self.is_step_tried
 
     def numbers(self) -> list[float]:
-        """As a list; the larger, the worse. As long on all ranks as they have the same tiers.
+        """As a list; the larger, the worse. Of one length on all ranks if they have the same tiers.
 
-        What was not measured counts for nothing beside what another rank has measured: there are jobs in which only one
-        rank saves, or sees what the life before has left.
+        What another rank has measured takes precedence over what this rank has not: in some jobs only one rank saves,
+        or finds the state of the incarnation before.
         """
         words = [-self.remaining_s, -self.at_once_s, self.usual_s, self.far_s, float(self.interval)]
         words += [float(self.count), float(self.lived), float(self.is_step_tried)]
@@ -117,14 +110,7 @@ class Sample:
         return words
 
     def agreed(self, worst: Sequence[float]) -> Sample:
-        """What all ranks know together.
-
-        Args:
-            worst: the element-wise maximum of all ranks' `numbers`.
-
-        Raises:
-            ValueError: these are not as many as this rank has: the ranks have different tiers.
-        """
+        """What all ranks know, from the element-wise maximum of their `numbers`. Raises ValueError: other tiers."""
         if len(worst) != len(self.numbers()):
             raise ValueError("the ranks were given different tiers: give every IterManager the same")
         remaining_s, at_once_s, usual_s, far_s, interval, count, lived, is_tried = worst[:_COMMON]
@@ -153,7 +139,7 @@ class Sample:
 
 
 def _words(bound: Bound | None, usual_s: float | None = None) -> list[float]:
-    """A bound as numbers, of which the larger is the worse; None: this rank does not know it."""
+    """A bound as numbers, the larger the worse; None: this rank does not know it."""
     if bound is None:
         return list(_NOT_MEASURED)
     return [bound.seconds, float(not bound.is_assured), -bound.margin_s, bound.seconds if usual_s is None else usual_s]
@@ -166,11 +152,4 @@ def _worst(own: Bound, words: Sequence[float]) -> Bound:
         return own
     samples = max(1, own.samples)  # another rank has measured it, if this one has not
     because = "the longest of all ranks' bounds"
-    return replace(
-        own,
-        seconds=seconds,
-        is_assured=not is_guess,
-        samples=samples,
-        because=because,
-        margin_s=-less_margin_s,
-    )
+    return Bound(seconds, own.confidence, not is_guess, samples, because, -less_margin_s)

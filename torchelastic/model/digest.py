@@ -1,4 +1,4 @@
-"""Whether all members of a group really are level, and what differs: digests of their bytes, compared after each sync.
+"""Whether all members of a group are in sync, and what differs: digests of their bytes, compared after each sync.
 
 The digest is a sum of the bytes, taken as 64-bit integers, with a weight that depends on the position: a change of one
 element always changes it, a few independent changes do but for one case in 2**60 or so. It finds mistakes and broken
@@ -27,8 +27,8 @@ OWN = ("buffers",)
 SAMPLE_BYTES = 4 * 1024 * 1024
 #: .. in pieces of this size, spread over each tensor.
 PIECE_BYTES = 4096
-#: Names of differing tensors that are told.
-NAMES_TOLD = 3
+#: Most names of differing tensors in a message.
+MAX_NAMES = 3
 
 _COLUMNS = 1024
 _JOIN_BYTES = 256 * 1024
@@ -69,7 +69,7 @@ class Level:
             ranks = ", ".join(map(str, self.differing[part]))
             names = ", ".join(self.names.get(part, ())) or "it has other parts there"
             found.append(f"{part} differs on rank {ranks} ({names})")
-        return "; ".join(found) if found else "all members are level"
+        return "; ".join(found) if found else "all members are in sync"
 
 
 def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, thorough: bool) -> Level:
@@ -108,8 +108,8 @@ def _differing_names(
 ) -> tuple[str, ...]:
     gathered = _gather([digest([leaf], sample_bytes) for leaf in leaves], world_size, device)
     odd = [name for (name, _), values in zip(leaves, zip(*gathered, strict=True), strict=True) if len(set(values)) > 1]
-    told = tuple(odd[:NAMES_TOLD])
-    return (*told, f"and {len(odd) - NAMES_TOLD} more") if len(odd) > NAMES_TOLD else told
+    named = tuple(odd[:MAX_NAMES])
+    return (*named, f"and {len(odd) - MAX_NAMES} more") if len(odd) > MAX_NAMES else named
 
 
 def _odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ def digest(leaves: Leaves, sample_bytes: int | None = None) -> int:
         if flat.numel() >= _JOIN_BYTES:
             sums.append(_weighted_sum(flat))
             continue
-        # joined, because a small tensor takes longer to look at than to read
+        # joined, because access to a small tensor takes longer than reading it
         if small and (small_bytes + flat.numel() > 4 * _JOIN_BYTES or small[0].device != flat.device):
             sums.append(_weighted_sum(torch.cat(small)))
             small, small_bytes = [], 0
@@ -233,7 +233,7 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _to_host(sums: Sequence[torch.Tensor]) -> list[int]:
-    """All at once: each look at a device's memory waits for all that it has to do."""
+    """All at once: each access to a device's memory waits for all that it has to do."""
     if len({value.device for value in sums}) > 1:
         sums = [value.cpu() for value in sums]
     return torch.stack(list(sums)).tolist() if sums else []

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.model.several import Several
+from torchelastic.model.one_or_many import OneOrMany
 
 
 class Progress(enum.Enum):
@@ -62,7 +62,7 @@ class _Kept:
 
 
 class Optimizers:
-    """One optimizer, or several, as `ModelState` needs them.
+    """One optimizer, or many, as `ModelState` needs them.
 
     Args:
         given: one `torch.optim.Optimizer`, or a list, a tuple or a dict of them.
@@ -77,9 +77,9 @@ class Optimizers:
     def __init__(
         self, given: Any, copy_others: Callable[[], None] | None, before_first: Callable[[], None] | None = None
     ) -> None:
-        self._several = Several("optimizer", given)
-        self.objects: Sequence[torch.optim.Optimizer] = self._several.objects
-        self.names: Sequence[str] = self._several.names
+        self._all = OneOrMany("optimizer", given)
+        self.objects: Sequence[torch.optim.Optimizer] = self._all.objects
+        self.names: Sequence[str] = self._all.names
         self._copy_others, self._before_first = copy_others, before_first
         size = len(self.objects)
         self._begun, self._done, self._usual = [0] * size, [0] * size, [1] * size
@@ -167,11 +167,11 @@ class Optimizers:
 
     def state_dict(self) -> Any:
         """That of the single optimizer, or a dict by name; the tensors are not copied."""
-        return self._several.state_dict()
+        return self._all.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """The inverse. Raises ValueError if the state is of other optimizers."""
-        self._several.load_state_dict(state)
+        self._all.load_state_dict(state)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ taken back: the results are handed out by the last bucket, after it has waited f
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from torchelastic.errors import RetryableException
-from torchelastic.model.carry import Sums, added, summed
 
 log = logging.getLogger(__name__)
+
+#: For each parameter that requires a gradient, in the module's order: its sum over samples; None where it has none.
+Sums = list[torch.Tensor | None]
+
+
+def summed(parameters: Sequence[torch.nn.Parameter], samples: int) -> Sums:
+    """Take the gradients off the parameters: from means over `samples` samples to sums. Copies nothing."""
+    sums: Sums = []
+    for parameter in parameters:
+        sums.append(None if parameter.grad is None else parameter.grad.detach().mul_(samples))
+        parameter.grad = None
+    return sums
+
+
+def added(left: Sums, right: Sums) -> Sums:
+    """The sum of two, in the memory of the first where it has any."""
+    return [
+        second if first is None else first if second is None else first.add_(second)
+        for first, second in zip(left, right, strict=True)
+    ]
 
 
 class Reduction:

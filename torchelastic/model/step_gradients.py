@@ -111,10 +111,10 @@ class StepGradients:
         return self._salvage.offer(step)
 
     def enter_group(self, offers: Sequence[int], step: int, rank: int, device: torch.device) -> None:
-        """Wrap the module for a new group; called on every rank of it, when all are level.
+        """Wrap the module for a new group; called on every rank of it, when all are in sync.
 
         Args:
-            offers: by rank, what `offer` gave; 0 for those that had to be brought level.
+            offers: by rank, what `offer` gave; 0 for those that were synchronized.
             step: committed steps.
             rank: of this process.
             device: where messages must lie.

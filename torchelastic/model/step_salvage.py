@@ -1,17 +1,16 @@
-"""What one rank keeps of a failed step, and how the next group agrees on who brings and who computes what."""
+"""The gradients that a rank keeps of a failed step, and the agreement of the next group on who computes the rest."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state
-from torchelastic.model.carry import Carry
 from torchelastic.model.reduction import Reduction
 from torchelastic.model.salvage import MODES, second_deals
 from torchelastic.model.shards import LogicalShards
@@ -23,6 +22,28 @@ if TYPE_CHECKING:
     from torchelastic.data.shares import SecondDeal
 
 log = logging.getLogger(__name__)
+
+
+Gradients = TypeVar("Gradients")
+
+
+@dataclass(frozen=True)
+class KeptGradients(Generic[Gradients]):
+    """Gradients of some units of a failed step, for the second attempt, and the state after it on this rank.
+
+    Attributes:
+        step: committed steps when it began.
+        units: whose gradients these are.
+        gradients: not weighted yet.
+        buffers: of the module, after the samples had gone through it.
+        random: after the step's draws.
+    """
+
+    step: int
+    units: frozenset[int]
+    gradients: Gradients
+    buffers: tuple[torch.Tensor, ...]
+    random: random_state.RandomState
 
 
 class Salvaged(NamedTuple):
@@ -50,7 +71,7 @@ class StepSalvage:
         self.mode = mode
         self.last: Salvaged | None = None
         self._gradients, self._sampler = gradients, sampler
-        self._carry: Carry[Any] | None = None
+        self._kept: KeptGradients[Any] | None = None
         self._is_brought = False
 
     @property
@@ -63,10 +84,10 @@ class StepSalvage:
 
         Called before anything is rolled back; takes the gradients off the parameters.
         """
-        if self.mode == "discard" or (self._carry is not None and not self._is_brought):
+        if self.mode == "discard" or (self._kept is not None and not self._is_brought):
             return  # or: nothing was computed since, because no group was formed
-        before = self._carry if self._is_brought else None
-        self._carry, self._is_brought = None, False
+        before = self._kept if self._is_brought else None
+        self._kept, self._is_brought = None, False
         pending = self._sampler.pending
         if len(pending) > 1:
             log.info("step %d drew several global batches: it is repeated as a whole", step)
@@ -82,19 +103,20 @@ class StepSalvage:
         if not gradients or not units:
             return
         if before is None:
-            self._carry = Carry(step, units, gradients, tuple(b.clone() for b in buffers), random_state.capture())
+            copies = tuple(buffer.clone() for buffer in buffers)
+            self._kept = KeptGradients(step, units, gradients, copies, random_state.capture())
         else:  # the second attempt was at a part of the samples only
-            self._carry = replace(before, units=units, gradients=gradients)
+            self._kept = replace(before, units=units, gradients=gradients)
 
     def offer(self, step: int) -> int:
         """How many units this rank could bring to a step."""
-        return len(self._carry.units) if self._carry is not None and self._carry.step == step else 0
+        return len(self._kept.units) if self._kept is not None and self._kept.step == step else 0
 
     def settle(self, offers: Sequence[int], step: int, rank: int, device: torch.device) -> None:
-        """Agree on the second attempt; called on every rank of a new group, when all are level.
+        """Agree on the second attempt; called on every rank of a new group, when all are in sync.
 
         Args:
-            offers: by rank, what `offer` gave; 0 for those that had to be brought level, whose carry is void.
+            offers: by rank, what `offer` gave; 0 for those that were synchronized, whose kept gradients are void.
             step: committed steps.
             rank: of this process.
             device: where messages must lie.
@@ -102,14 +124,14 @@ class StepSalvage:
         Raises:
             RuntimeError: a peer is lost.
         """
-        carry, self._carry, self._is_brought = self._carry, None, False
+        kept, self._kept, self._is_brought = self._kept, None, False
         self._gradients.bring(None)
         if not any(offers):
             return
-        mine = carry.units if carry is not None and offers[rank] else frozenset()
-        kept = _gather_units(mine, self._sampler.units, len(offers), device)
+        mine = kept.units if kept is not None and offers[rank] else frozenset()
+        units = _gather_units(mine, self._sampler.units, len(offers), device)
         present = self._sampler.present_units
-        deals = second_deals(kept, present, self.mode)
+        deals = second_deals(units, present, self.mode)
         self._sampler.deal_again(deals[rank])
         self.last = _summary(step, deals, present)
         log.info(
@@ -119,23 +141,23 @@ class StepSalvage:
         )  # fmt: skip
         for name in ("kept", "recomputed", "postponed"):
             publish_metric("torchelastic", f"salvage.{name}", getattr(self.last, name))
-        # until the step commits the carry stays, for a third attempt
-        self._carry = carry if deals[rank].carried else None
-        self._is_brought = self._carry is not None
-        if self._carry is not None:
-            self._gradients.bring(self._carry.gradients)
+        # until the step commits the kept gradients stay, for a third attempt
+        self._kept = kept if deals[rank].carried else None
+        self._is_brought = self._kept is not None
+        if self._kept is not None:
+            self._gradients.bring(self._kept.gradients)
 
     def commit(self, buffers: Sequence[torch.Tensor]) -> None:
         """The step has succeeded: running statistics and random numbers are those of the whole first attempt."""
-        carry, is_brought = self._carry, self._is_brought
-        self._carry, self._is_brought = None, False
+        kept, is_brought = self._kept, self._is_brought
+        self._kept, self._is_brought = None, False
         self._gradients.commit()
-        if carry is None or not is_brought or isinstance(self._gradients, LogicalShards):
+        if kept is None or not is_brought or isinstance(self._gradients, LogicalShards):
             return
         with torch.no_grad():
-            for buffer, value in zip(buffers, carry.buffers, strict=True):
+            for buffer, value in zip(buffers, kept.buffers, strict=True):
                 buffer.copy_(value)
-        random_state.restore(carry.random)
+        random_state.restore(kept.random)
 
 
 def check_mode(mode: str, sampler: Any, logical_shards: int | None) -> None:

@@ -50,7 +50,7 @@ def message_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
 
 
-def bring_level(
+def synchronize(
     tree: Any, *, source: int, stale: Sequence[int], rank: int, world_size: int, device: torch.device
 ) -> Any | None:
     """Move the source's state to the stale ranks; called on every rank of the default group.

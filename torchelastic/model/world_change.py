@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchelastic.model.several import Several
+from torchelastic.model.one_or_many import OneOrMany
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class LearningRateScale:
         self._rule, self._base_world_size = rule, base_world_size
         self._unscaled: dict[int, list[Any]] = {}
         self.factor = 1.0
-        for each in Several("optimizer", optimizer).objects:
+        for each in OneOrMany("optimizer", optimizer).objects:
             each.register_step_pre_hook(self._scale)
             each.register_step_post_hook(self._unscale)
 

@@ -1,8 +1,8 @@
-"""How all ranks come to leave a group at the same step, or to know of a deadline, without waiting for each other.
+"""Agreement of all ranks to leave a group at the same step, or on a near deadline, without waiting for each other.
 
-A tiny all-reduce is started at the end of one step and read at the end of a later one, so nobody waits for it; what
-it says is the same on every rank, so all act on it at the same step. For very short steps it is done only every n-th
-step, so that it costs at most a share of the time; n is agreed on by the same all-reduce.
+A tiny all-reduce is started at the end of one step and read at the end of a later one, so no rank waits for it; its
+result is the same on every rank, so all act on it at the same step. For very short steps it is done only every n-th
+step, so that it costs at most a fraction of the time; n is agreed on by the same all-reduce.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepAgreement:
         self._last_s = clock()
 
     def deadline_is_near(self, own: bool) -> bool:
-        """Called after each step, before `leave`: whether the deadline of any rank is near, as soon as all know of it.
+        """Called after each step, before `leave`: whether the deadline of any rank is near, as soon as all know.
 
         Args:
             own: whether that of this rank is.
@@ -77,7 +77,7 @@ class StepAgreement:
         self._words[2] = int(self._own_is_near)
         self._pending = dist.all_reduce(self._words, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         now_s = self._clock()
-        # smoothed: one slow step must not change how often all ranks talk
+        # smoothed: one slow step must not change how often the ranks exchange
         self._step_s += 0.2 * ((began_s - self._last_s) / interval - self._step_s)
         self._cost_s += 0.2 * ((now_s - began_s) - self._cost_s)
         self._last_s = now_s

@@ -1,7 +1,7 @@
-"""Who of a group is busy in its own code while the others wait for it: signs in the round's store.
+"""Which ranks of a group are busy in their own code while the others wait for them: signs in the round's store.
 
-Only ranks whose step is late give and read them, on the thread of `Heartbeat`, so that a step in time costs nothing.
-Plain strings; what does not fit is ignored.
+Only ranks whose step is late publish and read them, on the thread of `Heartbeat`, so that a step in time costs nothing.
+Plain strings; invalid ones are ignored.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.p2p.stands import Stand, decode
+from torchelastic.p2p.hang_location import HangLocation, decode
 
-#: Who begins a slow section waits at most so long until the others can know of it.
-TELL_S = 1.0
-#: The last one to write stands there: one such rank is reason enough to wait, and one key is cheap to read.
-_WORKS, _STANDS = "busy/works", "busy/stands"
+#: A rank that begins a slow section waits at most so long until that is published.
+PUBLISH_S = 1.0
+#: Each key holds the last rank that wrote: one such rank is reason enough to wait, and one key is cheap to read.
+_WORKS, _STUCK = "busy/works", "busy/stuck"
 #: How many ranks are in a slow section.
 _SLOW = "busy/slow"
 _SLOWEST = "busy/slowest_s"
@@ -31,15 +31,15 @@ class BusySigns:
         clock: monotonic seconds.
 
     Attributes:
-        works: the other rank that was last seen at work since the first question, and where; None: none was.
-        stands: the same of one that runs, in its own code, and stands there.
-        slowest_s: how long the slowest step of the run took, as rank 0 has left word; None: it has not.
+        works: the other rank that has last worked since the first call of `idle_s`, with its location; None: none has.
+        stuck: the same of one in its own code whose thread does not move.
+        slowest_s: how long the slowest step of the run took, as published by rank 0; None: it has not.
         due: wakes the thread that calls `exchange`.
     """
 
     def __init__(self, rank: int, clock: Callable[[], float]) -> None:
-        self.works: Stand | None = None
-        self.stands: Stand | None = None
+        self.works: HangLocation | None = None
+        self.stuck: HangLocation | None = None
         self.slowest_s: float | None = None
         self.due = threading.Event()
         self._rank, self._clock = rank, clock
@@ -48,37 +48,37 @@ class BusySigns:
         self._is_asked = self._is_slow_elsewhere = self._has_signs = False
         self._busy_s = 0.0
         self._seen: dict[str, bytes] = {}
-        self._sections = self._told_sections = 0
+        self._sections = self._published_sections = 0
         self._has_read_slowest = False
-        self._told = threading.Event()
+        self._published = threading.Event()
 
     # --- on the watchdog's thread -------------------------------------------------------------------------------------
 
-    def give(self, stand: Stand, *, works: bool) -> None:
-        """This rank is late, and stands there; it works, or its thread does not move. Told with the next exchange."""
+    def give(self, location: HangLocation, *, works: bool) -> None:
+        """This rank is late, at that location, and works or does not move. Published by the next exchange."""
         self._count += 1
-        self._own = (_WORKS if works else _STANDS), f"{self._count} {stand.encode()}"
+        self._own = (_WORKS if works else _STUCK), f"{self._count} {location.encode()}"
 
     def idle_s(self) -> float:
         """For how long no other rank is known to have been busy, counted from the first call."""
         if not self._is_asked:
-            self.works = self.stands = None
+            self.works = self.stuck = None
             self._is_slow_elsewhere, self._has_signs, self._seen = False, False, {}
             self._busy_s, self._is_asked = self._clock(), True
         return self._clock() - self._busy_s
 
     def rest(self) -> None:
-        """Nobody wants to know any more. From any thread."""
+        """Signs are not needed any more. From any thread."""
         self._is_asked = False
 
     # --- on the training thread ---------------------------------------------------------------------------------------
 
     def begin_section(self) -> None:
-        """This rank is in a slow section; returns when the others can know, or after `TELL_S`."""
-        self._told.clear()
+        """This rank is in a slow section; returns when the others can know, or after `PUBLISH_S`."""
+        self._published.clear()
         self._sections += 1
         self.due.set()
-        self._told.wait(TELL_S)
+        self._published.wait(PUBLISH_S)
 
     def end_section(self) -> None:
         """It has left it. Waits for nobody."""
@@ -95,42 +95,42 @@ class BusySigns:
             return "a rank in a slow section"
         return f"rank {self.works.rank}, which works in {self.works.where or 'its own code'}"
 
-    # --- on the thread that talks to the store ------------------------------------------------------------------------
+    # --- on the thread that uses the store ------------------------------------------------------------------------
 
     def exchange(self, store: Store) -> None:
-        """Give the signs that are due, and read those of the others if anybody has asked. Raises RuntimeError."""
+        """Publish the signs that are due, and read those of the others if they are needed. Raises RuntimeError."""
         if not self._has_read_slowest:
             self._has_read_slowest, self.slowest_s = True, _read_slowest(store)
         own, self._own = self._own, None
         if own is not None:
             store.set(*own)
-        change = self._sections - self._told_sections
+        change = self._sections - self._published_sections
         if change:
             store.add(_SLOW, change)
-            self._told_sections += change
-            self._told.set()
+            self._published_sections += change
+            self._published.set()
         if self._is_asked:
-            self._look(store)
+            self._read_signs(store)
 
-    def _look(self, store: Store) -> None:
+    def _read_signs(self, store: Store) -> None:
         seen = self._seen
-        self._is_slow_elsewhere = store.add(_SLOW, 0) > self._told_sections
-        works, stands = self._changed(store, _WORKS, seen), self._changed(store, _STANDS, seen)
+        self._is_slow_elsewhere = store.add(_SLOW, 0) > self._published_sections
+        works, stuck = self._changed(store, _WORKS, seen), self._changed(store, _STUCK, seen)
         if works is not None or self._is_slow_elsewhere:
             self.works, self._busy_s, self._has_signs = works or self.works, self._clock(), True
-        self.stands = stands or self.stands
+        self.stuck = stuck or self.stuck
 
-    def _changed(self, store: Store, key: str, seen: dict[str, bytes]) -> Stand | None:
-        """What another rank has written there since the last look; None: nothing, or it may be of an earlier step."""
+    def _changed(self, store: Store, key: str, seen: dict[str, bytes]) -> HangLocation | None:
+        """What another rank has written there since the last read; None: nothing, or it may be of an earlier step."""
         value = store.get(key) if store.check([key]) else b""
         if value == seen.setdefault(key, value):
             return None
         seen[key] = value
-        stand = decode(value.decode(errors="replace").partition(" ")[2])
-        return None if stand is None or stand.rank == self._rank else stand
+        location = decode(value.decode(errors="replace").partition(" ")[2])
+        return None if location is None or location.rank == self._rank else location
 
 
-def tell_slowest(store: Store, slowest_s: float) -> None:
+def publish_slowest(store: Store, slowest_s: float) -> None:
     """For rank 0, before the group is formed: how long the slowest step of the run took."""
     store.set(_SLOWEST, f"{slowest_s:.3f}")
 

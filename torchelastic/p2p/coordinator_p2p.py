@@ -17,7 +17,7 @@ from torchelastic.errors import DrainedException, NonRetryableException, StopExc
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.ledger.meter import this_worker
 from torchelastic.metrics import profile
-from torchelastic.p2p import stands
+from torchelastic.p2p import hang_location
 from torchelastic.p2p.agreement import StepAgreement
 from torchelastic.p2p.groups import ProcessGroups
 from torchelastic.p2p.hangs import HangPolicy
@@ -117,7 +117,7 @@ class CoordinatorP2P(Coordinator):
         self._watchdog = Watchdog(hang_policy or HangPolicy(), process_group_timeout / 1000, self._give_group_up)
         self._straggler_policy = straggler_policy or StragglerPolicy()
         self._times_straggler = 0
-        # what the agent's thread looks at to decide whether a change of the round concerns this worker
+        # read by the agent's thread to decide whether a change of the round concerns this worker
         self._joined_round = 0
         self._is_broken = threading.Event()
         self.rendezvous.on_round(self._on_round)
@@ -184,10 +184,10 @@ class CoordinatorP2P(Coordinator):
         self._raise_if_broken()
         choose_interface(self.rendezvous.address)
         self._watchdog.enter(FORMING, Heartbeat(self.store, self.rank, self.world_size))
-        self._watchdog.tell(self.store, self.rank)
+        self._watchdog.publish(self.store, self.rank)
         self._groups.form(self.store, self.rank, self.world_size)
         if self.rank == 0:
-            stands.log_odd_ones(stands.ask(self.store, self.world_size))
+            hang_location.log_outliers(hang_location.collect(self.store, self.world_size))
         self._watchdog.new_round()
         self._watchdog.enter("bringing the states in sync")
         group, number = (self._groups.control if self.world_size > 1 else None), self._joined_round
@@ -244,7 +244,7 @@ class CoordinatorP2P(Coordinator):
             yield
 
     def peers(self) -> Peers:
-        """The present group, for saving and restoring together; one object for as long as it stands."""
+        """The present group, for collective saves and restores; one object per group."""
         return self._peers
 
     def slow_section(self) -> AbstractContextManager[None]:
@@ -282,9 +282,9 @@ class CoordinatorP2P(Coordinator):
 
     @profile(group="torchelastic")
     def signal_training_done(self) -> None:
-        """End the run for everybody and wait until all have heard of it.
+        """End the run for all workers and wait until all know.
 
-        A peer that lost its last step to a failure at this very moment is brought level first, in one more group: then
+        A peer that lost its last step to a failure at this very moment is synchronized first, in one more group: then
         this returns with `should_stop_training()` still false.
         """
         self._finish()
@@ -309,7 +309,7 @@ class CoordinatorP2P(Coordinator):
         self._times_straggler = comparison.times
         may_go = self.world_size - comparison.stragglers >= self.min_workers and self.rendezvous.can_leave()
         if comparison.has_to_go and may_go:
-            log.warning("straggler: rank %d leaves the run, as the policy says", self.rank)
+            log.warning("straggler: rank %d leaves the run, by the policy", self.rank)
             self.rendezvous.leave()
 
     @profile(group="torchelastic")
@@ -318,7 +318,7 @@ class CoordinatorP2P(Coordinator):
 
     @profile(group="torchelastic")
     def on_error(self, e: BaseException) -> None:
-        """Give the group up at once, so that every peer hears of the failure now and not after its time-out."""
+        """Abort the group at once, so that every peer is notified of the failure now and not after its time-out."""
         self._failed = True
         self._failed_by(e)
         log.debug("%s: %d connections cut", type(e).__name__, self._groups.abort())
@@ -332,7 +332,7 @@ class CoordinatorP2P(Coordinator):
         return self._leaves_last
 
     def deadline_is_near(self, own: bool) -> bool:
-        """Told and heard with the agreement on leaving the group; see `Coordinator`."""
+        """Exchanged with the agreement on leaving the group; see `Coordinator`."""
         return self._agreement.deadline_is_near(own)
 
     def leave(self) -> None:
@@ -376,7 +376,7 @@ class CoordinatorP2P(Coordinator):
             self._give_group_up()
 
     def _failed_by(self, error: BaseException) -> None:
-        """The step, or what followed it, has failed; what comes from our own cut tells nothing of a peer."""
+        """The step, or what followed it, has failed; an error of our own abort says nothing of a peer."""
         self._timer.noticed()
         self._watchdog.failed(error)
         if not self._is_broken.is_set() and not self._watchdog.has_cut:
@@ -396,7 +396,7 @@ class CoordinatorP2P(Coordinator):
             raise RuntimeError(f"round {self._joined_round} broke while its group was being formed: {round_.because}")
 
     def _finish(self) -> None:
-        """Tell the others that this worker is done, free those who wait for it, and go when all are."""
+        """Publish that this worker is done, release those that wait for it, and leave when all are done."""
         if self.stop_training:
             return
         self._watchdog.leave()

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -21,7 +22,6 @@ from torch.distributed.distributed_c10d import Store
 
 from torchelastic.p2p.abandoned import abandoned
 from torchelastic.p2p.abortable import AbortableGroup
-from torchelastic.p2p.formation import Formation
 from torchelastic.processes.sockets import SocketSet, waits_are_bounded
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ProcessGroups:
         self.is_forming = False
         self._is_foreign = is_foreign
         self._sockets = SocketSet(self._is_ours)
-        self._tells_gloo_apart = True
+        self._knows_gloo_sockets = True
         self._is_aborted = False
         self._formation: Formation | None = None
         _watch_for_new_groups()
@@ -73,17 +73,17 @@ class ProcessGroups:
             self.control = dist.group.WORLD
         else:
             self.control = dist.new_group(backend="gloo", timeout=self.timeout)
-        if world_size > 1 and self._tells_gloo_apart and not len(self._sockets):
-            self._tells_gloo_apart = False
+        if world_size > 1 and self._knows_gloo_sockets and not len(self._sockets):
+            self._knows_gloo_sockets = False
             log.info(
-                "the connections of this release of torch cannot be told from others: connections that other threads "
-                "open while a group is formed are closed when it is given up"
+                "the connections of this release of torch cannot be distinguished from others: connections that other "
+                "threads open while a group is formed are closed when it is aborted"
             )
 
     def _is_ours(self, connection: socket.socket) -> bool:
         """Whether a connection that was opened while a group was formed is the group's; raises OSError."""
         is_client_of_ours = self._is_foreign(int(connection.getsockname()[1]))
-        return not is_client_of_ours and (waits_are_bounded(connection) or not self._tells_gloo_apart)
+        return not is_client_of_ours and (waits_are_bounded(connection) or not self._knows_gloo_sockets)
 
     def abort(self) -> int:
         """Make every operation of the present groups fail: here, and at the peers through the closed connections.
@@ -176,7 +176,7 @@ def _is_gloo_alone(backend: Any) -> bool:
 
 @contextmanager
 def _groups_are(kind: type[dist.ProcessGroup]) -> Iterator[None]:
-    """Have torch construct groups of this class, which then stand wherever it keeps groups."""
+    """Have torch construct groups of this class, wherever it keeps them."""
     usual = c10d.ProcessGroup
     c10d.ProcessGroup = kind  # type: ignore[misc]
     try:
@@ -189,7 +189,7 @@ def _abort_communicators() -> None:
     """Abort every group that has more than sockets: those of NCCL, the user's own too.
 
     Not by torch's `_abort_process_group`, which also forgets all groups: the training thread, in the middle of a step,
-    would be told that there has never been a group, which reads like a mistake of the user's.
+    would read that there has never been a group, like after a mistake of the user.
     """
     groups = [group for group, (backend, _) in list(c10d._world.pg_map.items()) if backend != "gloo"]
     # as torch does it: newest first, and NCCL's as one group, or their aborts may wait for each other
@@ -216,3 +216,64 @@ def _as_one(groups: list[dist.ProcessGroup]) -> Iterator[None]:
         yield
     finally:
         backend._group_end()
+
+
+class Formation:
+    """One group being made: on the training thread; aborted from any.
+
+    gloo connects on a thread of its own, so that the training thread need not wait: for each peer's address and
+    connection gloo waits up to the group's time-out, and while it waits for a peer that has published its address and
+    died there is no connection yet that could be closed.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Event()
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Have whoever makes the group raise RuntimeError now. Idempotent."""
+        self._is_given_up = True
+        self._changed.set()
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Have every gloo backend that is constructed inside connect on a thread that can be left behind."""
+        backend: Any = c10d.ProcessGroupGloo
+        original = backend.__init__
+
+        def connect(self: object, *args: Any, **kwargs: Any) -> None:
+            # torch checks the type of what it constructs, so the construction itself is replaced, and not the class
+            formation._run(lambda: original(self, *args, **kwargs))
+
+        formation = self
+        backend.__init__ = connect
+        try:
+            yield
+        finally:
+            backend.__init__ = original
+
+    def _run(self, connect: Callable[[], None]) -> None:
+        errors: list[BaseException] = []
+        has_ended = False
+
+        def run() -> None:
+            nonlocal has_ended
+            try:
+                connect()
+            except BaseException as error:  # noqa: BLE001 - raised where the group is made
+                errors.append(error)
+            has_ended = True
+            self._changed.set()
+
+        self._raise_if_given_up()
+        threading.Thread(target=run, name="torchelastic-formation", daemon=True).start()
+        while not has_ended:
+            self._raise_if_given_up()
+            self._changed.wait()
+            self._changed.clear()
+        if errors:
+            raise errors[0]
+
+    def _raise_if_given_up(self) -> None:
+        if self._is_given_up:
+            raise RuntimeError("the group was given up while it was being formed: another worker was lost or hangs")

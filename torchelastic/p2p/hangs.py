@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 #: The first steps of a round are not measured and have the whole time-out: they compile, and warm up.
 WARM_UP_STEPS = 2
-#: Share of the bound for which a worker must have stood at one point of a collective: one that makes slow progress from
-#: collective to collective (an evaluation) does not hang.
+#: Fraction of the bound for which a worker must have been at one point of a collective: one that makes slow progress
+#: from collective to collective (an evaluation) does not hang.
 STALL_SHARE = 0.5
-#: Looks at a worker are this share of the bound apart.
-LOOK_SHARE = 0.25
+#: Interval of the samples of a worker, as a fraction of the bound.
+SAMPLE_FRACTION = 0.25
 #: Who uses more than this share of a processor computes and does not wait.
 MAX_WAITING_CPU = 0.2
 #: Of collectives, in milliseconds, where the user has not chosen one (0.1's); one that was chosen is never exceeded.
@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT_MS = 10000
 MIN_BUSY_PATIENCE_S = 60.0
 #: A time-out that has proved too short does not grow beyond this: torch's own default.
 MAX_LEARNED_TIMEOUT_S = 1800.0
-#: A sign of work needs two looks and a beat to get from one rank to another.
+#: A sign of work needs two samples and a beat to reach another rank.
 MIN_IDLE_S = 2.0
 
 
@@ -76,15 +76,15 @@ class HangPolicy:
 
 
 class Place(enum.Enum):
-    """Where the training thread stands: in a collective (or a backward pass, which waits for one), or not."""
+    """The location of the training thread: in a collective (or a backward pass, which waits for one), or not."""
 
     COLLECTIVE = "collective"
     USER_CODE = "user code"
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look at a worker's training thread showed.
+class Sample:
+    """One sample of a worker's training thread.
 
     Attributes:
         at_s: when, on a monotonic clock.
@@ -103,13 +103,13 @@ class Look:
     may_spin: bool = False
 
 
-def has_stood_since_s(earlier_s: float | None, earlier: Look | None, later: Look) -> float:
+def unchanged_since_s(earlier_s: float | None, earlier: Sample | None, later: Sample) -> float:
     """Since when the thread has waited at the point where `later` saw it.
 
     Args:
-        earlier_s: what this said for the look before.
-        earlier: the look before; None: there was none in this step.
-        later: the newest look.
+        earlier_s: the result for the sample before.
+        earlier: the sample before; None: there was none in this step.
+        later: the newest sample.
     """
     if earlier is None or earlier_s is None or earlier.point != later.point:
         return later.at_s
@@ -117,14 +117,14 @@ def has_stood_since_s(earlier_s: float | None, earlier: Look | None, later: Look
     return earlier_s if computed_s <= MAX_WAITING_CPU * (later.at_s - earlier.at_s) else later.at_s
 
 
-def has_worked(earlier: Look | None, later: Look) -> bool:
-    """Whether the thread has worked between two looks: its stack has changed, or it has computed, read or written.
+def has_worked(earlier: Sample | None, later: Sample) -> bool:
+    """Whether the thread has worked between two samples: its stack has changed, or it has computed, read or written.
 
-    In a collective a changed stack says nothing: waiting may be done in a loop.
+    In a collective a changed stack means nothing: waiting may be done in a loop.
 
     Args:
-        earlier: the look before; None: there was none in this step.
-        later: the newest look.
+        earlier: the sample before; None: there was none in this step.
+        later: the newest sample.
     """
     if earlier is None:
         return False
@@ -137,9 +137,9 @@ def has_worked(earlier: Look | None, later: Look) -> bool:
 def idle_bound_s(bound_s: float) -> float:
     """For how long nobody may have been seen at work before a step beyond its bound is taken for a hang.
 
-    Whoever is late begins to ask after `LOOK_SHARE` of the bound: where nobody works, this costs no time.
+    Whoever is late begins to ask after `SAMPLE_FRACTION` of the bound: where nobody works, this costs no time.
     """
-    return max(MIN_IDLE_S, (1.0 - LOOK_SHARE) * bound_s)
+    return max(MIN_IDLE_S, (1.0 - SAMPLE_FRACTION) * bound_s)
 
 
 class Act(enum.Enum):
@@ -161,7 +161,7 @@ class Suspicion:
 
     Attributes:
         step_s: for how long this worker has been in it.
-        stood_s: for how long it has waited at one point.
+        unchanged_s: for how long it has waited at one point.
         place: where.
         bound_s: by `HangPolicy.bound_s`.
         timeout_s: of collectives.
@@ -171,7 +171,7 @@ class Suspicion:
     """
 
     step_s: float
-    stood_s: float
+    unchanged_s: float
     place: Place
     bound_s: float
     timeout_s: float
@@ -197,7 +197,7 @@ class Suspicion:
         """
         if self.place is Place.COLLECTIVE:
             is_adaptive = self.is_warm and self.bound_s < self.timeout_s
-            has_hung = self.step_s >= self.bound_s and self.stood_s >= STALL_SHARE * self.bound_s
+            has_hung = self.step_s >= self.bound_s and self.unchanged_s >= STALL_SHARE * self.bound_s
             if not (is_adaptive and has_hung):
                 return Act.NOTHING
             return Act.WAIT if self.is_excused else Act.CUT

@@ -1,4 +1,4 @@
-"""Signs of life of the ranks of a group, for the times in which no step says that all of them live.
+"""Signs of life of the ranks of a group, while no step shows that all of them are alive.
 
 A process that is stopped, or that hangs with the interpreter's lock held, gives none. Each rank counts up a key of the
 round's store; who has begun to doubt reads those of the others. That a rank is silent is a guess that it hangs: code
@@ -64,7 +64,7 @@ class Heartbeat:
             self._last_s = {rank: now_s for rank in range(self._world_size) if rank != self._rank}
             self._answered_s = now_s
             self._is_asked = True
-        # as far as it is known: what rank 0's store did not answer says nothing of the others, but of rank 0
+        # as far as is known: an unanswered request to rank 0's store is a sign against rank 0 only
         silent_s = {rank: self._answered_s - last_s for rank, last_s in self._last_s.items()}
         if 0 in silent_s:
             silent_s[0] = max(silent_s[0], now_s - self._answered_s)
@@ -92,11 +92,11 @@ class Heartbeat:
                     self._store.set(_key(self._rank), str(self._beats))
                     busy.exchange(self._store)
                     if self._is_asked:
-                        self._look()
+                        self._last_sample()
         except RuntimeError as error:
             log.debug("no signs of life any more: %s", error)  # rank 0 is gone, and with it the round
 
-    def _look(self) -> None:
+    def _last_sample(self) -> None:
         ranks = [rank for rank in self._last_s if self._store.check([_key(rank)])]
         beats = self._store.multi_get([_key(rank) for rank in ranks]) if ranks else []
         now_s = self._clock()

@@ -26,7 +26,7 @@ rendezvous_handler.register()
 
 
 def checked_backend(backend: str | None) -> str:
-    """The backend that was asked for, or the one that suits this host. Raises ValueError."""
+    """The requested backend, or the one that suits this host. Raises ValueError."""
     if backend is None:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size

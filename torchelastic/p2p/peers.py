@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,7 +16,12 @@ from torch.distributed.distributed_c10d import Store
 from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
 from torchelastic.group.naming import listed
 from torchelastic.group.notes import Mailbox, StoreMailbox
-from torchelastic.p2p.keys import wait_for_key
+
+log = logging.getLogger(__name__)
+
+
+#: While another rank works (rank 0 writes a checkpoint), a waiting rank checks this often whether it still is a member.
+CHECK_S = 10.0
 
 
 class GroupPeers:
@@ -25,7 +33,7 @@ class GroupPeers:
         rank: of this worker.
         world_size: of the group.
         round_number: of the rendezvous.
-        raise_if_broken: raises RuntimeError if the round is no more.
+        raise_if_broken: raises RuntimeError if the round has ended.
         address: at which the other hosts reach this one; empty: there are none.
     """
 
@@ -49,11 +57,11 @@ class GroupPeers:
         self._barriers = self._turns = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What each rank says, by rank; JSON can hold it."""
+        """The value of each rank, by rank; as JSON."""
         return [json.loads(each) for each in all_gather_texts(self._group, json.dumps(value).encode(), _waited)]
 
     def rank_0_says(self, value: bool) -> bool:
-        """What rank 0 has given: one broadcast, which costs little beside a step."""
+        """The value of rank 0: one broadcast, which costs little compared to a step."""
         flag = torch.tensor([int(value)])
         dist.broadcast(flag, src=0, group=self._group)
         return bool(flag[0])
@@ -90,8 +98,45 @@ class GroupPeers:
             wait_for_key(self._store, key, self._raise_if_broken, lambda: f"rank 0 {purpose}", bound_s)
 
     def mailbox(self) -> Mailbox:
-        """Notes in the store of the round, on a connection of their own, so that no wait holds them up."""
+        """Messages in the store of the round, on a connection of their own, so that no wait blocks them."""
         return StoreMailbox(self._store)
+
+
+def wait_for_key(
+    store: Store,
+    key: str,
+    raise_if_broken: Callable[[], None],
+    waited_for: Callable[[], str],
+    bound_s: float | None = None,
+) -> None:
+    """Wait for a key of a round's store; the missing ranks are logged after 10 s, 20 s, 40 s and so on.
+
+    Args:
+        store: of the round.
+        key: to wait for.
+        raise_if_broken: raises RuntimeError if the round has ended.
+        waited_for: describes the missing ranks.
+        bound_s: how long to wait at most; None: as long as the round lasts.
+
+    Raises:
+        RuntimeError: the round broke, the store is gone, or the bound is over.
+    """
+    first_s, next_log_s = time.monotonic(), CHECK_S
+    while True:
+        began_s = time.monotonic()
+        try:
+            store.wait([key], timedelta(seconds=CHECK_S))
+        except dist.DistStoreError:
+            raise_if_broken()
+            if time.monotonic() - began_s < CHECK_S / 2:
+                raise  # no time-out: the connection is gone
+        else:
+            return
+        waited_s = time.monotonic() - first_s
+        if bound_s is not None and waited_s >= bound_s:
+            raise RuntimeError(f"waited {waited_s:.0f} s for {waited_for()}")
+        if waited_s >= next_log_s:
+            log.warning("waiting for %s, for %.0f s so far", waited_for(), waited_s)
 
 
 def _waited(work: dist.Work | None) -> None:

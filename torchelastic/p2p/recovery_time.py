@@ -22,9 +22,9 @@ class Recovery:
 
     Attributes:
         noticed_s: when this worker noticed the failure.
-        phases_ms: agree (undo the step, until the next roster is known), re_form (until the process group stands), sync
-            (until the state is level), step (until a step has committed). There is no "detect": when a process ended
-            is known to its own agent only.
+        phases_ms: agree (undo the step, until the next roster is known), re_form (until the process group is formed),
+            sync (until the state is in sync), step (until a step has committed). There is no "detect": when a process
+            ended is known to its own agent only.
         cause: who was lost, as facts and guesses; empty: nobody was, as far as is known.
     """
 
@@ -64,34 +64,34 @@ class RecoveryTimer:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._marks: list[float] = []
+        self._times_s: list[float] = []
         self._cause: dict[Loss, None] = {}  # in order, each once
 
     def noticed(self) -> None:
         """A failure was seen; further ones before the recovery is over belong to it."""
-        if not self._marks:
-            self._marks = [self._clock()]
+        if not self._times_s:
+            self._times_s = [self._clock()]
 
     def because(self, losses: tuple[Loss, ...], *, was_spare: bool = False) -> None:
         """What is known about the failure that is being recovered from; of several in a row, all of it.
 
-        Where this worker has waited as a spare, the others have recovered without it: what it took is told by them.
+        Where this worker has waited as a spare, the others have recovered without it: they report what it took.
         """
         if was_spare:
-            self._marks, self._cause = [], {}
-        elif self._marks:
+            self._times_s, self._cause = [], {}
+        elif self._times_s:
             self._cause.update(dict.fromkeys(losses))
 
     def reached(self, phase: str) -> Recovery | None:
         """A phase has ended. After another failure in between, phases are taken anew. Returns the whole at the last."""
         number = PHASES.index(phase)
-        if len(self._marks) <= number:
+        if len(self._times_s) <= number:
             return None
-        del self._marks[number + 1 :]
-        self._marks.append(self._clock())
+        del self._times_s[number + 1 :]
+        self._times_s.append(self._clock())
         if phase != PHASES[-1]:
             return None
-        marks, self._marks = self._marks, []
+        times_s, self._times_s = self._times_s, []
         cause, self._cause = tuple(self._cause), {}
-        ends = zip(PHASES, marks, marks[1:], strict=False)
-        return Recovery(marks[0], {name: 1000 * (end - begin) for name, begin, end in ends}, cause)
+        ends = zip(PHASES, times_s, times_s[1:], strict=False)
+        return Recovery(times_s[0], {name: 1000 * (end - begin) for name, begin, end in ends}, cause)

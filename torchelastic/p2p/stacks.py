@@ -1,4 +1,4 @@
-"""Where a thread stands, by its Python frames: in a collective or in user code, and in which line of the user's."""
+"""The location of a thread, by its Python frames: in a collective or in user code, and in which line of the user's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 import torchelastic
-from torchelastic.p2p.hangs import Look, Place
+from torchelastic.p2p.hangs import Place, Sample
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(torchelastic.__file__).parent) + "/"
 _STANDARD_LIBRARY = str(Path(traceback.__file__).parent) + "/"
-#: In there a thread waits for its peers; a backward pass does at its end, in C++, where no frame tells more.
+#: In there a thread waits for its peers; a backward pass does at its end, in C++, where there are no more frames.
 _WAITING = (
     f"{_TORCH}distributed/",
     f"{_TORCH}autograd/",
@@ -27,7 +27,7 @@ _WAITING = (
     f"{_OURS}p2p/",
     f"{_OURS}distributed/",
 )
-#: What stands between the user's call of a collective and torch's, and tells a reader nothing.
+#: Frames between the user's call of a collective and torch's, which mean nothing to a reader.
 _WRAPPER = f"{_OURS}p2p/abortable.py"
 #: Of a line of a program, for people.
 MAX_WHERE = 200
@@ -70,7 +70,7 @@ def place_of(lines: Iterable[Line]) -> Place:
 
 
 def where(lines: Sequence[Line]) -> str:
-    """The innermost line of the user's program, and torchelastic's below it if it stands there.
+    """The innermost line of the user's program, and torchelastic's below it if it is there.
 
     Empty if there is no such line. At most `MAX_WHERE` characters.
     """
@@ -81,8 +81,8 @@ def where(lines: Sequence[Line]) -> str:
     return ""
 
 
-def look_at(thread_id: int) -> tuple[Look, str]:
-    """Look at a thread of this process; returns also `where` it is.
+def sample_thread(thread_id: int) -> tuple[Sample, str]:
+    """Sample a thread of this process; returns also `where` it is.
 
     Keeps no frame, which would keep its tensors alive.
     """
@@ -92,7 +92,7 @@ def look_at(thread_id: int) -> tuple[Look, str]:
     while frame is not None:
         point += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    look = Look(
+    sample = Sample(
         at_s=time.monotonic(),
         place=place_of(lines),
         point=tuple(point),
@@ -100,7 +100,7 @@ def look_at(thread_id: int) -> tuple[Look, str]:
         io_bytes=_io_bytes(thread_id),
         may_spin=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # torch has no types here
     )
-    return look, where(lines)
+    return sample, where(lines)
 
 
 def _is_users(line: Line) -> bool:
@@ -110,7 +110,7 @@ def _is_users(line: Line) -> bool:
 
 
 def _cpu_s(thread_id: int) -> float:
-    """Processor time of a thread so far; 0 where the system does not tell."""
+    """Processor time of a thread so far; 0 where the system does not report it."""
     try:
         return time.clock_gettime(time.pthread_getcpuclockid(thread_id))
     except (AttributeError, OSError):
@@ -118,7 +118,7 @@ def _cpu_s(thread_id: int) -> float:
 
 
 def _io_bytes(thread_id: int) -> int:
-    """How much a thread has read and written so far; 0 where the system does not tell.
+    """How much a thread has read and written so far; 0 where the system does not report it.
 
     Of a write that has not returned the kernel counts at least what it has taken already.
     """

@@ -1,4 +1,4 @@
-"""SIGTERM to a worker: it asks to leave its group at an agreed step, instead of dying in the middle of one."""
+"""SIGTERM to a worker: it requests to leave its group at an agreed step, instead of dying in the middle of one."""
 
 from __future__ import annotations
 

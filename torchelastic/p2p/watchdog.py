@@ -1,6 +1,6 @@
-"""Notices that a step does not end: a thread that nearly always sleeps, and looks when one is late.
+"""Detects that a step does not end: a thread that nearly always sleeps, and samples when one is late.
 
-The coordinator tells it of rounds and steps, on the training thread, at the cost of a few attribute writes per step.
+The coordinator notifies it of rounds and steps, on the training thread, at the cost of a few attribute writes per step.
 What is done about a late step is decided in `hangs.py`. Between steps (forming a group, the sync, a save) nothing is
 late: some of that takes as long as it takes. There it watches the signs of life of the other ranks instead.
 """
@@ -22,24 +22,24 @@ from torch.distributed.distributed_c10d import Store
 
 from torchelastic.group.naming import listed
 from torchelastic.metrics import publish_metric
-from torchelastic.p2p import stands
-from torchelastic.p2p.busy import BusySigns, tell_slowest
+from torchelastic.p2p import hang_location
+from torchelastic.p2p.busy import BusySigns, publish_slowest
+from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import (
     DEFAULT_TIMEOUT_MS,
-    LOOK_SHARE,
     MIN_BUSY_PATIENCE_S,
+    SAMPLE_FRACTION,
     Act,
     HangPolicy,
-    Look,
     Place,
+    Sample,
     Suspicion,
-    has_stood_since_s,
     has_worked,
     idle_bound_s,
+    unchanged_since_s,
 )
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
-from torchelastic.p2p.stacks import lines_of_error, look_at, where
-from torchelastic.p2p.stands import Stand
+from torchelastic.p2p.stacks import lines_of_error, sample_thread, where
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.rendezvous.loss import Loss, MissedProgress, is_time_out
 from torchelastic.rendezvous.round_store import SILENT_S, StoreSilentError
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 #: The exit code of a worker that its own watchdog has ended.
 EXIT_CODE = 70
-#: Looks are not more frequent, however short the bound.
+#: Least pause between two samples, however short the bound.
 MIN_PAUSE_S = 0.02
 _TOO_BUSY = (
     "collectives have timed out while the others waited for %s: give CoordinatorP2P a process_group_timeout (in "
@@ -73,21 +73,21 @@ class Watchdog:
         cut: gives the group up, on the watchdog's thread.
 
     Attributes:
-        stand: where the last step was given up, by this watchdog or by an error; None if none was.
+        location: where the last step was aborted, by this watchdog or by an error; None if none was.
         has_cut: whether this watchdog did.
         has_noticed_hang: whether it did, or a collective timed out.
     """
 
     def __init__(self, policy: HangPolicy, timeout_s: float, cut: Callable[[], object]) -> None:
         self.policy = policy
-        self.stand: Stand | None = None
+        self.location: HangLocation | None = None
         self.has_cut = False
         self.has_noticed_hang = False
         self._timeout_s = timeout_s
         self._was_chosen = timeout_s != DEFAULT_TIMEOUT_MS / 1000
         self._cut = cut
         self._step = StepClock(time.monotonic)
-        # looked up here once: called after each step
+        # resolved once: called after each step
         self.step_ended = self._step.ended
         self._training_thread = 0
         self._rank, self._is_alone, self._first_step = -1, True, 0
@@ -97,12 +97,12 @@ class Watchdog:
         self._patience_bound_s = timeout_s
         # of the step that is late: by when it began
         self._late_step: float | None = None
-        self._look: Look | None = None
-        self._stood_since_s: float | None = None
+        self._last_sample: Sample | None = None
+        self._unchanged_since_s: float | None = None
         self._worked_s: float | None = None
         self._done = Act.NOTHING
         # of the step that was given up: who of the others still ran in its own code
-        self._ran: Stand | None = None
+        self._ran: HangLocation | None = None
         self._has_timed_out_work = False
         # between steps
         self._phase: tuple[str, float] | None = None
@@ -110,7 +110,7 @@ class Watchdog:
         self._silence_bound_s = min(policy.floor_s, timeout_s)
         self._has_cut_phase = False
 
-    # --- told by the coordinator, on the training thread ----------------------------------------------------------
+    # --- called by the coordinator, on the training thread ----------------------------------------------------------
 
     @property
     def bound_s(self) -> float:
@@ -119,7 +119,7 @@ class Watchdog:
 
     @property
     def patience_s(self) -> float:
-        """How long a member that lives and does not come to the next round is to be waited for, without a margin.
+        """How long to wait for a live member that does not join the next round, without a margin.
 
         The bound if a step was given up; the time-out if something else was (a sync, a checkpoint), that takes longer.
         """
@@ -135,24 +135,24 @@ class Watchdog:
         self._heartbeat = heartbeat or self._heartbeat
         self._begin_phase(phase)
 
-    def tell(self, store: Store, rank: int) -> None:
-        """Before a group is formed: leave word of the step that was given up, and rank 0 of how long steps may take.
+    def publish(self, store: Store, rank: int) -> None:
+        """Before a group is formed: publish where the step was aborted, and on rank 0 how long steps may take.
 
-        A new process would take the first long step, which the others have learned to wait for, for a hang.
+        A new process would suspect a hang in the first long step, for which the others have learned to wait.
         """
-        if self.stand is not None:
-            stands.tell(store, rank, self.stand, self.has_noticed_hang)
+        if self.location is not None:
+            hang_location.publish(store, rank, self.location, self.has_noticed_hang)
         if rank == 0 and self._step.slowest_s is not None:
-            tell_slowest(store, self._step.slowest_s)
+            publish_slowest(store, self._step.slowest_s)
 
     def new_round(self) -> None:
         """A group is being formed."""
         self._step.new_round()
         self._patience_bound_s = self._timeout_s
-        self.stand, self.has_cut, self.has_noticed_hang, self._ran = None, False, False, None
+        self.location, self.has_cut, self.has_noticed_hang, self._ran = None, False, False, None
 
     def begin(self, rank: int, world_size: int, step: int) -> None:
-        """The state is level after `step` committed steps: the first one of this round begins."""
+        """The state is in sync after `step` committed steps: the first one of this round begins."""
         self._rank, self._is_alone, self._first_step = rank, world_size == 1, step
         self._training_thread = threading.get_ident()
         self._end_phase()
@@ -183,13 +183,13 @@ class Watchdog:
         self._patience_bound_s = self._patience_of_step_s()
         signs = self._signs()
         if signs is not None:
-            self._ran = signs.works or signs.stands
+            self._ran = signs.works or signs.stuck
             self._has_timed_out_work = is_time_out(error) and self._others_are_busy()
             if self._has_timed_out_work:
                 log.warning(_TOO_BUSY, signs.who(), self._timeout_s)
         self._step.failed()
-        if self.stand is None:
-            self.stand = self._stand(where(lines_of_error(error.__traceback__)))
+        if self.location is None:
+            self.location = self._location(where(lines_of_error(error.__traceback__)))
         self.has_noticed_hang = self.has_noticed_hang or is_time_out(error)
 
     def came_back(self, lost: Collection[Loss]) -> timedelta:
@@ -218,7 +218,7 @@ class Watchdog:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Time nothing inside: a checkpoint takes as long as it takes. The step begins anew afterwards."""
+        """Time nothing inside: a checkpoint may take any time. The step begins anew afterwards."""
         self._step.rest()
         self._patience_bound_s = self._timeout_s
         self._begin_phase("saving a checkpoint")
@@ -230,7 +230,7 @@ class Watchdog:
 
     @contextmanager
     def slow_section(self) -> Iterator[None]:
-        """Time nothing inside, and let the others know that this rank is busy; see `Coordinator.slow_section`."""
+        """Time nothing inside, and publish that this rank is busy; see `Coordinator.slow_section`."""
         signs, is_in_step = self._signs(), self._step.began_s is not None
         self._step.rest()
         if signs is not None:
@@ -277,8 +277,8 @@ class Watchdog:
         signs = self._signs()
         return signs is not None and signs.is_busy(idle_bound_s(self.bound_s))
 
-    def _stand(self, line: str) -> Stand:
-        return Stand(self._rank, self._first_step + self._step.round_steps, line)
+    def _location(self, line: str) -> HangLocation:
+        return HangLocation(self._rank, self._first_step + self._step.round_steps, line)
 
     # --- on the watchdog's thread ---------------------------------------------------------------------------------
 
@@ -290,16 +290,16 @@ class Watchdog:
                 self._watch()
                 self._watch_phase()
             except Exception:  # a watchdog that fails must not end silently, nor end the training
-                log.exception("the watchdog could not look at the training thread")
+                log.exception("the watchdog could not sample the training thread")
 
     def _pause_s(self) -> float | None:
-        """Until the next look, by the shortest bound that may hold by then: the first steps of a round end soon."""
+        """Until the next sample, by the shortest bound that may hold by then: the first steps of a round end soon."""
         if self._phase is not None:
             return BEAT_S
         if self._step.began_s is None:
             return None
         shortest_s = self.policy.bound_s(self._step.slowest_s or 0.0, self._timeout_s)
-        return max(MIN_PAUSE_S, LOOK_SHARE * shortest_s)
+        return max(MIN_PAUSE_S, SAMPLE_FRACTION * shortest_s)
 
     def _watch(self) -> None:
         signs = self._signs()
@@ -307,21 +307,21 @@ class Watchdog:
             self._step.learn(signs.slowest_s)
         began_s = self._step.began_s
         bound_s = self.bound_s
-        if began_s is None or time.monotonic() - began_s < LOOK_SHARE * bound_s:
+        if began_s is None or time.monotonic() - began_s < SAMPLE_FRACTION * bound_s:
             if signs is not None:
                 signs.rest()
             return
         if began_s != self._late_step:
-            self._late_step, self._look, self._stood_since_s, self._done = began_s, None, None, Act.NOTHING
+            self._late_step, self._last_sample, self._unchanged_since_s, self._done = began_s, None, None, Act.NOTHING
             self._worked_s = None
-        look, line = look_at(self._training_thread)
-        self._stood_since_s = has_stood_since_s(self._stood_since_s, self._look, look)
-        place = Place.USER_CODE if self._is_alone else look.place
-        idle_s = self._exchange_signs(place, look, line)
-        self._look = look
+        sample, line = sample_thread(self._training_thread)
+        self._unchanged_since_s = unchanged_since_s(self._unchanged_since_s, self._last_sample, sample)
+        place = Place.USER_CODE if self._is_alone else sample.place
+        idle_s = self._exchange_signs(place, sample, line)
+        self._last_sample = sample
         suspicion = Suspicion(
-            step_s=look.at_s - began_s,
-            stood_s=look.at_s - self._stood_since_s,
+            step_s=sample.at_s - began_s,
+            unchanged_s=sample.at_s - self._unchanged_since_s,
             place=place,
             bound_s=bound_s,
             timeout_s=self._timeout_s,
@@ -335,15 +335,15 @@ class Watchdog:
             self._done = act
             self._do(act, suspicion, line)
 
-    def _exchange_signs(self, place: Place, look: Look, line: str) -> float:
-        """Let the others know of this late rank; returns for how long nobody has worked, see `Suspicion`."""
-        works = has_worked(self._look, look)
+    def _exchange_signs(self, place: Place, sample: Sample, line: str) -> float:
+        """Publish that this rank is late; returns for how long no rank has worked, see `Suspicion`."""
+        works = has_worked(self._last_sample, sample)
         if works:
-            self._worked_s = look.at_s
-        own_idle_s = math.inf if self._worked_s is None else look.at_s - self._worked_s
+            self._worked_s = sample.at_s
+        own_idle_s = math.inf if self._worked_s is None else sample.at_s - self._worked_s
         signs = self._signs()
         if signs is not None and (works or place is Place.USER_CODE):
-            signs.give(self._stand(line), works=works)
+            signs.give(self._location(line), works=works)
         others_idle_s = math.inf if signs is None else signs.idle_s()
         return own_idle_s if place is Place.USER_CODE else others_idle_s
 
@@ -388,9 +388,9 @@ class Watchdog:
         text = f"no step for {suspicion.step_s:.1f} s (bound {suspicion.bound_s:.1f} s), a guess that there is a hang"
         publish_metric("torchelastic", "hang.suspected.duration.ms", 1000 * suspicion.step_s)
         if act is Act.CUT:
-            self.stand, self.has_cut, self.has_noticed_hang = self._stand(line), True, True
-            other = None if signs is None else signs.stands
-            others = "" if other is None else f" (rank {other.rank} stands in {other.where or 'its own code'})"
+            self.location, self.has_cut, self.has_noticed_hang = self._location(line), True, True
+            other = None if signs is None else signs.stuck
+            others = "" if other is None else f" (rank {other.rank} is in {other.where or 'its own code'})"
             log.warning("%s: this worker waits for others in %s%s; the group is given up", text, line, others)
             self._cut()
             return

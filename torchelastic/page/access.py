@@ -29,7 +29,7 @@ def new_token() -> str:
 
 
 def checked_token(text: str) -> str:
-    """A token as it stands in a file. Raises ValueError: it is none, or could be guessed."""
+    """A token from a file. Raises ValueError: it is none, or could be guessed."""
     token = text.strip()
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token has {LEAST_TOKEN} to 512 letters, digits or any of . _ ~ + / = -, on one line")
@@ -41,7 +41,7 @@ class Access:
     """Who may see what.
 
     Attributes:
-        token: without it nothing of the run is told; None: the kernel says who may (`uid`).
+        token: without it nothing of the run is shown; None: the kernel decides (`uid`).
         names: that this host goes by, in lower case, besides addresses and `localhost`.
         uid: the user whose connections are served where there is no token; and root's.
     """
@@ -56,7 +56,7 @@ class Access:
         Args:
             request: what came.
             wanted: what it asks for.
-            peer_uid: whose connection it is; None: that is not known.
+            peer_uid: whose connection it is; None: not known.
         """
         self._check_host(request.headers.get("host"))
         if not wanted.is_secret:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import files
 
-from torchelastic.page.accounts import account_files
+from torchelastic.ledger.accounts import LOOKS, Account
 from torchelastic.page.requests import Refused
 
 #: With every answer. Nothing is loaded from elsewhere, nothing runs but the page's own script, nobody may frame it.
@@ -39,12 +40,29 @@ class File:
 
 def static_files() -> Mapping[str, File]:
     """The page's own files, by name. They are all that is ever served of them: no request names a path."""
-    found = {name: File(_type_of(name), text.encode()) for name, text in account_files().items()}
+    found = {name: File(_type_of(name), text.encode()) for name, text in _account_files().items()}
     for file in (files("torchelastic.page") / "static").iterdir():
         content_type = _type_of(file.name)
         if content_type:
             found[file.name] = File(content_type, file.read_bytes())
     return found
+
+
+def _account_files() -> Mapping[str, str]:
+    """Made from the ledger, so that accounts have the same names and colours as everywhere: style sheet and script."""
+    light = " ".join(f"--{account.label}: {look.light};" for account, look in LOOKS.items())
+    dark = " ".join(f"--{account.label}: {look.dark};" for account, look in LOOKS.items())
+    classes = "\n".join(f".a-{account.label} {{ background: var(--{account.label}); }}" for account in LOOKS)
+    sheet = (
+        f":root {{ {light} }}\n"
+        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'
+        f':root[data-theme="dark"] {{ {dark} }}\n'
+        f"{classes}\n"
+    )
+    return {
+        "accounts.css": sheet,
+        "accounts.js": f"export const ACCOUNTS = {json.dumps([account.label for account in Account])};\n",
+    }
 
 
 def _type_of(name: str) -> str:
@@ -61,10 +79,10 @@ def head(status: int, content_type: str, length: int | None, headers: Mapping[st
         length: of the body in bytes; None: it goes on until the connection ends.
         headers: besides the usual ones.
     """
-    told = {"Content-Type": content_type, **SECURITY_HEADERS, **(headers or {}), "Connection": "close"}
+    fields = {"Content-Type": content_type, **SECURITY_HEADERS, **(headers or {}), "Connection": "close"}
     if length is not None:
-        told["Content-Length"] = str(length)
-    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {value}" for name, value in told.items())]
+        fields["Content-Length"] = str(length)
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
@@ -74,6 +92,6 @@ def whole(content: bytes, content_type: str, headers: Mapping[str, str] | None =
 
 
 def refusal(refused: Refused) -> bytes:
-    """What somebody gets who is not answered."""
+    """The answer to a request that is refused."""
     body = f"{refused.why}\n".encode()
     return head(refused.status, "text/plain; charset=utf-8", len(body), refused.headers) + body

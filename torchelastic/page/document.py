@@ -1,14 +1,19 @@
-"""A run as the page is sent it: `run_to_plain` with objects instead of lists, so that changes stay small. Pure."""
+"""A run as the page receives it, `run_to_plain` with objects instead of lists; and what has changed between two.
+
+Changes are JSON Merge Patches (RFC 7396). The documents hold no nulls, which a merge patch keeps for what is gone, and
+lists only where they may be sent whole. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.page.differences import Document
 from torchelastic.status.run_status import RunStatus
 from torchelastic.status.status_format import run_to_plain
+
+Document = dict[str, Any]
 
 #: So many of the newest events are sent.
 MOST_EVENTS = 300
@@ -20,7 +25,7 @@ LEAST_PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class About:
-    """What the page is told besides the run.
+    """What the page receives besides the run.
 
     Attributes:
         host: whose agent serves it.
@@ -55,6 +60,35 @@ def document_of(status: RunStatus, about: About) -> Document:
     }
 
 
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Document:
+    """The patch that makes `new` of `old`; empty: they are the same."""
+    patch: Document = {name: None for name in old if name not in new}
+    for name, value in new.items():
+        if name not in old:
+            patch[name] = value
+        elif isinstance(value, dict) and isinstance(old[name], dict):
+            inner = difference(old[name], value)
+            if inner:
+                patch[name] = inner
+        elif old[name] != value or type(old[name]) is not type(value):
+            patch[name] = value
+    return patch
+
+
+def applied(document: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:
+    """The document once it is patched; the page does the same."""
+    result = dict(document)
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        elif isinstance(value, dict):
+            before = result.get(name)
+            result[name] = applied(before if isinstance(before, dict) else {}, value)
+        else:
+            result[name] = value
+    return result
+
+
 def pause_s(sent_bytes: int) -> float:
     """Seconds from one message to the next, so that however large the run is, at most 40 kB are sent in a second.
 
@@ -65,7 +99,7 @@ def pause_s(sent_bytes: int) -> float:
 
 
 def _by_name(parts: Iterable[Document], name_of: Callable[[Document], str]) -> Document:
-    """Objects by name; a name that comes again, which only a hostile host tells, gets a number."""
+    """Objects by name; a name that comes again, which only a hostile host sends, gets a number."""
     named: Document = {}
     for part in parts:
         name, count = name_of(part), 1

@@ -1,4 +1,4 @@
-"""Reads the run while somebody looks, and hands each listener what has changed. One event loop, that of the page."""
+"""Reads the run while somebody watches, and sends each listener what has changed. One event loop, that of the page."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from torchelastic.page.differences import Document, difference
-from torchelastic.page.document import LEAST_PAUSE_S, pause_s
+from torchelastic.page.document import LEAST_PAUSE_S, Document, difference, pause_s
 
 log = logging.getLogger(__name__)
 
-#: So long after the last listener has gone the run is still read: a page that is loaded again has its picture at once.
+#: So long after the last listener has gone the run is still read: a page that is loaded again is complete at once.
 LINGER_S = 5.0
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The run at one moment.
+    """The run at one moment, in both forms.
 
     Attributes:
         status: as `torchelastic status --json` has it.
@@ -84,7 +83,7 @@ class Feed:
         """As long as somebody is in here, the run is read."""
         self._listeners += 1
         if self._task is None or self._task.done():
-            self._tick = None  # nobody wants to see how it was when somebody looked last
+            self._tick = None  # it is that of the last time that somebody watched
             self._task = asyncio.ensure_future(self._run())
         try:
             yield
@@ -113,7 +112,7 @@ class Feed:
                 has_failed = False
             except Exception:
                 if not has_failed:
-                    log.exception("the page could not be brought up to date")
+                    log.exception("the page could not be updated")
                 has_failed = True
             if tick is not None:
                 async with self._news:

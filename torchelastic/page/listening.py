@@ -1,4 +1,4 @@
-"""Where the page listens and what opens it: from the words of the command line to a bound socket and a token."""
+"""Where the page listens and what opens it: from the arguments of the command line to a bound socket and a token."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class PageOptions:
     """A page that can be served.
 
     Attributes:
-        socket: it listens, so whoever comes before the server begins waits for it; the server's from its start on.
+        socket: it listens, so early clients wait for the server; owned by the server from its start on.
         name: as the user has named this host, or its address.
         token: see `Access`; None: on loopback, for this user only.
         is_token_new: whether it was made just now, so that nobody knows it yet.
-        address: of this host for the others, told where it listens at all of its addresses; empty: its name is told.
+        address: of this host for the others, shown where it listens at all of its addresses; empty: its name is shown.
     """
 
     socket: socket.socket
@@ -41,7 +41,7 @@ class PageOptions:
 
     @property
     def url_to_open(self) -> str:
-        """What a person opens: with the token if nobody knows it yet. It belongs on a screen and into no log."""
+        """What a person opens: with the token if nobody knows it yet. Print it on a terminal, never into a log."""
         return f"{self.url}#token={self.token}" if self.is_token_new else self.url
 
     @property
@@ -69,10 +69,10 @@ def listening(text: str, token_file: Path | None, *, is_seen: bool) -> PageOptio
     Args:
         text: `[HOST:]PORT`.
         token_file: holds the token; it is made, for its owner only, if there is none.
-        is_seen: whether a person sees what this program prints, so that a new token can be told.
+        is_seen: whether a person sees what this program prints, so that a new token can be printed.
 
     Raises:
-        ValueError: the words make no sense; the message says what to change.
+        ValueError: invalid arguments; the message says what to change.
         OSError: the address cannot be listened on, or the file not be read or written; the message names it.
     """
     host, port = parse_address(text)
@@ -117,8 +117,8 @@ def _read(path: Path) -> str:
     try:
         return checked_token(content.decode("ascii"))
     except ValueError as error:  # a UnicodeDecodeError is one, too, and shows what was there
-        told = "it is not ASCII" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise ValueError(f"{path} holds no token: {told}") from None
+        why = "it is not ASCII" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ValueError(f"{path} holds no token: {why}") from None
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ _TRIES = 3
 
 
 def uid_of_peer(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """The user whose socket is at the other end of a connection within this host; None: that cannot be told.
+    """The user whose socket is at the other end of a connection within this host; None: not known.
 
     Args:
         peer: (address, port) of the other end.

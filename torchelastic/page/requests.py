@@ -77,7 +77,7 @@ def parsed(head: bytes) -> Request:
         values = parse_qs(query, keep_blank_values=True, max_num_fields=20)
     except ValueError:
         raise Refused(400, "the address is not UTF-8, or too long") from None
-    return Request(decoded, {name: told[-1] for name, told in values.items()}, headers)
+    return Request(decoded, {name: given[-1] for name, given in values.items()}, headers)
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -99,11 +99,11 @@ class Wanted:
 
     @property
     def is_secret(self) -> bool:
-        """Whether it tells something of the run; the page's own files are the same for everybody."""
+        """Whether it shows something of the run; the page's own files are the same for everybody."""
         return self.kind != "file"
 
 
-#: A place on this host, and how many lives it had before: what a log is named by. Nothing else gets near a path.
+#: A place on this host, and how often it was restarted: what a log is named by. Nothing else gets near a path.
 LOG_NAME = re.compile(r"[0-9]{1,4}\.[0-9]{1,9}")
 
 

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from torchelastic.page import answers
 from torchelastic.page.access import is_loopback
-from torchelastic.page.background import in_background
 from torchelastic.page.feed import Feed, Picture, as_json, event
 from torchelastic.page.listening import PageOptions
 from torchelastic.page.logs import Logs, Tail
 from torchelastic.page.peers import uid_of_peer
 from torchelastic.page.requests import MOST_HEAD_BYTES, Refused, Request, Wanted, parsed, wanted
+from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PageServer:
 
     Args:
         options: where, and for whom.
-        read: makes a picture of the run; called on a thread, while somebody looks.
+        read: makes a picture of the run; called on a thread, while somebody watches.
         logs: of this host's workers.
         keep_alive_s, send_timeout_s: as the constants of this module; tests have less patience.
     """
@@ -77,7 +77,7 @@ class PageServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell all clients that this is the end, and serve no more. Returns after `STOP_TIMEOUT_S` at the latest."""
+        """Notify all clients of the end, and serve no more. Returns after `STOP_TIMEOUT_S` at the latest."""
         if self._loop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._enough.set)
             self._thread.join(STOP_TIMEOUT_S)
@@ -187,7 +187,7 @@ class PageServer:
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._streams) >= MOST_STREAMS:
-            raise Refused(503, f"{MOST_STREAMS} others look already", {"Retry-After": "10"})
+            raise Refused(503, f"{MOST_STREAMS} others watch already", {"Retry-After": "10"})
         self._streams.add(writer)
         gone = asyncio.ensure_future(reader.read(1))  # it has nothing to say: whatever comes is its end
         try:

@@ -1,6 +1,6 @@
 """Where the page's pictures come from: the run as etcd has it, and this host as its agent knows it.
 
-What the agent knows of its own host is newer than what it has told etcd, and is there while etcd is away.
+What the agent knows of its own host is newer than what it has written to etcd, and is there while etcd is away.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
-from torchelastic.page.background import in_background
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
 from torchelastic.page.logs import Logs
+from torchelastic.processes.background import in_background
 from torchelastic.rendezvous.records import NO_ROUND
 from torchelastic.rendezvous.store import StoreError
 from torchelastic.status.reading import StatusReader
@@ -29,9 +29,9 @@ def with_own_host(status: RunStatus, own: HostStatus | None, now_s: float, away_
 
     Args:
         status: as it was read last.
-        own: of this host's agent; None: it did not say.
+        own: of this host's agent; None: it did not answer.
         now_s: Unix seconds.
-        away_s: how long etcd has been out of sight. Hosts are no older than before that: who is silent cannot be seen.
+        away_s: how long etcd has been unreachable. Hosts are no older than before that: silent ones cannot be seen.
     """
     others = [
         replace(host, at_s=host.at_s + away_s if host.at_s else 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +92,28 @@ def _started_ticks(pid: int) -> int:
     -1 where there is no such process, or only a zombie. See proc(5), /proc/pid/stat: the 22nd field, the 2nd one being
     in parentheses.
     """
-    text = _read(_PROC / str(pid) / "stat")
-    fields = text.rpartition(")")[2].split()
+    fields = _stat_fields(pid)
     is_a_zombie = fields[:1] == ["Z"]
     return int(fields[19]) if len(fields) > 19 and not is_a_zombie else -1
+
+
+def process_started_ns(pid: int) -> int:
+    """When a process began, in nanoseconds of `time.monotonic_ns`, to a kernel tick (10 ms); never later than now.
+
+    Where the system does not show it (it has gone, or this is not Linux), now.
+    """
+    now_ns = time.monotonic_ns()
+    try:
+        ticks = int(_stat_fields(pid)[19])
+        age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now_ns
+    return now_ns - max(0, age_ns)
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """What follows the name of the process in its /proc/pid/stat; empty: there is no such process."""
+    return _read(_PROC / str(pid) / "stat").rpartition(")")[2].split()
 
 
 def _read(path: Path) -> str:

@@ -6,19 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torchelastic.ledger.book import Book
-from torchelastic.ledger.events import Counted, End, Failure, Save
+from torchelastic.ledger.events import Counted, Drain, End, Failure, Join, Restore, Save, StoreOutage, Straggler
 from torchelastic.ledger.figures import Seen, figures_of, seen
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.life import Life
-from torchelastic.report.incidents import incidents_of
-from torchelastic.report.lacks import lacks_of
+from torchelastic.ledger.worker_lifetime import WorkerLifetime
+from torchelastic.report.failures import incidents_of
+from torchelastic.report.gaps import gaps_of
 from torchelastic.report.losses import LossCurve
-from torchelastic.report.marks import marks_of
-from torchelastic.report.model import EarlierRow, HostPart, Incident, LifeRow, Report, SaveRow
-from torchelastic.report.part import Part, name_parts, parts_of
+from torchelastic.report.model import EarlierRow, HostPart, Incident, LifeRow, Mark, Report, SaveRow
+from torchelastic.report.part import Part, RunEvent, name_parts, parts_of
 from torchelastic.report.segments import Segment, cells, segments_of
-from torchelastic.report.told import Told
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine
 
@@ -48,21 +46,21 @@ def report_of(
         losses: the loss curve.
 
     Raises:
-        NoRunError: there is no journal of it, or of several runs, or none tells of a worker.
+        NoRunError: there is no journal of it, or of several runs, or none has a worker.
     """
     chosen = _of_one_run(journals, run_id)
-    telling = {name: one for name, one in chosen.items() if one.events or one.before.counts.first_ns is not None}
-    parts, began_ns = parts_of(telling)
+    nonempty = {name: one for name, one in chosen.items() if one.events or one.before.counts.first_ns is not None}
+    parts, began_ns = parts_of(nonempty)
     if not parts:
-        raise NoRunError("no worker has started yet, as far as the journals tell")
+        raise NoRunError("no worker has started yet, according to the journals")
     until_ns = max(part.until_ns for part in parts)
     count = CELLS if sum(len(part.book.lives) for part in parts) <= MANY_LIVES else FEW_CELLS
     edges = [until_ns * number // count for number in range(1, count)]
     workers = tuple(row for part in parts for row in _rows(part, edges))
-    told = sorted(_told(parts), key=lambda one: one.at_ns)
-    incidents = incidents_of(told, workers)
+    events = sorted(_events(parts), key=lambda one: one.at_ns)
+    incidents = incidents_of(events, workers)
     run = _seen(parts, until_ns, incidents)
-    silent = [f"The journal {name} tells of no worker." for name in chosen if name not in {one.name for one in parts}]
+    silent = [f"The journal {name} contains no worker." for name in chosen if name not in {one.name for one in parts}]
     return Report(
         run_id=parts[0].journal.head.run_id,
         began_ns=began_ns,
@@ -74,12 +72,12 @@ def report_of(
         lives=tuple(sorted(workers, key=_order)),
         earlier=tuple(_earlier(part) for part in parts if part.book.earlier.lives),
         incidents=incidents,
-        saves=_saves(told),
-        marks=marks_of(told, parts),
+        saves=_saves(events),
+        marks=_marks(events, parts),
         events=_lines(parts)[-MOST_LINES:],
-        event_counts=_counts(told),
+        event_counts=_counts(events),
         losses=losses,
-        lacks=(*lacks, *silent, *lacks_of(parts, workers, told, until_ns, began_ns)),
+        lacks=(*lacks, *silent, *gaps_of(parts, workers, events, until_ns, began_ns)),
     )
 
 
@@ -135,7 +133,7 @@ def _rows(part: Part, edges: Sequence[int]) -> Iterator[LifeRow]:
         yield _row(part, life, ends.get(life.worker), cells(shifted, edges))
 
 
-def _row(part: Part, life: Life, end: End | None, course: tuple[Segment, ...]) -> LifeRow:
+def _row(part: Part, life: WorkerLifetime, end: End | None, parts: tuple[Segment, ...]) -> LifeRow:
     is_ended = life.ended_ns is not None
     how = life.cause or ("" if life.exit_code is None else f"exit code {life.exit_code}")
     return LifeRow(
@@ -152,7 +150,7 @@ def _row(part: Part, life: Life, end: End | None, course: tuple[Segment, ...]) -
         committed=life.tally.committed,
         undone=life.tally.undone,
         amounts=life.amounts(part.now_ns),
-        cells=course,
+        cells=parts,
     )
 
 
@@ -176,33 +174,33 @@ def _order(row: LifeRow) -> tuple[str, tuple[int, int | str], int, str]:
 # --- what has happened ------------------------------------------------------------------------------------------------
 
 
-def _told(parts: Iterable[Part]) -> Iterator[Told]:
+def _events(parts: Iterable[Part]) -> Iterator[RunEvent]:
     for part in parts:
         detected = _detected(part.book)
         for event in part.journal.events:
             if not isinstance(event, Counted):
                 detect_ns = detected.get((event.worker, event.at_ns), 0) if isinstance(event, Failure) else 0
-                yield Told(part.since_began(event.at_ns), event, part.name_of(event.worker), detect_ns)
+                yield RunEvent(part.since_began(event.at_ns), event, part.name_of(event.worker), detect_ns)
         written = {event.worker for event in part.journal.events if isinstance(event, End)}
         for life in part.book.lives.values():
             is_known = life.worker in written or life.worker in part.journal.before.lives
-            if life.ended_ns is not None and not is_known:  # other hosts tell that it was lost with its agent
+            if life.ended_ns is not None and not is_known:  # other hosts know that it was lost with its agent
                 tally = life.tally
                 end = End(
                     at_ns=life.ended_ns, worker=life.worker, rank=tally.rank, round=tally.round, step=tally.step,
                     cause=life.cause,
                 )  # fmt: skip
-                yield Told(part.since_began(end.at_ns), end, part.name_of(life.worker))
+                yield RunEvent(part.since_began(end.at_ns), end, part.name_of(life.worker))
 
 
-def _detected(book: Book) -> dict[tuple[str, int], int]:
+def _detected(book: HostLedger) -> dict[tuple[str, int], int]:
     return {(one.failure.worker, one.failure.at_ns): one.detect_ns for one in book.noticed}
 
 
-def _saves(told: Iterable[Told]) -> tuple[SaveRow, ...]:
+def _saves(events: Iterable[RunEvent]) -> tuple[SaveRow, ...]:
     """What several workers did for one checkpoint is one row."""
     together: dict[tuple[int, int, str], list[tuple[int, Save]]] = {}
-    for one in told:
+    for one in events:
         if isinstance(one.event, Save):
             save = one.event
             together.setdefault((save.round, save.step, save.tier), []).append((one.at_ns, save))
@@ -220,8 +218,8 @@ def _saves(told: Iterable[Told]) -> tuple[SaveRow, ...]:
     return tuple(sorted(rows, key=lambda row: row.at_ns))
 
 
-def _counts(told: Iterable[Told]) -> dict[str, int]:
-    return dict(sorted(Counter(one.event.kind for one in told).items()))
+def _counts(events: Iterable[RunEvent]) -> dict[str, int]:
+    return dict(sorted(Counter(one.event.kind for one in events).items()))
 
 
 def _lines(parts: Iterable[Part]) -> tuple[EventLine, ...]:
@@ -233,3 +231,53 @@ def _lines(parts: Iterable[Part]) -> tuple[EventLine, ...]:
         )
     ]
     return tuple(sorted(lines, key=lambda line: (line.at_s, line.host)))
+
+
+# --- marks on the time line -------------------------------------------------------------------------------------------
+
+
+def _marks(events: Iterable[RunEvent], parts: Sequence[Part]) -> tuple[Mark, ...]:
+    """What is marked on the time line; an outage without an end lasts to the end of its part."""
+    marks = [mark for one in events for mark in _mark(one)]
+    marks += [mark for part in parts for mark in _outages(part)]
+    return tuple(sorted(marks, key=lambda mark: mark.at_ns))
+
+
+def _mark(one: RunEvent) -> Iterator[Mark]:
+    event = one.event
+    if isinstance(event, Join) and event.is_first:
+        rank = f" as rank {event.rank}" if event.rank >= 0 else ""
+        yield _at(one, "join", f"joins round {event.round}{rank} of {event.world_size}")
+    elif isinstance(event, End):
+        how = event.cause or ("lost" if event.is_loss else "ended")
+        yield _at(one, "loss" if event.is_loss else "end", f"{how}, after step {event.step}")
+    elif isinstance(event, Drain):
+        yield _at(one, "drain", f"left in order after step {event.step}")
+    elif isinstance(event, Straggler):
+        yield _at(one, "straggler", f"slow: {event.relative_percent:.0f} % of the best")
+    elif isinstance(event, Restore) and event.source == "checkpoint":
+        yield _at(one, "back", f"restored step {event.step} from a checkpoint")
+
+
+def _at(one: RunEvent, kind: str, text: str) -> Mark:
+    host, place, _life = name_parts(one.name)
+    return Mark(at_ns=one.at_ns, kind=kind, place=f"{host}/{place}" if one.name else "", text=f"{one.name} {text}")
+
+
+def _outages(part: Part) -> Iterator[Mark]:
+    began_ns: int | None = None
+    for event in part.journal.events:
+        if not isinstance(event, StoreOutage):
+            continue
+        if not event.is_over:
+            began_ns = event.at_ns
+            continue
+        yield _outage(part, event.at_ns - event.away_ns if began_ns is None else began_ns, event.at_ns, "")
+        began_ns = None
+    if began_ns is not None:
+        yield _outage(part, began_ns, part.now_ns, ", and not back as far as is known")
+
+
+def _outage(part: Part, from_ns: int, to_ns: int, more: str) -> Mark:
+    text = f"{part.host}: etcd out of sight{more}; training goes on"
+    return Mark(at_ns=part.since_began(from_ns), kind="outage", place="", text=text, took_ns=to_ns - from_ns)

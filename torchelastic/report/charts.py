@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from xml.etree.ElementTree import Element
 
 from torchelastic.ledger.accounts import Account, Amounts
-from torchelastic.report.axis import Scale, value_ticks
 from torchelastic.report.losses import LossCurve
-from torchelastic.report.markup import node, number
 from torchelastic.report.model import PHASES, Incident
-from torchelastic.report.words import percent
-from torchelastic.text import duration
+from torchelastic.report.svg import Scale, node, number, value_ticks
+from torchelastic.text import duration, percent
 
 #: So many failures are numbered in a drawing; more are lines only.
 MOST_FLAGS = 40

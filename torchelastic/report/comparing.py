@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import share
+from torchelastic.ledger.host_ledger import share
 from torchelastic.report.model import Report
 
 #: Of what a number is.

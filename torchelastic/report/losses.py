@@ -54,7 +54,7 @@ class LossCurve:
 
 
 def read_losses(path: Path) -> LossCurve:
-    """The loss by step; where several ranks tell one of the same step, their mean.
+    """The loss by step; where several ranks report one for the same step, their mean.
 
     Args:
         path: a CSV file with a head line, JSON lines, or a folder of them (as the imagenet example's events). The step

@@ -23,7 +23,7 @@ class HostPart:
     Attributes:
         host: its name.
         journal: name of the journal.
-        began_ns, until_ns: what it tells of.
+        began_ns, until_ns: the time that it covers.
         is_open: whether workers in it have no end: the run goes on, or its agent is gone.
     """
 
@@ -36,7 +36,7 @@ class HostPart:
 
 @dataclass(frozen=True, kw_only=True)
 class LifeRow:
-    """One life of one worker.
+    """One process of one worker.
 
     Attributes:
         worker: unique in the run, as the ledger has it.
@@ -204,12 +204,12 @@ class Report:
     Attributes:
         run_id: its name.
         began_ns: nanoseconds since 1970, by the clock of the day of the host that began.
-        until_ns: how long the journals tell of it.
+        until_ns: how long the journals cover.
         is_over: whether every worker's end is known.
         hosts: by journal.
         seen: sums.
-        figures: goodput and its kin.
-        lives: by place and time.
+        figures: goodput and related figures.
+        lives: a row per process, by place and time.
         earlier: sums of older lives.
         incidents: by time.
         saves: by time.

@@ -1,44 +1,58 @@
-"""The page: one HTML file that needs nothing else."""
+"""The page: one HTML file that needs nothing else. Its text is in `templates/`, with autoescape."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.book import share
-from torchelastic.ledger.figures import Figure
-from torchelastic.report import tables
-from torchelastic.report.charts import account_bar, loss_chart, share_bar
-from torchelastic.report.comparing import Comparison
-from torchelastic.report.lacks import clock
-from torchelastic.report.markup import Child, node, write
-from torchelastic.report.model import Report
-from torchelastic.report.style import SCRIPT, style
-from torchelastic.report.timeline import about_rows, legend_of_accounts, legend_of_marks, timeline
-from torchelastic.report.words import counted, percent
-from torchelastic.text import duration
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from torchelastic.ledger.accounts import LOOKS, Account, Amounts
+from torchelastic.ledger.host_ledger import share
+from torchelastic.report.charts import MOST_FLAGS, account_bar, loss_chart, phase_bar, share_bar
+from torchelastic.report.comparing import Compared, Comparison, Unit
+from torchelastic.report.gaps import clock
+from torchelastic.report.model import Incident, Report
+from torchelastic.report.svg import write
+from torchelastic.report.timeline import MARKS, mark_sign, timeline
+from torchelastic.text import counted, duration, escaped, exact, percent
 from torchelastic.version import __version__
 
-#: From so many failures on they are also listed by cause.
-_MANY_FAILURES = 12
-_NAMES = {
-    "goodput": "Goodput",
-    "ettr": "ETTR",
-    "step_efficiency": "Step efficiency",
-    "participation": "Participation",
-    "whole_job_s": "Whole job",
+#: So many failures are listed; of more, those that cost most. From fewer on they are also listed by cause.
+_MOST_FAILURES, _MANY_FAILURES = 60, 12
+#: So many checkpoints and lines of events are listed: the newest.
+_MOST_SAVES, _MOST_LINES = 40, 300
+_FIGURES = {
+    "goodput": ("Goodput", "of all worker time went into steps that lasted"),
+    "ettr": ("ETTR", "effective training time ratio: productive time, had all {workers} been there all the time"),
+    "step_efficiency": ("Step efficiency", "of the attempted steps were committed"),
+    "participation": ("Participation", "of the configured workers were in a group, on average"),
+    "whole_job_s": ("Whole job", "from the first start to the last end"),
 }
-_SAYS = {
-    "goodput": "of all worker time went into steps that lasted",
-    "ettr": "effective training time ratio: productive time, had all {workers} been there all the time",
-    "step_efficiency": "of the attempted steps were committed",
-    "participation": "of the configured workers were in a group, on average",
-    "whole_job_s": "from the first start to the last end",
+_PHASES = {
+    "detect": "until it was noticed",
+    "agree": "undo the step, agree who is left",
+    "restart": "new processes, until they are in a group (no member of the old one was left)",
+    "re_form": "connect the new group",
+    "sync": "receive the current state",
+    "step": "the next step, up to its commit",
 }
+#: By class. A phase has the colour of an account; a phase of that name (detect, re_form) that of its own.
+_COLOURS = {account.label: look for account, look in LOOKS.items()} | {
+    "agree": LOOKS[Account.DATA_WAIT],
+    "restart": LOOKS[Account.SAVE_STALL],
+    "sync": LOOKS[Account.START_UP],
+    "step": LOOKS[Account.PRODUCTIVE],
+    "other": LOOKS[Account.IDLE],
+}
+#: Whatever is folded is shown on paper.
+_SCRIPT = 'addEventListener("beforeprint",()=>{for(const one of document.querySelectorAll("details"))one.open=true})'
+_DIGEST = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_DIGEST}'"
 
 
 def html_page(report: Report, comparison: Comparison | None = None) -> str:
@@ -48,186 +62,136 @@ def html_page(report: Report, comparison: Comparison | None = None) -> str:
         report: the run.
         comparison: with another one; None: there is none.
     """
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    head = node(
-        "head",
-        node("meta", charset="utf-8"),
-        _meta({"http-equiv": "Content-Security-Policy", "content": policy}),
-        node("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        node("title", f"{report.run_id}: report"),
-        _raw("style", style()),
-    )
-    body = node(
-        "body", _header(report), _lacks(report), *_sections(report, comparison), _footer(report), _raw("script", SCRIPT)
-    )
-    return "<!doctype html>\n" + write(node("html", head, body, lang="en")) + "\n"
-
-
-def _sections(report: Report, comparison: Comparison | None) -> Iterator[Element]:
-    yield _section("How well it went", node("div", *(_card(one, report) for one in report.figures), class_="cards"))
-    amounts = report.seen.amounts
-    yield _section("Where the time went", account_bar(amounts), legend_of_accounts(amounts))
-    marks = node("ul", *legend_of_marks(report.marks), class_="legend")
-    yield _section("Time line", node("p", about_rows(report), class_="faint small"), timeline(report), marks)
-    yield _failures(report)
-    if report.losses is not None and report.losses.points:
-        yield _losses(report)
-    yield _saves(report)
-    yield _ledger(report)
-    if comparison is not None:
-        yield _section("Compared with another run", tables.comparison_table(report, comparison))
-    yield _events(report)
-
-
-# --- the top ----------------------------------------------------------------------------------------------------------
-
-
-def _header(report: Report) -> Element:
-    hosts = len({part.host for part in report.hosts})
-    places = len({life.place for life in report.lives})
-    facts = " · ".join((
-        f"{clock(report.began_ns)} to {clock(report.began_ns + report.until_ns)}",
-        duration(report.until_ns),
-        counted(hosts, "host"),
-        counted(places, "worker"),
-        counted(report.steps, "step") if report.steps >= 0 else "steps not known",
-        counted(report.seen.failures, "failure"),
-    ))  # fmt: skip
-    badge = ("ended", "good") if report.is_over else ("not ended, as far as the journals tell", "bad")
-    title = node("h1", report.run_id, node("span", badge[0], class_=f"badge {badge[1]}"))
-    return node("header", title, node("p", facts, class_="faint"), node("p", *_verdict(report), class_="verdict"))
-
-
-def _verdict(report: Report) -> list[Child]:
-    goodput, amounts = report.figures.goodput, report.seen.amounts
-    rest = [account for account in Account if account is not Account.PRODUCTIVE]
-    worst = max(rest, key=lambda account: amounts[account])
-    found: list[Child] = [
-        node("b", percent(goodput.value)),
-        f" of all worker time went into steps that lasted; with the failures and costs that were seen, "
-        f"{percent(goodput.attainable)} could have. ",
-    ]
-    if amounts[worst]:
-        found += ["Most of the rest is ", node("b", f"{worst.label} ({percent(share(amounts, worst))})"), ". "]
-    downs = [one.down_ns for one in report.incidents if one.down_ns]
-    if downs:
-        more = f" on average, {duration(max(downs))} at worst" if len(downs) > 1 else ""
-        found.append(f"After a failure the next step was committed {duration(sum(downs) // len(downs))} later{more}.")
-    return found
-
-
-def _lacks(report: Report) -> Element | None:
-    told = list(report.lacks)
+    amounts, incidents = report.seen.amounts, report.incidents
+    total_ns = sum(amounts) or 1
     wrong = report.why_wrong()
-    if wrong:
-        told.append(f"The accounts of {wrong} do not sum to its wall time, which should never be.")
-    if not told:
-        return None
-    items = node("ul", *(node("li", sentence) for sentence in told))
-    return node("div", node("b", "What this report lacks"), items, class_="lacks")
-
-
-def _card(figure: Figure, report: Report) -> Element:
-    is_time = figure.name == "whole_job_s"
-    value = duration(figure.value * 1e9) if is_time else percent(figure.value)
-    bound = duration(figure.attainable * 1e9) if is_time else percent(figure.attainable)
-    workers = counted(round(report.seen.wanted_workers), "worker")
-    shares = (figure.of_attainable, 1.0) if is_time else (figure.value, figure.attainable)
-    return node(
-        "div",
-        node("div", _NAMES[figure.name], class_="name"),
-        node("div", value, class_="value"),
-        share_bar(*shares),
-        node("div", f"attainable: {bound}", class_="small"),
-        node("div", _SAYS[figure.name].format(workers=workers), class_="says"),
-        node("details", node("summary", "why this bound"), node("p", figure.because)),
-        class_="card",
+    sums = [f"The accounts of {wrong} do not sum to its wall time, which should never be."] if wrong else []
+    return _TEMPLATES.get_template("page.html").render(
+        report=report,
+        comparison=comparison,
+        seen=report.seen,
+        host_count=len({part.host for part in report.hosts}),
+        place_count=len({life.place for life in report.lives}),
+        costliest=max((one for one in Account if one is not Account.PRODUCTIVE), key=lambda one: amounts[one]),
+        accounts=[
+            {"account": one, "label": one.label, "ns": amounts[one], "share": amounts[one] / total_ns}
+            for one in Account
+            if amounts[one]
+        ],
+        wrong=wrong,
+        gaps=[*report.lacks, *sums],
+        marked={mark.kind for mark in report.marks},
+        downs_ns=[one.down_ns for one in incidents if one.down_ns],
+        longest_ns=max((one.down_ns for one in incidents), default=0),
+        by_cause=_by_cause(incidents) if len(incidents) > _MANY_FAILURES else [],
+        costliest_incidents=_costliest(incidents),
+        ledger=list(_ledger(report)),
     )
 
 
-# --- the rest ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Cause:
+    """Failures of one cause; times to the next committed step are 0 where none is known."""
+
+    how: str
+    failures: int
+    mean_ns: int
+    longest_ns: int
+    steps_back: int
 
 
-def _failures(report: Report) -> Element:
-    incidents = report.incidents
-    if not incidents:
-        return _section("Failures", node("p", "No group broke, and no worker was lost."))
-    parts: list[Child] = [tables.legend_of_phases()]
-    if len(incidents) > _MANY_FAILURES:
-        parts += [tables.causes_table(incidents), node("p")]
-    if len(incidents) > tables.MOST_FAILURES:
-        parts.append(node("p", f"The {tables.MOST_FAILURES} of {len(incidents)} that cost most:", class_="faint"))
-    parts.append(tables.failure_table(incidents))
-    parts.append(node("p", "Phases are those of the worker that took longest.", class_="faint small"))
-    return _section("Failures", *parts, class_="long")
+def _by_cause(incidents: Sequence[Incident]) -> list[_Cause]:
+    """For runs with many failures: the most frequent cause first."""
+    groups: dict[str, list[Incident]] = {}
+    for one in incidents:
+        how = one.lost[0].how if one.lost else one.causes[0] if one.causes else "not known"
+        groups.setdefault(how, []).append(one)
+    rows = []
+    for how, group in groups.items():
+        downs = [one.down_ns for one in group if one.down_ns]
+        mean_ns = sum(downs) // len(downs) if downs else 0
+        rows.append(_Cause(how, len(group), mean_ns, max(downs, default=0), sum(one.steps_back for one in group)))
+    return sorted(rows, key=lambda row: -row.failures)
 
 
-def _losses(report: Report) -> Element:
-    curve = report.losses
-    assert curve is not None, "checked by the caller"
-    left_out = f"; {counted(curve.left_out, 'value')} left out that are no numbers" if curve.left_out else ""
-    about = f"{counted(curve.steps, 'step')}{left_out}. Numbered lines are failures, at the newest committed step."
-    return _section("Loss", loss_chart(curve, report.incidents), node("p", about, class_="faint small"))
+def _costliest(incidents: Sequence[Incident]) -> list[Incident]:
+    costly = sorted(incidents, key=lambda one: -(one.down_ns + one.replayed_ns))[:_MOST_FAILURES]
+    return sorted(costly, key=lambda one: one.number)
 
 
-def _saves(report: Report) -> Element:
-    saves = report.saves
-    if not saves:
-        return _section("Checkpoints", node("p", "No save is in the journals."))
-    mean_ns = sum(one.mean_ns for one in saves) // len(saves)
-    longest = max(saves, key=lambda one: one.longest_ns)
-    gaps = [later.at_ns - one.at_ns for one, later in pairwise(saves)]
-    every = f" one every {duration(sum(gaps) / len(gaps))};" if gaps else ""
-    about = (
-        f"{counted(len(saves), 'checkpoint')},{every} training stood still for {duration(mean_ns)} on average and "
-        f"{duration(longest.longest_ns)} at most (after step {longest.step})."
-    )
-    newest = "all of them" if len(saves) <= tables.MOST_SAVES else f"the newest {tables.MOST_SAVES}"
-    listed = node("details", node("summary", newest), tables.save_table(saves))
-    return _section("Checkpoints", node("p", about), listed, class_="long")
+@dataclass(frozen=True)
+class _LedgerRow:
+    """Where the time of a worker, of several or of all went."""
+
+    name: str
+    about: str
+    committed: int
+    amounts: Amounts
+    wall_ns: int
+
+    @property
+    def sum_ns(self) -> int:
+        return sum(self.amounts)
 
 
-def _ledger(report: Report) -> Element:
-    wrong = report.why_wrong()
-    verdict = (
-        node("p", f"Every row sums to the wall time of its worker exactly, to the nanosecond: "
-             f"{counted(len(report.lives), 'life', 'lives')} checked.", class_="good")
-        if not wrong else node("p", f"{wrong} does not sum to its wall time.", class_="bad")
-    )  # fmt: skip
-    about = "A worker's name ends in the number of its life in that place. Point at a number for its nanoseconds."
-    table = tables.ledger_table(report)
-    table.set("class", "scroll ledger")
-    return _section("Ledger", verdict, node("p", about, class_="faint small"), table, class_="long")
+def _ledger(report: Report) -> Iterator[_LedgerRow]:
+    for life in report.lives:
+        yield _LedgerRow(life.name, life.end or "no end known", life.committed, life.amounts, life.wall_ns)
+    for row in report.earlier:
+        name = f"{row.host}: {counted(row.lives, 'earlier life', 'earlier lives')}"
+        yield _LedgerRow(name, "added up", row.committed, row.amounts, row.wall_ns)
+    yield _LedgerRow("all", "", report.seen.committed, report.seen.amounts, report.seen.worker_ns)
 
 
-def _events(report: Report) -> Element:
-    counts = ", ".join(f"{count} {kind}" for kind, count in report.event_counts.items())
-    lines = report.events
-    newest = "all lines" if len(lines) <= tables.MOST_LINES else f"the newest {tables.MOST_LINES} lines"
-    listed = node("details", node("summary", newest), tables.event_table(lines, report.began_ns))
-    return _section("Events", node("p", f"In the journals: {counts}." if counts else "None."), listed, class_="long")
+def _duration_of_s(value_s: float) -> str:
+    return duration(value_s * 1e9)
 
 
-def _footer(report: Report) -> Element:
-    journals = ", ".join(f"{part.journal} ({part.host})" for part in report.hosts)
-    return node(
-        "footer",
-        node("p", f"From {journals}. Clocks of hosts are tied by their time of the day. Written by torchelastic "
-             f"{__version__}; its docs/ledger.md explains the figures and the page."),
-    )  # fmt: skip
+def _amount(value: float | None, unit: Unit) -> str:
+    """A number of a comparison."""
+    if value is None:
+        return "-"
+    if unit == "share":
+        return percent(value)
+    return _duration_of_s(value) if unit == "s" else f"{value:.2f}".removesuffix(".00")
 
 
-def _section(title: str, *parts: Child, class_: str = "") -> Element:
-    return node("section", node("h2", title), *parts, class_=class_)
+def _difference(row: Compared) -> str:
+    if row.this is None or row.other is None:
+        return "-"
+    by = row.this - row.other
+    sign = "+" if by > 0 else "-" if by < 0 else ""
+    return sign + (f"{100 * abs(by):.1f} points" if row.unit == "share" else _amount(abs(by), row.unit))
 
 
-def _raw(tag: str, text: str) -> Element:
-    """A style sheet or script of ours; these are not escaped."""
-    made = Element(tag)
-    made.text = text
-    return made
+# --- templates --------------------------------------------------------------------------------------------------------
 
 
-def _meta(attributes: dict[str, str]) -> Element:
-    return Element("meta", attributes)
+def _shown(value: object) -> object:
+    """A foreign text must not steer whoever reads it: control characters are written as escapes. Jinja escapes HTML."""
+    return escaped(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _drawn(draw: Callable[..., Element]) -> Callable[..., Markup]:
+    """A drawing for a template: its elements are escaped already."""
+    return lambda *values: Markup(write(draw(*values)))  # noqa: S704 - ElementTree escapes
+
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("torchelastic.report"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+    finalize=_shown,
+)
+_TEMPLATES.filters |= {"clock": clock, "counted": counted, "duration": duration, "exact": exact, "percent": percent}
+_TEMPLATES.globals |= {
+    **{draw.__name__: _drawn(draw) for draw in (account_bar, share_bar, phase_bar, loss_chart, timeline, mark_sign)},
+    **{"amount": _amount, "difference": _difference, "share": share},
+    **{"duration_of_s": _duration_of_s, "percent": percent},
+    **{"figures": _FIGURES, "phases": _PHASES, "marks": MARKS, "colours": _COLOURS, "version": __version__},
+    **{"policy": Markup(_POLICY), "script": Markup(_SCRIPT)},  # noqa: S704 - constants
+    **{"most_flags": MOST_FLAGS, "most_saves": _MOST_SAVES, "most_lines": _MOST_LINES},
+}

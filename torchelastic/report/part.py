@@ -1,4 +1,4 @@
-"""One journal as a part of a run: its book with what other hosts tell, its clock, and how its workers are called."""
+"""One journal as a part of a run: its ledger, clock and names of workers; and events on the clock of the run. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.events import Event
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.together import books_together
+from torchelastic.ledger.merge import merged_ledgers
 from torchelastic.status.host import parts_of as place_and_life
 
 
@@ -19,14 +20,14 @@ class Part:
     Attributes:
         name: of the journal.
         journal: as it was found.
-        book: in the end, with what other hosts tell.
+        book: in the end, with what other hosts know.
         began_ns: of the run, in nanoseconds since 1970.
         host: for people: unique in the run.
     """
 
     name: str
     journal: Journal
-    book: Book
+    book: HostLedger
     began_ns: int
     host: str
 
@@ -59,13 +60,30 @@ class Part:
         return f"{self.host}/{place_and_life(worker)[0]}"
 
 
+@dataclass(frozen=True)
+class RunEvent:
+    """An event of some journal, on the clock of the run.
+
+    Attributes:
+        at_ns: when, since the run began.
+        event: what.
+        name: its worker's, for people.
+        detect_ns: of a failure: how long it was not noticed.
+    """
+
+    at_ns: int
+    event: Event
+    name: str
+    detect_ns: int = 0
+
+
 def parts_of(journals: Mapping[str, Journal]) -> tuple[tuple[Part, ...], int]:
     """The parts of a run in order of their hosts, and when it began, in nanoseconds since 1970.
 
     Args:
-        journals: each tells of something.
+        journals: none is empty.
     """
-    books = books_together(journals)
+    books = merged_ledgers(journals)
     began_ns = min((_first_ns(journal, books[name]) for name, journal in journals.items()), default=0)
     hosts = Counter(journal.head.host for journal in journals.values())
     parts = []
@@ -86,11 +104,11 @@ def name_parts(name: str) -> tuple[str, str, int]:
     return name.rpartition("/")[0], place, life
 
 
-def _first_ns(journal: Journal, book: Book) -> int:
+def _first_ns(journal: Journal, book: HostLedger) -> int:
     return journal.head.wall_ns_of(book.counts.first_ns or 0)
 
 
-def _long_name(journal: Journal, book: Book, name: str) -> str:
+def _long_name(journal: Journal, book: HostLedger, name: str) -> str:
     """The host with its agent, as workers are called; of an agent without workers the name of its journal."""
     worker = next((event.worker for event in journal.events if "/" in event.worker), next(iter(book.lives), ""))
     return worker.rpartition("/")[0] or name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -50,23 +49,9 @@ def to_plain(report: Report, comparison: Comparison | None = None) -> dict[str, 
 
 
 def _life(row: LifeRow) -> dict[str, Any]:
-    return {
-        "worker": row.worker,
-        "name": row.name,
-        "host": row.host,
-        "place": row.place,
-        "began_ns": row.began_ns,
-        "until_ns": row.until_ns,
-        "wall_ns": row.wall_ns,
-        "is_ended": row.is_ended,
-        "is_loss": row.is_loss,
-        "end": row.end,
-        "step": row.step,
-        "committed": row.committed,
-        "undone": row.undone,
-        "amounts_ns": by_label(row.amounts),
-        "cells": [[cell.from_ns, cell.to_ns, _short(cell.amounts)] for cell in row.cells],
-    }
+    cells = [[cell.from_ns, cell.to_ns, _short(cell.amounts)] for cell in row.cells]
+    plain = {name: value for name, value in vars(row).items() if name not in ("amounts", "cells")}
+    return {**plain, "wall_ns": row.wall_ns, "amounts_ns": by_label(row.amounts), "cells": cells}
 
 
 def _short(amounts: Amounts) -> dict[str, int]:
@@ -74,15 +59,14 @@ def _short(amounts: Amounts) -> dict[str, int]:
 
 
 def _earlier(row: EarlierRow) -> dict[str, Any]:
-    plain = asdict(row)
-    return {**{name: value for name, value in plain.items() if name != "amounts"}, "amounts_ns": by_label(row.amounts)}
+    plain = {name: value for name, value in vars(row).items() if name != "amounts"}
+    return {**plain, "amounts_ns": by_label(row.amounts)}
 
 
 def _incident(one: Incident) -> dict[str, Any]:
-    plain: dict[str, Any] = {**asdict(one), "phases_ns": dict(one.phases_ns), "down_ns": one.down_ns}
-    return plain
+    return {**asdict(one), "phases_ns": dict(one.phases_ns), "down_ns": one.down_ns}
 
 
 def _losses(curve: LossCurve) -> dict[str, Any]:
-    points: Sequence[Any] = [[point.step, point.mean, point.low, point.high] for point in curve.points]
+    points = [[point.step, point.mean, point.low, point.high] for point in curve.points]
     return {"steps": curve.steps, "left_out": curve.left_out, "points": points}

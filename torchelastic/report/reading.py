@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import LedgerFormatError
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal, journal_files, read_journal
+from torchelastic.text import counted
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def find_journals(paths: Sequence[Path]) -> Found:
     """All journals of these folders, or those that these files belong to. Files may be written to meanwhile.
 
     Args:
-        paths: a `--log-dir` of `torchelastic run`, or files of journals; a file stands for its whole journal.
+        paths: a `--log-dir` of `torchelastic run`, or files of journals; a file means its whole journal.
 
     Raises:
         OSError: a path is not there, or a folder cannot be read.
@@ -70,7 +71,7 @@ def _files_at(path: Path) -> dict[str, tuple[Path, ...]]:
 
 def _lacks(name: str, files: Sequence[Path], journal: Journal) -> list[str]:
     found = []
-    if journal.before != Book():
+    if journal.before != HostLedger():
         found.append(
             f"The oldest events of {name} are gone, since only so many of its files are kept: what was before is in "
             f"the sums, and not among the failures and events."
@@ -80,18 +81,14 @@ def _lacks(name: str, files: Sequence[Path], journal: Journal) -> list[str]:
     if gaps:
         found.append(f"A file of {name} is missing after number {gaps[0]}: its events are lost.")
     if journal.damaged:
-        found.append(f"Left out of {name}: {journal.damaged} damaged {_lines(journal.damaged)}.")
+        found.append(f"Left out of {name}: {counted(journal.damaged, 'damaged line')}.")
     if journal.unknown:
-        lines = f"{journal.unknown} {_lines(journal.unknown)}"
+        lines = counted(journal.unknown, "line")
         found.append(f"Left out of {name}: {lines} of a kind that a later torchelastic has added.")
     torn = sum(_is_torn(path) for path in files)
     if torn:
         found.append(f"The last line of {name} is torn: its agent was ended while it wrote, or writes at this moment.")
     return found
-
-
-def _lines(count: int) -> str:
-    return "line" if count == 1 else "lines"
 
 
 def _is_torn(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Where on its time line a life spent its time: what events tell in its place, the rest of what was counted in between.
+"""On what a worker spent its time, along the time line: what events say in its place, other counts in between.
 
 The ledger has the exact sums; this is for a drawing.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts, added, plus
-from torchelastic.ledger.book import Book
+from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Failure, Join, Loss, Restore, Save
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.ledger.life import Life
-from torchelastic.ledger.tally import Tally
+from torchelastic.ledger.worker_lifetime import WorkerLifetime
 
-#: What these tell may change what other workers' time was.
+#: These events may change what other workers' time was.
 _ABOUT_OTHERS = (Failure, End, Loss, Restore)
 #: What a step that was counted as productive while it was under way may have been instead.
 _LATER = (Account.REPLAYED, Account.DATA_WAIT, Account.SAVE_STALL)
@@ -40,7 +40,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Span:
-    """What an event tells: from here to there it was that."""
+    """An event says that this time went to this account."""
 
     from_ns: int
     to_ns: int
@@ -48,8 +48,8 @@ class _Span:
 
 
 @dataclass
-class _Told:
-    """What a journal tells of one life.
+class _History:
+    """What a journal contains about one worker.
 
     Attributes:
         tallies: what it had counted, by time.
@@ -57,25 +57,25 @@ class _Told:
         lost: since when how much of its productive time is known to be lost.
     """
 
-    tallies: list[Tally] = field(default_factory=list)
+    tallies: list[Counters] = field(default_factory=list)
     spans: list[_Span] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
 
 
-def segments_of(journal: Journal, final: Book, now_ns: int) -> dict[str, list[Segment]]:
+def segments_of(journal: Journal, final: HostLedger, now_ns: int) -> dict[str, list[Segment]]:
     """The lives of a journal from their start to their end, or to now, in order and without gaps, by worker.
 
     Args:
         journal: as it was found.
-        final: its book in the end, with what other journals tell of it.
+        final: its book in the end, with what other journals know of it.
         now_ns: by the clock of the journal.
     """
-    told = _told_by(journal, final)
+    histories = _histories(journal, final)
     detected: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for one in final.noticed:
         detected[one.failure.worker].append((one.failure.at_ns, one.detect_ns))
     return {
-        life.worker: _segments(life, told[life.worker], detected[life.worker], life.until_ns(now_ns))
+        life.worker: _segments(life, histories[life.worker], detected[life.worker], life.until_ns(now_ns))
         for life in final.lives.values()
     }
 
@@ -97,24 +97,24 @@ def cells(parts: Iterable[Segment], edges: Sequence[int]) -> tuple[Segment, ...]
     return tuple(found)
 
 
-# --- what events tell -------------------------------------------------------------------------------------------------
+# --- what events say --------------------------------------------------------------------------------------------------
 
 
-def _told_by(journal: Journal, final: Book) -> Mapping[str, _Told]:
-    told: dict[str, _Told] = defaultdict(_Told)
+def _histories(journal: Journal, final: HostLedger) -> Mapping[str, _History]:
+    histories: dict[str, _History] = defaultdict(_History)
     book = journal.before
     first_join_ns: dict[str, int] = {}
     forms_since_ns: dict[str, int] = {}
     for life in book.lives.values():
-        told[life.worker].tallies.append(life.tally)
+        histories[life.worker].tallies.append(life.tally)
     for event in journal.events:
         before, book = book, book.after(event)
-        of_it = told[event.worker]
+        of_it = histories[event.worker]
         if isinstance(event, Counted) and event.worker in book.lives:
             of_it.tallies.append(book.lives[event.worker].tally)
         elif isinstance(event, Join) and event.is_first:
             first_join_ns[event.worker] = event.at_ns
-        elif isinstance(event, Join):  # after an agreed stop it is not told when it began: as much as was counted
+        elif isinstance(event, Join):  # after an agreed stop nothing says when it began: as much as was counted
             of_it.spans.append(_Span(forms_since_ns.pop(event.worker, 0), event.at_ns, Account.RE_FORM))
         elif isinstance(event, Failure):
             of_it.spans.append(_Span(event.at_ns - event.replayed_ns, event.at_ns, Account.REPLAYED))
@@ -127,31 +127,33 @@ def _told_by(journal: Journal, final: Book) -> Mapping[str, _Told]:
             for life in book.lives.values():
                 known = before.lives.get(life.worker)
                 if known is not None and life.lost_ns > known.lost_ns:
-                    told[life.worker].lost.append((event.at_ns, life.lost_ns - known.lost_ns))
+                    histories[life.worker].lost.append((event.at_ns, life.lost_ns - known.lost_ns))
     for life in final.lives.values():
         ready_ns = life.tally.started_ns + life.tally.totals[Account.START_UP]
-        spans = told[life.worker].spans
+        spans = histories[life.worker].spans
         spans.append(_Span(life.started_ns, ready_ns, Account.START_UP))
         spans.append(_Span(ready_ns, first_join_ns.get(life.worker, ready_ns), Account.IDLE))
         spans.sort(key=lambda span: span.to_ns)
-    return told
+    return histories
 
 
 # --- one life ---------------------------------------------------------------------------------------------------------
 
 
-def _segments(life: Life, told: _Told, detected: Iterable[tuple[int, int]], until_ns: int) -> list[Segment]:
+def _segments(
+    life: WorkerLifetime, history: _History, detected: Iterable[tuple[int, int]], until_ns: int
+) -> list[Segment]:
     segments: list[Segment] = []
-    for (begin_ns, earlier), (end_ns, later) in pairwise(_points(life, told.tallies, until_ns)):
+    for (begin_ns, earlier), (end_ns, later) in pairwise(_points(life, history.tallies, until_ns)):
         counted = [max(0, new - old) for new, old in zip(later, earlier, strict=True)]
         too_much_ns = sum(counted) - (end_ns - begin_ns)
         for account in _LATER:
             taken_ns = min(too_much_ns, counted[account])
             counted[account] -= taken_ns
             too_much_ns -= taken_ns
-        segments += _placed(begin_ns, end_ns, counted, told.spans)
-    # the rest is told by other journals, or by files that are gone
-    for at_ns, ns in (*told.lost, (until_ns, life.lost_ns - sum(ns for _, ns in told.lost))):
+        segments += _placed(begin_ns, end_ns, counted, history.spans)
+    # the rest is known from other journals, or by files that are gone
+    for at_ns, ns in (*history.lost, (until_ns, life.lost_ns - sum(ns for _, ns in history.lost))):
         _turn(segments, at_ns, ns, Account.PRODUCTIVE, Account.REPLAYED)
     for at_ns, ns in detected:
         _turn(segments, at_ns, ns, Account.REPLAYED, Account.DETECT)
@@ -159,7 +161,7 @@ def _segments(life: Life, told: _Told, detected: Iterable[tuple[int, int]], unti
 
 
 def _placed(begin_ns: int, end_ns: int, counted: list[int], spans: Sequence[_Span]) -> Iterator[Segment]:
-    """An interval with what events tell of it in its place, and the rest of what was counted evenly in between."""
+    """An interval with what events say of it in its place, and the rest of what was counted evenly in between."""
     left, known, at_ns = list(counted), [], begin_ns
     for span in spans[bisect_left(spans, begin_ns, key=lambda span: span.to_ns) :]:
         if span.from_ns >= end_ns:
@@ -203,7 +205,7 @@ def _turn(segments: list[Segment], at_ns: int, ns: int, source: Account, target:
             ns -= turned_ns
 
 
-def _points(life: Life, tallies: Iterable[Tally], until_ns: int) -> list[tuple[int, Amounts]]:
+def _points(life: WorkerLifetime, tallies: Iterable[Counters], until_ns: int) -> list[tuple[int, Amounts]]:
     """How much of what had been counted by when, each once and by time."""
     before_ns = life.tally.started_ns - life.started_ns
     points = [(life.started_ns, NOTHING), (life.tally.started_ns, plus(NOTHING, Account.START_UP, before_ns))]

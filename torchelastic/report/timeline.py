@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
 
 from torchelastic.ledger.accounts import Account
-from torchelastic.report.axis import Scale, rounded, time_ticks
 from torchelastic.report.charts import MOST_FLAGS, failure_line
-from torchelastic.report.markup import node, number
 from torchelastic.report.model import LifeRow, Mark, Report, SaveRow
 from torchelastic.report.segments import Segment
-from torchelastic.report.words import counted, percent
+from torchelastic.report.svg import Scale, node, number, rounded, time_ticks
 from torchelastic.text import duration
 
 _WIDTH, _LEFT, _RIGHT = 1120.0, 128.0, 1108.0
@@ -189,17 +187,14 @@ def _marks(marks: Sequence[Mark], tops: dict[str, float], pitch: float, scale: S
     drawn: dict[tuple[str, str], set[int]] = defaultdict(set)
     middle, size = (pitch - (5.0 if pitch > 20 else 3.0)) / 2, min(5.5, pitch / 3.4)
     for mark in marks:
-        shape = _SHAPES.get(mark.kind)
-        if shape is None or mark.place not in tops:
+        if mark.kind not in _SHAPES or mark.place not in tops:
             continue
         x, y = scale.place(mark.at_ns), tops[mark.place] + middle
         slots = drawn[mark.place, mark.kind]
         slot = int(x / (_RIGHT - _LEFT) * _MOST_MARKS) if mark.kind != "loss" else int(x)
         if slot not in slots:
             slots.add(slot)
-            path = " ".join(f"{op}{number(x + dx * size)} {number(y + dy * size)}" for op, dx, dy in shape)
-            class_ = "lost" if mark.kind == "loss" else "mark"
-            yield node("path", node("title", mark.text), class_=class_, d=path)
+            yield _sign(mark.kind, x, y, size, node("title", mark.text))
 
 
 #: Lines from the middle of a mark.
@@ -210,7 +205,8 @@ _SHAPES: dict[str, tuple[tuple[str, float, float], ...]] = {
     "straggler": (("M", -1, -0.9), ("L", 1, -0.9), ("L", 0, 0.9), ("L", -1, -0.9)),
     "back": (("M", 0, -1), ("L", 1, 0), ("L", 0, 1), ("L", -1, 0), ("L", 0, -1)),
 }
-_NAMES = {
+#: What is marked on a row, and what it means.
+MARKS = {
     "join": "joins a group",
     "loss": "is lost",
     "drain": "leaves in order",
@@ -219,35 +215,12 @@ _NAMES = {
 }
 
 
-def legend_of_marks(marks: Sequence[Mark]) -> list[Element]:
-    """What the marks mean, of those kinds that there are."""
-    kinds = {mark.kind for mark in marks}
-    found = []
-    for kind, shape in _SHAPES.items():
-        if kind in kinds:
-            path = " ".join(f"{op}{number(7 + 5 * dx)} {number(7 + 5 * dy)}" for op, dx, dy in shape)
-            sign = node("path", class_="lost" if kind == "loss" else "mark", d=path)
-            style = "display: inline-block; width: 14px; margin-right: 5px; vertical-align: -2px"
-            found.append(node("li", node("svg", sign, viewBox="0 0 14 14", style=style), _NAMES[kind]))
-    return found
+def mark_sign(kind: str) -> Element:
+    """A mark of one of `MARKS`, for a legend."""
+    style = "display: inline-block; width: 14px; margin-right: 5px; vertical-align: -2px"
+    return node("svg", _sign(kind, 7, 7, 5), viewBox="0 0 14 14", style=style)
 
 
-def legend_of_accounts(amounts: Sequence[int]) -> Element:
-    """What the colours mean, with what each came to."""
-    total = sum(amounts) or 1
-    items = [
-        node("li", node("span", class_=f"swatch {account.label}"), f"{account.label} ", node("b", percent(ns / total)),
-             f" {duration(ns)}")
-        for account, ns in sorted(zip(Account, amounts, strict=True), key=lambda pair: -pair[1]) if ns
-    ]  # fmt: skip
-    return node("ul", *items, class_="legend")
-
-
-def about_rows(report: Report) -> str:
-    """One sentence on how to read the drawing."""
-    lines = "Numbered lines" if len(report.incidents) <= MOST_FLAGS else "Red lines"
-    rows = counted(len({life.place for life in report.lives}), "place for a worker", "places for workers")
-    return (
-        f"{rows}, each with its lives one after the other. In every cell the height of a colour is its part of the "
-        f"time. {lines} are failures. Point at anything to read what it is."
-    )
+def _sign(kind: str, x: float, y: float, size: float, *about: Element) -> Element:
+    path = " ".join(f"{op}{number(x + dx * size)} {number(y + dy * size)}" for op, dx, dy in _SHAPES[kind])
+    return node("path", *about, class_="lost" if kind == "loss" else "mark", d=path)

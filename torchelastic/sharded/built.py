@@ -15,9 +15,9 @@ from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.tensors import dtype_named
 from torchelastic.errors import NonRetryableException
 from torchelastic.model import random_state
-from torchelastic.model.compiled import plain_name
+from torchelastic.model.module_state import plain_name
+from torchelastic.model.one_or_many import OneOrMany
 from torchelastic.model.optimizers import Optimizers
-from torchelastic.model.several import Several
 from torchelastic.sharded.parts import entry_of, memory_of
 from torchelastic.sharded.regions import Layout
 from torchelastic.text import shortlist
@@ -65,7 +65,7 @@ class Built:
             self.model.to_empty(device=device)
             self.parameters = {plain(name): parameter for name, parameter in self.model.named_parameters()}
         self.optimizers = Optimizers(self.optimizer, lambda: None, before_first)
-        self.schedulers = Several("scheduler", self.scheduler)
+        self.schedulers = OneOrMany("scheduler", self.scheduler)
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._optimized: list[list[tuple[str, torch.Tensor]]] = [
             [(self._name_of(parameter), parameter) for group in each.param_groups for parameter in group["params"]]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from torchelastic.model import random_state
+from torchelastic.model.extras import Extras, Snapshot, copied
 from torchelastic.model.random_state import RandomState
-from torchelastic.model.registered import Registered
-from torchelastic.model.snapshot import Snapshot, copied
 from torchelastic.sharded.built import Built
 
 
@@ -30,7 +29,7 @@ class Companions:
         self.step = 0
         self.own_epoch = 0
         self.sampler = sampler
-        self.registered = Registered(extra)
+        self.registered = Extras(extra)
 
     def count_step(self) -> None:
         """A step has succeeded."""

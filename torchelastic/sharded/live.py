@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torchelastic.model import random_state
+from torchelastic.model.extras import Snapshot
 from torchelastic.model.optimizers import Progress
 from torchelastic.model.random_state import RandomState
-from torchelastic.model.snapshot import Snapshot
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
 from torchelastic.sharded.companions import Companions

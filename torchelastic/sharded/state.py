@@ -22,8 +22,8 @@ from torchelastic.checkpoint.tiered.reading import StoredParts
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping
-from torchelastic.model.several import refuse_stateless
-from torchelastic.model.snapshot import Snapshot
+from torchelastic.model.extras import Snapshot
+from torchelastic.model.one_or_many import check_stateful
 from torchelastic.model.transfer import message_device
 from torchelastic.model.world_change import WorldChange, WorldWatch
 from torchelastic.rendezvous.records import Standing
@@ -115,7 +115,7 @@ class ShardedState(State):
     ) -> None:
         if replicas < 0 or every < 1:
             raise ValueError(f"replicas={replicas} must be at least 0, and every={every} at least 1")
-        refuse_stateless("sampler", sampler)
+        check_stateful("sampler", sampler)
         self._build, self._mesh_rule, self._initialize, self._seed = build, mesh, initialize, seed
         self._replicas, self._every, self._data_dims = replicas, every, data_dims
         self._host = host or socket.gethostname()

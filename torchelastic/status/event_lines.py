@@ -1,11 +1,11 @@
-"""A ledger's events as lines for people. What several workers of a host tell of the same moment is one line."""
+"""A ledger's events as lines for people; reports of several workers of a host on one moment are one line. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torchelastic.foreign_json import MAX_TEXT
 from torchelastic.ledger.events import (
@@ -23,28 +23,33 @@ from torchelastic.ledger.events import (
     StoreOutage,
     Straggler,
 )
-from torchelastic.status.run_status import EventLine
+from torchelastic.status.run_status import MOST_EVENTS, EventLine
 from torchelastic.text import duration, escaped
 
 T = TypeVar("T")
 
-#: What workers tell of one moment is told within this time of each other.
+#: Reports of workers on one moment are within this time of each other.
 SAME_MOMENT_S = 5.0
-#: Among so many of the newest lines one is looked for that tells of the same.
+#: A line about the same moment is among so many of the newest.
 _LOOK_BACK = 8
-#: Where a line has to go, rather one of these.
+#: Lines of these kinds are dropped first.
 _ROUTINE = (Save.kind, Restore.kind)
 _OF_ALL = (Start, Join, Failure, Restore, ReForm, FirstStep, Save)
+#: So many lines are remembered for each host that was ever seen: what a host shows is always among its newest.
+_REMEMBERED = 4 * MOST_EVENTS
+
+#: What distinguishes one event from another while the text of its line still grows.
+_Key = tuple[str, str, float, int]
 
 
 @dataclass(frozen=True)
-class Told:
+class LoggedEvent:
     """One line.
 
     Attributes:
         at_s: when, in Unix seconds.
-        event: the one of those told that took longest.
-        workers: who tells it; empty: the host.
+        event: of those reported, the one that took longest.
+        workers: who reports it; empty: the host.
     """
 
     at_s: float
@@ -55,7 +60,7 @@ class Told:
         """For people."""
         event, count = self.event, len(self.workers)
         is_one = count < 2
-        text = _TEXTS[type(event)](event if is_one else replace(event, rank=-1))
+        text = _text(event if is_one else replace(event, rank=-1))
         because = "" if not event.cause or text.endswith(event.cause) else f": {event.cause}"
         return EventLine(
             at_s=self.at_s,
@@ -69,22 +74,24 @@ class Told:
         )
 
 
-def with_event(told: tuple[Told, ...], event: Event, at_s: float, most: int) -> tuple[Told, ...]:
+def with_event(logged: tuple[LoggedEvent, ...], event: Event, at_s: float, most: int) -> tuple[LoggedEvent, ...]:
     """The lines once this has happened, too.
 
     Args:
-        told: so far, oldest first.
+        logged: so far, oldest first.
         event: what has happened; counts are no news.
         at_s: when, in Unix seconds.
         most: so many lines are kept, see `newest`.
     """
-    if type(event) not in _TEXTS:
-        return told
+    if not _text(event):
+        return logged
     if isinstance(event, _OF_ALL):
-        for place in range(len(told) - 1, max(-1, len(told) - 1 - _LOOK_BACK), -1):
-            if _is_same(told[place], event, at_s):
-                return (*told[:place], _together(told[place], event), *told[place + 1 :])
-    return newest((*told, Told(at_s, event, (event.worker,) if event.worker else ())), most, lambda one: one.event.kind)
+        for place in range(len(logged) - 1, max(-1, len(logged) - 1 - _LOOK_BACK), -1):
+            if _is_same(logged[place], event, at_s):
+                return (*logged[:place], _joined(logged[place], event), *logged[place + 1 :])
+    return newest(
+        (*logged, LoggedEvent(at_s, event, (event.worker,) if event.worker else ())), most, lambda one: one.event.kind
+    )
 
 
 def newest(lines: Sequence[T], most: int, kind_of: Callable[[T], str]) -> tuple[T, ...]:
@@ -111,23 +118,23 @@ def newest(lines: Sequence[T], most: int, kind_of: Callable[[T], str]) -> tuple[
 
 def lines_of(host: str, events: Iterable[tuple[float, Event]]) -> tuple[EventLine, ...]:
     """The lines of many events: (when in Unix seconds, what), oldest first."""
-    done: list[Told] = []
-    told: tuple[Told, ...] = ()
+    done: list[LoggedEvent] = []
+    logged: tuple[LoggedEvent, ...] = ()
     for at_s, event in events:
-        told = with_event(told, event, at_s, most=2 * _LOOK_BACK)
-        if len(told) > _LOOK_BACK:  # what is so far back is not changed any more
-            done += told[:-_LOOK_BACK]
-            told = told[-_LOOK_BACK:]
-    return tuple(one.line(host) for one in (*done, *told))
+        logged = with_event(logged, event, at_s, most=2 * _LOOK_BACK)
+        if len(logged) > _LOOK_BACK:  # what is so far back is not changed any more
+            done += logged[:-_LOOK_BACK]
+            logged = logged[-_LOOK_BACK:]
+    return tuple(one.line(host) for one in (*done, *logged))
 
 
-def _is_same(one: Told, event: Event, at_s: float) -> bool:
+def _is_same(one: LoggedEvent, event: Event, at_s: float) -> bool:
     other = one.event
     alike = (type(other), other.round, other.step) == (type(event), event.round, event.step)
     return alike and event.worker not in one.workers and abs(at_s - one.at_s) <= SAME_MOMENT_S
 
 
-def _together(one: Told, event: Event) -> Told:
+def _joined(one: LoggedEvent, event: Event) -> LoggedEvent:
     longer = max(one.event, event, key=_took_ns)
     cause = one.event.cause or event.cause
     return replace(one, event=replace(longer, cause=cause), workers=(*one.workers, event.worker))
@@ -143,78 +150,81 @@ def _took_ns(event: Event) -> int:
     return event.stall_ns if isinstance(event, Save) else 0
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
+def _text(event: Event) -> str:
+    """What happened, for people; empty: it is no news."""
+    match event:
+        case Start():
+            return "started"
+        case End():
+            what = "lost" if event.is_loss else "ended"
+            if event.exit_code is None:
+                return what
+            how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
+            return f"{what}, {how}"
+        case Join():
+            rank = f" as rank {event.rank}" if event.rank >= 0 else ""
+            verb = "joined" if event.is_first else "re-formed:"
+            return f"{verb} round {event.round}{rank}, world size {event.world_size}"
+        case Loss():
+            return f"{event.member} was lost ({event.certainty})"
+        case Failure():
+            which = f"the step after {event.step}" if event.step >= 0 else "a step"
+            what = "was undone" if event.is_undone else "failed and was not undone, as the state has no snapshot"
+            return f"{which} {what}, {duration(event.replayed_ns)} of work"
+        case Restore():
+            source = f" from a {event.source}" if event.source else ""
+            return f"in sync at step {event.step}{source}, {duration(event.took_ns)}"
+        case ReForm():
+            phases = ", ".join(f"{name} {duration(ns)}" for name, ns in event.phases_ns.items())
+            return f"trains again after {duration(_took_ns(event))}" + (f" ({phases})" if phases else "")
+        case FirstStep():
+            return "committed its first step"
+        case Save():
+            tier = f" to {event.tier}" if event.tier else ""
+            return f"saved step {event.step}{tier}, stood still for {duration(event.stall_ns)}"
+        case Drain():
+            return f"left the run in order after step {event.step}"
+        case Straggler():
+            return f"slow: {event.relative_percent:.0f} % of the best"
+        case StoreOutage():
+            return (
+                f"etcd is back after {duration(event.away_ns)}" if event.is_over else "etcd is away, training goes on"
+            )
+    return ""
 
 
-def _start(_event: Start) -> str:
-    return "started"
+# --- which lines are new ----------------------------------------------------------------------------------------------
 
 
-def _end(event: End) -> str:
-    what = "lost" if event.is_loss else "ended"
-    if event.exit_code is None:
-        return what
-    how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
-    return f"{what}, {how}"
+@dataclass
+class Following:
+    """Which lines of a run are new, each once. A line of several workers grows while they report: it waits for that.
+
+    Attributes:
+        shown: by host, the newest that were given out.
+        waiting: lines that are new, as they were last seen.
+    """
+
+    shown: dict[str, list[_Key]] = field(default_factory=dict)
+    waiting: dict[_Key, EventLine] = field(default_factory=dict)
+
+    def news(self, lines: Sequence[EventLine], *, is_last: bool = False) -> list[EventLine]:
+        """The lines that are to be shown now, oldest first.
+
+        Args:
+            lines: all that the hosts show at the moment.
+            is_last: whether nothing will be asked for any more: whatever is new is shown as it is.
+        """
+        found = {_key(line): line for line in lines if _key(line) not in self.shown.get(line.host, ())}
+        # a host that has ended reports nothing more: its line is stable, too
+        settled = {key: line for key, line in self.waiting.items() if found.get(key, line) == line}
+        if is_last:
+            settled = {**settled, **found}
+        self.waiting = {key: line for key, line in found.items() if key not in settled}
+        for key, line in settled.items():
+            self.shown[line.host] = [*self.shown.get(line.host, ()), key][-_REMEMBERED:]
+        return sorted(settled.values(), key=lambda line: line.at_s)
 
 
-def _join(event: Join) -> str:
-    rank = f" as rank {event.rank}" if event.rank >= 0 else ""
-    return f"{'joined' if event.is_first else 'again in'} round {event.round}{rank} of {event.world_size}"
-
-
-def _loss(event: Loss) -> str:
-    return f"{event.member} was lost ({event.certainty})"
-
-
-def _failure(event: Failure) -> str:
-    which = f"the step after {event.step}" if event.step >= 0 else "a step"
-    what = "was undone" if event.is_undone else "failed and was not undone, as the state has no snapshot"
-    return f"{which} {what}, {duration(event.replayed_ns)} of work"
-
-
-def _restore(event: Restore) -> str:
-    source = f" from a {event.source}" if event.source else ""
-    return f"level at step {event.step}{source}, {duration(event.took_ns)}"
-
-
-def _re_form(event: ReForm) -> str:
-    phases = ", ".join(f"{name} {duration(ns)}" for name, ns in event.phases_ns.items())
-    return f"trains again after {duration(sum(event.phases_ns.values()))}" + (f" ({phases})" if phases else "")
-
-
-def _first_step(_event: FirstStep) -> str:
-    return "committed its first step"
-
-
-def _save(event: Save) -> str:
-    tier = f" to {event.tier}" if event.tier else ""
-    return f"saved step {event.step}{tier}, stood still for {duration(event.stall_ns)}"
-
-
-def _drain(event: Drain) -> str:
-    return f"left the run in order after step {event.step}"
-
-
-def _straggler(event: Straggler) -> str:
-    return f"slow: {event.relative_percent:.0f} % of the best"
-
-
-def _outage(event: StoreOutage) -> str:
-    return f"etcd is back after {duration(event.away_ns)}" if event.is_over else "etcd is away, training goes on"
-
-
-_TEXTS: dict[type[Event], Callable[[Any], str]] = {
-    Start: _start,
-    End: _end,
-    Join: _join,
-    Loss: _loss,
-    Failure: _failure,
-    Restore: _restore,
-    ReForm: _re_form,
-    FirstStep: _first_step,
-    Save: _save,
-    Drain: _drain,
-    Straggler: _straggler,
-    StoreOutage: _outage,
-}
+def _key(line: EventLine) -> _Key:
+    return (line.host, line.kind, line.at_s, line.round)

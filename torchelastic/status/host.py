@@ -1,22 +1,21 @@
-"""What one host looks like: its ledger's book and what else its agent knows, as a `HostStatus`."""
+"""The status of one host: its ledger and what else its agent knows, as a `HostStatus`."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.events import Event, Restore
 from torchelastic.ledger.figures import Seen, seen
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
-from torchelastic.ledger.life import Life
+from torchelastic.ledger.worker_lifetime import WorkerLifetime
 from torchelastic.rendezvous.records import NO_ROUND, Round
-from torchelastic.status.event_lines import Told, newest, with_event
-from torchelastic.status.pace import Pace
-from torchelastic.status.progress import Progress
+from torchelastic.status.event_lines import LoggedEvent, newest, with_event
+from torchelastic.status.progress import Pace, Progress
 from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, WorkerStatus
 from torchelastic.version import __version__
 
@@ -24,87 +23,84 @@ from torchelastic.version import __version__
 Values = Mapping[str, float]
 #: So many of the newest events are kept for those who ask the agent itself.
 KEPT_EVENTS = 300
-#: Of a published name so many characters are told.
+#: Of a published name so many characters are shown.
 _MOST_NAME = 64
 _OWN_GROUP = "torchelastic"
 _LIFE = re.compile(r"(?P<place>.+)\.(?P<restarts>\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What an agent knows besides its book.
+def host_status(
+    known: HostStatus,
+    ledger: HostLedger,
+    now_ns: int,
+    *,
+    places: int = 0,
+    pids: Mapping[str, int] | None = None,
+    paces: Mapping[str, Pace] | None = None,
+    values: Mapping[str, Values] | None = None,
+    end_steps: Mapping[str, int] | None = None,
+) -> HostStatus:
+    """The status of a host with what its ledger knows. Pure.
 
-    Attributes:
-        host: its name.
-        incarnation: of the agent.
-        at_s: now, in Unix seconds.
-        now_ns: now, by the clock of the book.
-        every_s: the next status follows so long after this one.
-        round: the newest.
-        round_since_s: when the agent heard of its state.
+    Args:
+        known: everything that is not in the ledger; its `at_s` is `now_ns` by the time of the day.
+        ledger: of the host.
+        now_ns: by the clock of the ledger.
+        places: how many workers the host is to have; 0: not known.
         pids: of its workers' processes, by worker.
         paces: how fast they step, by worker.
         values: what was published, by place.
         end_steps: steps of the whole run, by worker, where that is known.
-        events: the newest, oldest first.
-        places: how many workers the host is to have; 0: not known.
-        journal, address, is_etcd_away: as in `HostStatus`.
     """
 
-    host: str
-    incarnation: str
-    at_s: float
-    now_ns: int
-    every_s: float = 1.0
-    round: Round = NO_ROUND
-    round_since_s: float = 0.0
-    pids: Mapping[str, int] = field(default_factory=dict)
-    paces: Mapping[str, Pace] = field(default_factory=dict)
-    values: Mapping[str, Values] = field(default_factory=dict)
-    end_steps: Mapping[str, int] = field(default_factory=dict)
-    events: Sequence[EventLine] = ()
-    places: int = 0
-    journal: str = ""
-    address: str = ""
-    is_etcd_away: bool = False
+    def since_s(at_ns: int) -> float:
+        return _to_ms(max(0.0, known.at_s - (now_ns - at_ns) / 1e9))
 
+    def worker(lifetime: WorkerLifetime) -> WorkerStatus:
+        name, tally = lifetime.worker, lifetime.tally
+        place, restarts = parts_of(name)
+        is_in = tally.round == known.round or not known.round_since_s
+        return WorkerStatus(
+            worker=name,
+            host=known.host,
+            pid=(pids or {}).get(name, 0),
+            rank=tally.rank if is_in else -1,
+            round=tally.round,
+            step=tally.step,
+            end_step=(end_steps or {}).get(name, -1),
+            steps_per_s=round((paces or {}).get(name, Pace()).steps_per_s(now_ns), 4),
+            account=tally.account.label,
+            amounts=lifetime.amounts(now_ns),
+            restarts=restarts,
+            began_s=since_s(lifetime.started_ns),
+            values=(values or {}).get(place, {}),
+        )
 
-def host_status(book: Book, facts: Facts) -> HostStatus:
-    """The status of a host. Pure."""
-    first_ns = book.counts.first_ns
-    return HostStatus(
-        host=facts.host,
-        incarnation=facts.incarnation,
-        at_s=_to_ms(facts.at_s),
-        began_s=0.0 if first_ns is None else _since(facts, first_ns),
-        every_s=facts.every_s,
-        round=facts.round.number if facts.round_since_s else -1,
-        round_state=facts.round.state.value if facts.round_since_s else "",
-        round_since_s=_to_ms(facts.round_since_s),
-        version=__version__,
-        workers=tuple(_worker(life, facts) for life in book.lives.values() if life.ended_ns is None),
-        seen=seen_of(book, facts.now_ns, facts.places),
-        events=newest(facts.events, MOST_EVENTS, lambda line: line.kind),
-        journal=facts.journal,
-        address=facts.address,
-        is_etcd_away=facts.is_etcd_away,
+    first_ns = ledger.counts.first_ns
+    return replace(
+        known,
+        at_s=_to_ms(known.at_s),
+        began_s=0.0 if first_ns is None else since_s(first_ns),
+        round_since_s=_to_ms(known.round_since_s),
+        workers=tuple(worker(lifetime) for lifetime in ledger.lives.values() if lifetime.ended_ns is None),
+        seen=seen_of(ledger, now_ns, places),
     )
 
 
-def seen_of(book: Book, now_ns: int, configured_workers: int = 0) -> Seen:
+def seen_of(ledger: HostLedger, now_ns: int, configured_workers: int = 0) -> Seen:
     """What one host has shown up to now, from the first start of a worker on.
 
     Args:
-        book: of the host.
+        ledger: of the host.
         now_ns: by its clock.
-        configured_workers: places that the host has; 0: not known, so workers that are away are not missed.
+        configured_workers: places that the host has; 0: not known, so missing workers are not counted.
     """
-    first_ns = now_ns if book.counts.first_ns is None else book.counts.first_ns
-    return seen([book], [now_ns], wall_ns=max(0, now_ns - first_ns), configured_workers=configured_workers)
+    first_ns = now_ns if ledger.counts.first_ns is None else ledger.counts.first_ns
+    return seen([ledger], [now_ns], wall_ns=max(0, now_ns - first_ns), configured_workers=configured_workers)
 
 
 def parts_of(worker: str) -> tuple[str, int]:
-    """The place of a worker on its host, and how many lives it had there before.
+    """The place of a worker on its host, and how often it was started there before.
 
     >>> parts_of("node-7.example/0.2"), parts_of("node-7/p")
     (('0', 2), ('p', 0))
@@ -114,45 +110,20 @@ def parts_of(worker: str) -> tuple[str, int]:
     return (match["place"], int(match["restarts"])) if match else (name, 0)
 
 
-def told_values(items: Sequence[Sequence[Any]]) -> dict[str, float]:
+def published_values(items: Sequence[Sequence[Any]]) -> dict[str, float]:
     """Of what a worker has published, (group, name, value), what a person wants to see: not the library's own figures.
 
-    >>> told_values([("torchelastic", "train_step.duration.ms", 3.0), ("mine", "loss", 0.5)])
+    >>> published_values([("torchelastic", "train_step.duration.ms", 3.0), ("mine", "loss", 0.5)])
     {'loss': 0.5}
     """
-    told = {}
+    found = {}
     for group, name, value, *_ in items:
         if not isinstance(name, str) or type(value) not in (int, float) or not abs(value) < float("inf"):
             continue
         is_own = group == _OWN_GROUP and "." in name
         if not is_own and not name.endswith((".ms", ".success", ".failure")) and name.isprintable():
-            told[name[:_MOST_NAME]] = float(value)
-    return told
-
-
-def _worker(life: Life, facts: Facts) -> WorkerStatus:
-    tally = life.tally
-    place, restarts = parts_of(life.worker)
-    is_in = tally.round == facts.round.number or not facts.round_since_s
-    return WorkerStatus(
-        worker=life.worker,
-        host=facts.host,
-        pid=facts.pids.get(life.worker, 0),
-        rank=tally.rank if is_in else -1,
-        round=tally.round,
-        step=tally.step,
-        end_step=facts.end_steps.get(life.worker, -1),
-        steps_per_s=round(facts.paces.get(life.worker, Pace()).steps_per_s(facts.now_ns), 4),
-        account=tally.account.label,
-        amounts=life.amounts(facts.now_ns),
-        restarts=restarts,
-        began_s=_since(facts, life.started_ns),
-        values=facts.values.get(place, {}),
-    )
-
-
-def _since(facts: Facts, at_ns: int) -> float:
-    return _to_ms(max(0.0, facts.at_s - (facts.now_ns - at_ns) / 1e9))
+            found[name[:_MOST_NAME]] = float(value)
+    return found
 
 
 def _to_ms(at_s: float) -> float:
@@ -160,15 +131,15 @@ def _to_ms(at_s: float) -> float:
 
 
 class HostView:
-    """Gathers what a status needs while it happens. Use it on one thread: the agent's event loop.
+    """Collects what a status needs while it happens. Use it on one thread: the agent's event loop.
 
-    It is a journal for the ledger's `Keeper`, and hands on what it is given to the real one.
+    It is a journal for the ledger's `Keeper`, and forwards every event to the real one.
 
     Args:
         host: its name.
         incarnation: of the agent.
         journal: the real journal; None: there is none.
-        clock_ns: the clock of the book.
+        clock_ns: the clock of the ledger.
         wall_s: Unix seconds.
     """
 
@@ -183,7 +154,7 @@ class HostView:
     ) -> None:
         self._host, self._incarnation, self._journal = host, incarnation, journal
         self._clock_ns, self._wall_s = clock_ns, wall_s
-        self._told: tuple[Told, ...] = ()
+        self._events: tuple[LoggedEvent, ...] = ()
         self._paces: dict[str, Pace] = {}
         self._values: dict[str, dict[str, float]] = {}
         self._end_steps: dict[str, int] = {}
@@ -191,10 +162,10 @@ class HostView:
 
     # --- as a journal -------------------------------------------------------------------------------------------------
 
-    def write(self, event: Event, book: Book) -> None:
-        """Remember what has happened, and hand it on."""
+    def write(self, event: Event, book: HostLedger) -> None:
+        """Remember an event, and forward it."""
         at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
-        self._told = with_event(self._told, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)
+        self._events = with_event(self._events, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)
         if isinstance(event, Restore):
             self._end_steps[event.worker] = event.end_step
         if self._journal is not None:
@@ -214,30 +185,30 @@ class HostView:
         self._round = round_
 
     def published(self, local_rank: int | None, items: Sequence[Sequence[Any]]) -> None:
-        """A worker has published (group, name, value), ..; None: without the launcher, there is one place."""
+        """A worker has published (group, name, value) items; None: without the launcher, there is one place."""
         values = self._values.setdefault("p" if local_rank is None else str(local_rank), {})
-        for name, value in told_values(items).items():
+        for name, value in published_values(items).items():
             if name in values or len(values) < MOST_VALUES:
                 values[name] = value
 
     def ended(self, local_rank: int | None) -> None:
-        """The process in that place is gone, and what it has published with it."""
+        """The process in that place is gone: what it has published is forgotten."""
         self._values.pop("p" if local_rank is None else str(local_rank), None)
 
-    def furthest(self, book: Book) -> Progress:
+    def furthest(self, book: HostLedger) -> Progress:
         """How far the workers of this host came, those that have ended too."""
         step = max((life.tally.step for life in book.lives.values()), default=-1)
         return Progress(step=step, end_step=max(self._end_steps.values(), default=-1))
 
-    # --- what it looks like -------------------------------------------------------------------------------------------
+    # --- the status -------------------------------------------------------------------------------------------------
 
     def lines(self, most: int = KEPT_EVENTS) -> tuple[EventLine, ...]:
-        """The newest events, oldest first: more of them than etcd is told; see `event_lines.newest`."""
-        return tuple(told.line(self._host) for told in newest(self._told, most, lambda told: told.event.kind))
+        """The newest events, oldest first: more of them than etcd gets; see `event_lines.newest`."""
+        return tuple(one.line(self._host) for one in newest(self._events, most, lambda one: one.event.kind))
 
     def status(
         self,
-        book: Book,
+        book: HostLedger,
         every_s: float = 1.0,
         *,
         pids: Mapping[str, int] | None = None,
@@ -262,22 +233,28 @@ class HostView:
             worker: self._paces.get(worker, Pace()).after(life.tally.since_ns, life.tally.step)
             for worker, life in alive.items()
         }
-        facts = Facts(
+        has_round = bool(self._round_since_s)
+        known = HostStatus(
             host=self._host,
             incarnation=self._incarnation,
             at_s=self._wall_s(),
-            now_ns=self._clock_ns(),
             every_s=every_s,
-            round=self._round,
+            round=self._round.number if has_round else -1,
+            round_state=self._round.state.value if has_round else "",
             round_since_s=self._round_since_s,
-            pids=pids or {},
-            paces=self._paces,
-            values=self._values,
-            end_steps=self._end_steps,
+            version=__version__,
             events=self.lines(MOST_EVENTS),
-            places=places,
             journal=journal,
             address=address,
             is_etcd_away=is_etcd_away,
         )
-        return host_status(book, facts)
+        return host_status(
+            known,
+            book,
+            self._clock_ns(),
+            places=places,
+            pids=pids,
+            paces=self._paces,
+            values=self._values,
+            end_steps=self._end_steps,
+        )

@@ -3,8 +3,7 @@
 A Prometheus counter must never fall: a fall is taken for a restart, and `increase` adds the whole value anew. Time in
 the ledger does move: steps that a checkpoint does not hold turn from productive into replayed. So there are two
 counters, as in double-entry bookkeeping: what was put down to an account, and what was taken out of it again because
-more became known. Both only grow, and their difference is the book, to the nanosecond, whenever and however often one
-looks.
+more became known. Both only grow, and their difference is the ledger, to the nanosecond, however often it is scraped.
 
 Imports prometheus_client, never torch.
 """
@@ -19,22 +18,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts
-from torchelastic.ledger.book import Book
 from torchelastic.ledger.figures import figures_of
+from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.status.host import seen_of
 from torchelastic.version import __version__
 
 _S = 1e-9
 
 #: How often what has happened on the host: name, help, from the book.
-_COUNTS: tuple[tuple[str, str, Callable[[Book], float]], ...] = (
+_COUNTS: tuple[tuple[str, str, Callable[[HostLedger], float]], ...] = (
     ("worker_starts", "Processes of workers begun on this host.", lambda book: book.counts.started),
     ("workers_lost", "Workers of this host that neither finished nor left in order.", lambda book: book.counts.lost),
     ("failures", "Groups that broke, once each, and workers lost outside of one.", lambda book: book.counts.failures),
     ("saves", "Checkpoints taken, each counted for every worker in it.", lambda book: book.counts.saves),
     ("drains", "Workers of this host that left in order, as they were asked to.", lambda book: book.counts.drains),
     ("stragglers", "Times that a worker of this host was found to be slow.", lambda book: book.counts.stragglers),
-    ("etcd_outages", "Times that this host lost sight of etcd.", lambda book: book.counts.outages),
+    ("etcd_outages", "Times that etcd was unreachable from this host.", lambda book: book.counts.outages),
     ("etcd_outage_seconds", "Seconds without etcd, outages that are over.", lambda book: book.counts.away_ns * _S),
     ("steps_committed", "Steps committed, each counted for every worker in it.", lambda book: book.committed()),
     ("steps_undone", "Attempts at a step that did not last, counted alike.", lambda book: book.undone()),
@@ -77,7 +76,7 @@ class HostSnapshot:
         sees_store: whether etcd was in reach.
     """
 
-    book: Book
+    book: HostLedger
     now_ns: int
     places: tuple[Place, ...] = ()
     sees_store: bool = True
@@ -85,7 +84,7 @@ class HostSnapshot:
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of the accounts; `put` less `taken` is the book.
+    """The two sides of the accounts; `put` less `taken` is the ledger.
 
     Attributes:
         put: put down to each, by `Account`.
@@ -96,7 +95,7 @@ class Sides:
     taken: Amounts = NOTHING
 
     def at(self, amounts: Amounts) -> Sides:
-        """Once the book says this. Neither side falls."""
+        """Once the ledger has these amounts. Neither side falls."""
         changes = [now - put + taken for now, put, taken in zip(amounts, self.put, self.taken, strict=True)]
         return Sides(
             tuple(put + max(0, change) for put, change in zip(self.put, changes, strict=True)),
@@ -121,7 +120,7 @@ class LedgerCollector(Collector):
 
     def describe(self) -> list[Metric]:
         """Every name, so that no worker's metric can take one of them."""
-        return list(self._families(HostSnapshot(Book(), 0), Sides()))
+        return list(self._families(HostSnapshot(HostLedger(), 0), Sides()))
 
     def collect(self) -> Iterable[Metric]:
         """All metrics of the newest snapshot."""
@@ -143,12 +142,12 @@ class LedgerCollector(Collector):
             counter.add_metric([], self._never_less(name, "", of(snapshot.book)))
             yield counter
         counts = snapshot.book.counts
-        restores = CounterMetricFamily("torchelastic_restores", "Times the group was brought level, by source.",
+        restores = CounterMetricFamily("torchelastic_restores", "Times the group received its state, by source.",
                                        labels=["source"])  # fmt: skip
         for source, times in (("peer", counts.restores_from_peer), ("checkpoint", counts.restores_from_checkpoint)):
             restores.add_metric([source], self._never_less("restores", source, times))
         yield restores
-        yield GaugeMetricFamily("torchelastic_etcd_reachable", "Whether this host sees etcd.",
+        yield GaugeMetricFamily("torchelastic_etcd_reachable", "Whether this host reaches etcd.",
                                 value=float(snapshot.sees_store))  # fmt: skip
         yield from self._places(snapshot.places)
         yield from _figures(snapshot)

@@ -1,7 +1,7 @@
-"""The agent tells etcd what its host looks like, under its lease, as often as somebody looks.
+"""The agent writes the status of its host into etcd, under its lease, as often as somebody reads it.
 
 etcd keeps every version of a key until its history is compacted, and not every etcd is set up to do that: some
-kilobytes a second from each host would fill it in days. So whoever looks at a run writes the key `look` now and then.
+kilobytes a second from each host would fill it in days. So whoever watches a run writes the key `look` now and then.
 Agents read its revision once in a period, which leaves no trace, and only while it changes do they write every period.
 Else every ten minutes, for those who may only read.
 """
@@ -27,29 +27,29 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Who looks writes the key `look` so often.
+#: Whoever watches a run writes the key `look` so often.
 LOOK_EVERY_S = 5.0
-#: So long after it was last seen to change nobody looks any more.
+#: So long after its last change nobody watches any more.
 ATTEND_S = 3 * LOOK_EVERY_S
-#: Between two statuses while nobody looks.
+#: Between two statuses while nobody watches.
 IDLE_EVERY_S = 600.0
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Whether somebody looks, and when a status is due. A value.
+    """Whether somebody watches, and when a status is due. A value.
 
     Attributes:
         revision: of the key `look`, as last seen; -1: never seen.
-        until_s: somebody looks until then.
-        told_s: when the last status was written; -inf: never.
-        was_watched: whether somebody looked when it was.
+        until_s: somebody watches until then.
+        written_s: when the last status was written; -inf: never.
+        was_watched: whether somebody watched when it was.
         lease: which it went with; 0: none.
     """
 
     revision: int = -1
     until_s: float = -math.inf
-    told_s: float = -math.inf
+    written_s: float = -math.inf
     was_watched: bool = False
     lease: int = 0
 
@@ -60,21 +60,21 @@ class Attention:
         until_s = now_s + ATTEND_S if revision else -math.inf
         return replace(self, revision=revision, until_s=until_s)
 
-    def told(self, now_s: float, lease: int) -> Attention:
+    def written(self, now_s: float, lease: int) -> Attention:
         """Once a status has been written."""
-        return replace(self, told_s=now_s, was_watched=self.is_watched(now_s), lease=lease)
+        return replace(self, written_s=now_s, was_watched=self.is_watched(now_s), lease=lease)
 
     def is_watched(self, now_s: float) -> bool:
-        """Whether somebody looks."""
+        """Whether somebody watches."""
         return now_s < self.until_s
 
     def is_due(self, now_s: float, lease: int) -> bool:
-        """Whether a status is to be written now: while somebody looks, every time.
+        """Whether a status is to be written now: while somebody watches, every time.
 
         Once nobody does any more there is one further status, which says when the next one follows. What was written
         goes with its lease, so a new lease wants a new one.
         """
-        is_old = now_s - self.told_s >= IDLE_EVERY_S or lease != self.lease
+        is_old = now_s - self.written_s >= IDLE_EVERY_S or lease != self.lease
         return self.is_watched(now_s) or self.was_watched or is_old
 
 
@@ -88,7 +88,7 @@ def agents_of(members: Collection[str]) -> int:
 
 
 class Publisher:
-    """Writes the status of one host. Construct and use it on one event loop; it never holds up anything else.
+    """Writes the status of one host. Construct and use it on one event loop; it never blocks anything else.
 
     One call of the store is under way at most, on a thread of its own: when etcd does not answer, nothing piles up.
 
@@ -96,7 +96,7 @@ class Publisher:
         store: any thread may call it.
         keys: the run's keys.
         incarnation: of the agent.
-        lease: gives the lease that the status is to go with; 0: there is none, because etcd is out of reach, and it is
+        lease: gives the lease that the status is to go with; 0: there is none, because etcd is unreachable, and it is
             not asked for anything.
         status: makes the status, given the seconds until the next one; called every period.
         agents: gives the number of agents in the run.
@@ -133,7 +133,7 @@ class Publisher:
             raise
 
     async def once(self) -> None:
-        """One period: see whether somebody looks, and write what is due. Raises nothing that the store says."""
+        """One period: see whether somebody watches, and write what is due. Errors of the store are not raised."""
         try:
             if self._lease():
                 kv = await self._ask(lambda store: store.get(self._look_at))
@@ -143,9 +143,9 @@ class Publisher:
             if lease_id and self._attention.is_due(now_s, lease_id):
                 value = encode_host(status, most_bytes(hosts))
                 await self._ask(lambda store: store.put(self._key, value, lease_id))
-                self._attention = self._attention.told(now_s, lease_id)
+                self._attention = self._attention.written(now_s, lease_id)
         except StoreError as error:
-            log.debug("the status of this host was not written: %s", error)  # the membership says it, once
+            log.debug("the status of this host was not written: %s", error)  # the membership logs it, once
 
     async def _ask(self, call: Callable[[CoordinationStore], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, self._store)

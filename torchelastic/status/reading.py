@@ -1,4 +1,4 @@
-"""Reads a run's status out of etcd, from any machine, and says that somebody looks; see `publishing`."""
+"""Reads a run's status out of etcd, from any machine, and announces that somebody watches; see `publishing`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torchelastic.text import escaped
 
 log = logging.getLogger(__name__)
 
-#: Between two looks for an answer.
+#: Between two checks for an answer.
 POLL_S = 0.1
-#: So many agents that are gone are told of.
+#: So many agents that are gone are listed.
 MOST_LEFT = 64
 
 
@@ -29,7 +29,7 @@ def read_status(store: CoordinationStore, url: RendezvousUrl) -> RunStatus:
     """The status of a run as etcd has it; from the second call on, a second later, that of now. See `StatusReader`.
 
     Raises:
-        StoreError: etcd is out of reach, or refuses.
+        StoreError: etcd is unreachable, or refuses.
     """
     return StatusReader(store, url).read()
 
@@ -72,10 +72,10 @@ class StatusReader:
         self._look_revision = 0
 
     def read(self) -> RunStatus:
-        """The status as etcd has it now; agents are told that somebody looks.
+        """The status as etcd has it now; agents are notified that somebody watches.
 
         Raises:
-            StoreError: etcd is out of reach, or refuses.
+            StoreError: etcd is unreachable, or refuses.
         """
         self.look()
         store, keys = self._store, self._keys
@@ -86,15 +86,15 @@ class StatusReader:
         self._reads = dict(filter(None, (self._take(kv, now_s) for kv in store.list_prefix(keys.status).items)))
         self._read_s = now_s
         hosts = [read.status for read in self._reads.values()]
-        told = {host.incarnation for host in hosts}
-        hosts += [host for host in map(self._silent, agents) if host.incarnation not in told]
+        known = {host.incarnation for host in hosts}
+        hosts += [host for host in map(self._silent, agents) if host.incarnation not in known]
         return combined(self._run_id, now_s, round_, members, hosts, self._left(hosts, round_))
 
     def read_fresh(self, patience_s: float) -> RunStatus:
-        """The status once every agent has told how things are now, or what there is after `patience_s`.
+        """The status once every agent has written a new one, or what there is after `patience_s`.
 
         Raises:
-            StoreError: etcd is out of reach, or refuses.
+            StoreError: etcd is unreachable, or refuses.
         """
         until_s = self._clock() + patience_s
         while True:
@@ -104,13 +104,13 @@ class StatusReader:
             self._sleep(POLL_S)
 
     def look(self) -> None:
-        """Tell the agents that somebody looks; `read` does that, too. Raises StoreError."""
+        """Notify the agents that somebody watches; `read` does that, too. Raises StoreError."""
         if not self._may_look or self._clock() - self._look_s < LOOK_EVERY_S:
             return
         try:
             revision = self._store.put(self._keys.look, b"")
         except StoreAccessError as error:
-            log.info("agents cannot be told that somebody looks: %s", error)
+            log.info("agents cannot be notified that somebody watches: %s", error)
             self._may_look = False
             return
         self._look_s = self._clock()
@@ -126,7 +126,7 @@ class StatusReader:
         try:
             return decode_round(kv.key, kv.value)
         except RecordError as error:
-            return Round(because=f"what stands at the round's key is none: {error}")
+            return Round(because=f"the value at the round's key is none: {error}")
 
     def _take(self, kv: KeyValue, now_s: float) -> tuple[str, _Read] | None:
         before = self._reads.get(kv.key)
@@ -154,7 +154,7 @@ class StatusReader:
         return newest
 
     def _silent(self, key: str) -> HostStatus:
-        """Of an agent that is there and tells nothing: yet, or because it is that of an earlier version."""
+        """Of an agent that is there and has written nothing: not yet, or because it is that of an earlier version."""
         host, _, agent_id = escaped(key.removeprefix(self._keys.agents)).partition("/")
         return HostStatus(host=host, incarnation=agent_id.rpartition("-")[2], at_s=0.0)
 

@@ -14,13 +14,13 @@ from msgspec import Meta
 
 from torchelastic.foreign_json import Amount, Count, CountIfAny, Finite, Text
 from torchelastic.ledger.accounts import NOTHING, Amounts
-from torchelastic.ledger.figures import Figures, Seen, figures_of, together
+from torchelastic.ledger.figures import Figures, Seen, figures_of, merged
 from torchelastic.rendezvous.records import Member, Round, RoundState
 from torchelastic.status.progress import Progress
 
-#: So many of the newest events a host tells.
+#: So many of the newest events a host shows.
 MOST_EVENTS = 20
-#: So many published values (such as the loss) of a worker are told.
+#: So many published values (such as the loss) of a worker are shown.
 MOST_VALUES = 8
 #: No host has more workers than that.
 MOST_WORKERS = 4096
@@ -28,20 +28,20 @@ MOST_WORKERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """One worker that lives.
+    """One running worker.
 
     Attributes:
-        worker: which life of which place, as the ledger has it (`host/0.1`).
+        worker: which process of which place, as the ledger has it (`host/0.1`).
         host: where; not written, for it is that of the status.
         pid: of its process.
         rank: in its round; -1: it has none.
         round: its round; -1: none.
         step: the number of steps that its state has seen; -1: not known.
         end_step: that number at the end of the run, where the sampler knows it; -1: not known.
-        steps_per_s: of the last seconds, see `torchelastic.status.pace`; 0: it stood still, or that is not known yet.
+        steps_per_s: of the last seconds, see `progress.Pace`; 0: no step, or not known yet.
         account: what it does now, by label.
         amounts: where its time went, by `Account`.
-        restarts: lives of this place before it.
+        restarts: processes in this place before it.
         began_s: when its process began.
         values: the newest of what it has published, such as the loss, by name.
     """
@@ -97,14 +97,14 @@ class HostStatus:
         began_s: when the agent's first worker began.
         every_s: the next one follows so long after this one.
         round, round_state: the round that its agent knows, by number and state; -1 and empty: none.
-        round_since_s: when the agent heard of that state; 0: not known.
+        round_since_s: when the agent learned of that state; 0: not known.
         version: of torchelastic.
-        workers: those that live.
-        seen: sums over all lives of this host, see `ledger.figures.Seen`; its `wall_ns` is this host's.
+        workers: those that run.
+        seen: sums over all worker processes of this host, see `ledger.figures.Seen`; its `wall_ns` is this host's.
         events: the newest, oldest first.
         journal: path of the journal on that host; empty: none is written.
         address: URL of the page and the metrics of the agent; empty: none is served.
-        is_etcd_away: whether the host had lost sight of etcd.
+        is_etcd_away: whether etcd was unreachable from the host.
     """
 
     host: Text
@@ -132,14 +132,14 @@ class RunStatus:
         run_id: its name.
         at_s: when this was put together.
         round: the round as etcd has it.
-        members: of etcd, those that live.
+        members: of etcd, those that are alive.
         hosts: by name; those that have not written for too long are in `silent` instead.
         silent: hosts that have not written for too long.
         left: agents that are gone, as far as that is still known: `at_s` is when they last wrote, 0 where only the
             round's document still names their members. They are in no sum.
         events: of all hosts, oldest first.
         seen: of all hosts.
-        figures: goodput and its kin.
+        figures: goodput and related figures.
     """
 
     run_id: str
@@ -160,15 +160,15 @@ class RunStatus:
 
     @property
     def world_size(self) -> int:
-        """Of the present round; 0: none stands."""
+        """Of the present round; 0: no group."""
         return len(self.round.roster) if self.round.state in (RoundState.RUNNING, RoundState.GATHERING) else 0
 
     @property
     def round_since_s(self) -> float:
-        """Since when the round has been in its state, by the first agent that heard of it; 0: not known."""
+        """Since when the round has been in its state, by the first agent that learned of it; 0: not known."""
         here = (self.round.number, self.round.state.value)
-        heard = [host.round_since_s for host in self.hosts if (host.round, host.round_state) == here]
-        return min((since_s for since_s in heard if since_s), default=0.0)
+        known = [host.round_since_s for host in self.hosts if (host.round, host.round_state) == here]
+        return min((since_s for since_s in known if since_s), default=0.0)
 
     @property
     def progress(self) -> Progress:
@@ -177,7 +177,7 @@ class RunStatus:
 
     @property
     def step(self) -> int:
-        """The newest step that a worker tells; -1: none does."""
+        """The newest step that a worker reports; -1: none does."""
         return self.progress.step
 
     @property
@@ -192,12 +192,12 @@ def progress_of(workers: Iterable[WorkerStatus]) -> Progress:
     Args:
         workers: of the group, by rank: the loss is that of the first that has published one.
     """
-    told = tuple(workers)
+    group = tuple(workers)
     return Progress(
-        step=max((worker.step for worker in told), default=-1),
-        end_step=max((worker.end_step for worker in told), default=-1),
-        steps_per_s=max((worker.steps_per_s for worker in told), default=0.0),
-        loss=next((worker.values["loss"] for worker in told if "loss" in worker.values), None),
+        step=max((worker.step for worker in group), default=-1),
+        end_step=max((worker.end_step for worker in group), default=-1),
+        steps_per_s=max((worker.steps_per_s for worker in group), default=0.0),
+        loss=next((worker.values["loss"] for worker in group if "loss" in worker.values), None),
     )
 
 
@@ -242,7 +242,7 @@ def combined(
     silent = tuple(sorted((h for h in hosts if is_stale(h, at_s)), key=lambda h: (h.host, h.incarnation)))
     events = sorted((line for host in hosts for line in host.events), key=lambda line: (line.at_s, line.host))
     wanted = [host.seen.configured_workers for host in hosts]
-    seen = together([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
+    seen = merged([host.seen for host in hosts], _wall_ns(hosts, at_s), sum(wanted) if all(wanted) else 0)
     alive = tuple(member for member in members if not member.departed)
     return RunStatus(
         run_id=run_id,

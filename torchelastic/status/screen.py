@@ -10,9 +10,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from torchelastic.ledger.accounts import Account, Amounts
+from torchelastic.ledger.accounts import LOOKS, Account, Amounts
 from torchelastic.ledger.figures import Figures
-from torchelastic.ledger.looks import LOOKS
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.status.progress import rate_text
 from torchelastic.status.run_status import MOST_EVENTS, EventLine, HostStatus, RunStatus, WorkerStatus
@@ -22,7 +21,7 @@ _STATES = {RoundState.RUNNING: "bold green", RoundState.GATHERING: "bold yellow"
 _EVENTS = {"loss": "red", "failure": "red", "end": "yellow", "store_outage": "red", "straggler": "yellow"}
 #: Lines of events that are there before all workers are, and from how many lines on for both.
 _LEAST_EVENTS, _LEAST_FOR_EVENTS = 3, 6
-#: With fewer lines for workers and events than that, only what is most needed stands above and below them.
+#: With fewer lines for workers and events than that, only what is most needed is shown above and below them.
 _LEAST_LINES = 4
 #: Columns, with the width of the terminal from which on they are shown.
 _COLUMNS: tuple[tuple[str, int], ...] = (
@@ -32,7 +31,7 @@ _COLUMNS: tuple[tuple[str, int], ...] = (
 
 
 class Screen:
-    """The picture of one moment, for `rich.console.Console.print` and `rich.live.Live`.
+    """The display of one moment, for `rich.console.Console.print` and `rich.live.Live`.
 
     Args:
         status: of the run.
@@ -82,13 +81,15 @@ class Screen:
             yield Text(f"silent: {silent}", style="bold yellow")
         away = [host.host for host in status.hosts if host.is_etcd_away]
         if away:
-            yield Text(f"etcd is out of sight for: {', '.join(map(printable, away))}", style="bold yellow")
+            yield Text(f"etcd is unreachable from: {', '.join(map(printable, away))}", style="bold yellow")
         if status.left and status.round.state is not RoundState.CLOSED:
             yield _one_line(f"left: {', '.join(map(self._gone, status.left))}; journals have what they did", "dim")
 
     def _silent(self, host: HostStatus) -> str:
         name = printable(host.host)
-        return f"{name} for {age_text(self._status.at_s - host.at_s)}" if host.at_s else f"{name} (has told nothing)"
+        return (
+            f"{name} for {age_text(self._status.at_s - host.at_s)}" if host.at_s else f"{name} (has reported nothing)"
+        )
 
     def _gone(self, host: HostStatus) -> str:
         since = f" {age_text(max(0.0, self._status.at_s - host.at_s))} ago" if host.at_s else ""
@@ -123,12 +124,12 @@ def event_text(line: EventLine) -> str:
 
 
 def rows_of(status: RunStatus) -> list[dict[str, str]]:
-    """One row for each worker, by rank; members that no host tells of, such as those without a launcher, too."""
+    """One row for each worker, by rank; members that no host reports, such as those without a launcher, too."""
     rows = [(worker.rank, _row(worker, status.at_s)) for worker in status.workers]
-    told = {worker.rank for worker in status.workers}
+    known = {worker.rank for worker in status.workers}
     host_of = {member.member_id: member.host for member in status.members}
     for rank, member_id in enumerate(status.round.roster):
-        if rank not in told and member_id in host_of:
+        if rank not in known and member_id in host_of:
             rows.append((rank, {"rank": str(rank), "host": printable(host_of[member_id])}))
     return [row for _, row in sorted(rows, key=lambda one: (one[0] < 0, one[0]))]
 
@@ -180,7 +181,7 @@ def ledger_lines(amounts: Amounts, figures: Figures, width: int, has_colours: bo
     for figure in (figures.goodput, figures.ettr, figures.step_efficiency, figures.participation):
         quality.append(f"  {figure.name} ").append(_percent(figure.value), "bold")
         quality.append(f" / {_percent(figure.attainable)} %")
-    return [bar, legend, quality] if total else [Text("no worker has told yet where its time goes", style="dim")]
+    return [bar, legend, quality] if total else [Text("no worker has reported yet where its time goes", style="dim")]
 
 
 def cells_of(amounts: Sequence[int], width: int) -> list[int]:
@@ -224,5 +225,5 @@ def _fitted(rows: list[dict[str, str]], events: list[Text], lines: int) -> tuple
     if len(rows) > most_rows:
         left_out = len(rows) - most_rows + 1
         rows = [*rows[: most_rows - 1], {"rank": "..", "host": f"and {left_out} more"}]
-    kept = max(0, min(len(events), lines - len(rows) - 1))  # one line stands between
+    kept = max(0, min(len(events), lines - len(rows) - 1))  # one line is between
     return rows, events[len(events) - kept :]

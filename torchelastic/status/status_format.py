@@ -1,6 +1,6 @@
 """Statuses as JSON: what an agent writes into etcd, and a whole run for programs. Nothing that is read is trusted.
 
-What is as usual is left out, and a host's name is written once. What is too long is cut: events go first, then what
+Defaults are left out, and a host's name is written once. What is too long is cut: events go first, then what
 workers have published, then where the time of each went (that of the host stays), last of all workers.
 """
 
@@ -27,7 +27,7 @@ LEAST_BYTES = 2_000
 #: All statuses of a run together: gRPC takes 4 MiB in one answer by default.
 MOST_TOGETHER_BYTES = 3_000_000
 
-#: What is told of a host that has left.
+#: What is shown of a host that has left.
 _LEFT = ("host", "incarnation", "at_s", "journal")
 _LABELS = frozenset(account.label for account in Account)
 
@@ -69,7 +69,7 @@ def host_to_plain(status: HostStatus) -> dict[str, Any]:
 
 
 def host_from_plain(source: str, document: object) -> HostStatus:
-    """What `host_to_plain` made; unknown fields are left out, missing ones are as usual.
+    """What `host_to_plain` made; unknown fields are left out, missing ones are the defaults.
 
     Args:
         source: named in errors.
@@ -95,7 +95,7 @@ def host_from_plain(source: str, document: object) -> HostStatus:
 def _unusual(value: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
     """The fields that are not as they are by default."""
     fields = [one for one in dataclasses.fields(value) if one.name not in left_out]
-    return {one.name: told for one in fields if (told := getattr(value, one.name)) not in (one.default, {})}
+    return {one.name: found for one in fields if (found := getattr(value, one.name)) not in (one.default, {})}
 
 
 def _cut(status: HostStatus) -> Iterator[HostStatus]:
@@ -118,7 +118,7 @@ def _cut(status: HostStatus) -> Iterator[HostStatus]:
 
 
 def run_to_plain(status: RunStatus) -> dict[str, Any]:
-    """A run for programs: what `torchelastic status --json` prints and the live page is sent. No field is left out."""
+    """A run for programs: what `torchelastic status --json` prints and the live page receives. No field is left out."""
     round_ = status.round
     return {
         "run_id": status.run_id,
@@ -183,6 +183,6 @@ def _whole_worker(worker: WorkerStatus) -> dict[str, Any]:
 
 
 def _whole_host(host: HostStatus) -> dict[str, Any]:
-    """All but its workers and events, which are told elsewhere."""
+    """All but its workers and events, which are listed elsewhere."""
     named = [one.name for one in dataclasses.fields(host) if one.name not in ("workers", "events")]
     return {**{name: getattr(host, name) for name in named}, "seen": seen_to_plain(host.seen)}

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.adapters.hugging_face.state import portion_of, replicated_bytes
-from torchelastic.adapters.memory_tier import FAILURES, StorageTier
+from torchelastic.adapters.memory_tier import FAILURES, TIMEOUT_S, StorageTier, container_of
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory import CheckpointContainerId, job_container
+from torchelastic.checkpoint.memory import CheckpointContainerId
 
-DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_TIMEOUT_S = TIMEOUT_S
 
 
 def distributed_kind() -> str:
@@ -68,8 +68,7 @@ class HuggingFaceTier(StorageTier):
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}: give seconds above 0")
-        container = job_container() if base is None else CheckpointContainerId(base)
-        super().__init__(container, async_save=async_save, timeout_s=timeout_s)
+        super().__init__(container_of(base), async_save=async_save, timeout_s=timeout_s)
 
     @property
     def rank(self) -> int:

@@ -1,15 +1,13 @@
-"""What Accelerate and Transformers need to resume, as the named tensors that DCP saves, and back.
+"""The state of Accelerate and Transformers as the named tensors that DCP saves, and back.
 
-A rank's share of a checkpoint has three parts. Of what DDP replicates, every rank writes a portion (`portion_of`). What
-belongs to rank 0 (buffers, which DDP takes from there, schedules, counters) is written by rank 0 alone. What differs
-(random numbers) is written by every rank under its own name. All that is no tensor is stored as JSON in a tensor of
-bytes, so that nothing is pickled; see `shards.tree`.
+The state of a rank has three parts. Of what DDP replicates, every rank writes a portion (`portion_of`). What belongs to
+rank 0 (buffers, which DDP broadcasts from there, schedules, counters) is written by rank 0 alone. What differs (random
+numbers) is written by every rank under its own name. All that is no tensor is stored as JSON in a tensor of bytes.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchelastic.adapters.values import from_json_tensor, json_tensor, mapped
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 
@@ -25,13 +24,13 @@ REPLICATED, LEADING = "replicated", "leading"
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """What one rank has of a checkpoint; each part is nested plain values and tensors.
+class RankState:
+    """The state of one rank in a checkpoint; each part is nested plain values and tensors.
 
     Attributes:
         replicated: equal on all ranks, and written once.
-        leading: what rank 0 has; other ranks' values are not looked at.
-        own: what only this rank has; None, when loaded, for a rank that did not save.
+        leading: that of rank 0; other ranks' values are ignored.
+        own: of this rank only; None, when loaded, for a rank that did not save.
     """
 
     replicated: Any
@@ -44,7 +43,7 @@ def own_part(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def tensors_of(share: RankShare, rank: int) -> dict[str, torch.Tensor]:
+def tensors_of(state: RankState, rank: int) -> dict[str, torch.Tensor]:
     """All named tensors of a rank; none is copied.
 
     Raises:
@@ -52,10 +51,10 @@ def tensors_of(share: RankShare, rank: int) -> dict[str, torch.Tensor]:
             tensor parallelism); names it.
     """
     leads = rank == 0
-    named = _part(REPLICATED, share.replicated, with_structure=leads)
+    named = _part(REPLICATED, state.replicated, with_structure=leads)
     if leads:
-        named |= _part(LEADING, share.leading)
-    return named | _part(own_part(rank), share.own)
+        named |= _part(LEADING, state.leading)
+    return named | _part(own_part(rank), state.own)
 
 
 def _part(part: str, tree: Any, *, with_structure: bool = True) -> dict[str, torch.Tensor]:
@@ -68,8 +67,7 @@ def _part(part: str, tree: Any, *, with_structure: bool = True) -> dict[str, tor
             )
     named = {f"{part}/{one.name}": one.tensor for one in flat.tensors}
     if with_structure:
-        text = json.dumps(flat.structure, separators=(",", ":")).encode()
-        named[_structure_of(part)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        named[_structure_of(part)] = json_tensor(flat.structure)
     return named
 
 
@@ -111,16 +109,16 @@ def portion_of(rank: int, ranks: int, sizes_bytes: Mapping[str, int]) -> set[str
 
 
 def belongs_to(name: str, part: str) -> bool:
-    """Whether an entry of the state dict belongs to a part of the share."""
+    """Whether an entry of the state dict belongs to a part."""
     return name == _structure_of(part) or name.startswith(f"{part}/")
 
 
 def part_from(tensors: Mapping[str, torch.Tensor], part: str) -> Any:
-    """A part of the share, out of the loaded state dict.
+    """A part of the state, out of the loaded state dict.
 
     Raises:
-        CheckpointError: it is not there: somebody else has saved this checkpoint.
-        CorruptCheckpointError: it makes no sense.
+        CheckpointError: it is not there: other code has saved this checkpoint.
+        CorruptCheckpointError: it is damaged.
     """
     structure = tensors.get(_structure_of(part))
     if structure is None:
@@ -131,9 +129,9 @@ def part_from(tensors: Mapping[str, torch.Tensor], part: str) -> Any:
     prefix = f"{part}/"
     mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:
-        return unflatten(json.loads(structure.numpy().tobytes()), mine)
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"the description of {part!r} in the checkpoint is damaged: {error}") from error
+        return unflatten(from_json_tensor(structure, f"part {part!r}"), mine)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the checkpoint is damaged, in part {part!r}: {error}") from error
 
 
 def split_model(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,10 +169,4 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def without_arrays(value: Any) -> Any:
     """The same nested value with lists and numbers in place of NumPy's arrays and scalars."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: without_arrays(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(without_arrays(item) for item in value)
-    return value
+    return mapped(value, lambda leaf: leaf.tolist() if isinstance(leaf, (np.ndarray, np.generic)) else leaf)

@@ -10,7 +10,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchelastic.adapters.lightning.order import run_last
+from torchelastic.adapters.lightning.callback import BatchEndSaving, find_plugin
+from torchelastic.adapters.values import mapped
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, TensorAwareStateDict
 
@@ -25,12 +26,11 @@ LOCAL_CKPT_OPTS_KEY = "local_checkpoint_options"
 LOCAL_CHECKPOINT = "local"
 
 
-class LocalCheckpointing:
+class LocalCheckpointing(BatchEndSaving):
     """Has the trainer save local checkpoints between the durable ones. Needs `HierarchicalCheckpointIO` as a plugin.
 
-    It acts at the end of a batch only, on all ranks, when all other callbacks have run. It is no `ModelCheckpoint`: the
-    trainer still adds its own, and what is the best or the last checkpoint, or whether one was saved on exit, is not
-    its business.
+    It saves at the end of a batch, on all ranks, when all other callbacks have run. It is no `ModelCheckpoint`: the
+    trainer still adds its own.
 
     Args:
         every_n_train_steps: save when so many optimizer steps were taken since the last multiple.
@@ -58,53 +58,38 @@ class LocalCheckpointing:
         self._every_n_train_steps, self._train_time_interval = every_n_train_steps, train_time_interval
         self._clock = clock
         self._last_s = 0.0
-        self._last_step = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
-        """Tells the plugin what the trainer is about to do. Raises: TypeError if there is no such plugin."""
+        """Prepares the plugin. Raises: TypeError if there is none."""
         self._plugin(trainer).is_fitting = stage == "fit"
-        run_last(trainer, self)
+        self._run_last(trainer)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
-        """Training begins, or goes on from a checkpoint."""
-        self._last_s, self._last_step = self._clock(), int(trainer.global_step)
-
-    def on_train_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,  # noqa: ARG002 - Lightning's signature
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
-        """Finalises saves that are through, and saves if it is time to."""
-        plugin = self._plugin(trainer)
-        plugin.maybe_finalize_save_checkpoint()
-        step = int(trainer.global_step)
-        if step == self._last_step or not self._is_due(trainer, step):
-            return
-        self._last_s, self._last_step = self._clock(), step
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        # not through the strategy, which saves on rank 0 only
-        plugin.save_checkpoint(
-            checkpoint, None, storage_options={LOCAL_CKPT_OPTS_KEY: {"ckpt_type": "local", "iteration": step}}
-        )
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Training begins, or resumes from a checkpoint."""
+        super().on_train_start(trainer, pl_module)
+        self._last_s = self._clock()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Waits until all saves are complete."""
         self._plugin(trainer).maybe_finalize_save_checkpoint(blocking=True)
 
     def _is_due(self, trainer: Any, step: int) -> bool:
+        self._plugin(trainer).maybe_finalize_save_checkpoint()
+        if step == self._last_step:
+            return False
         if self._every_n_train_steps is not None:
             return step % self._every_n_train_steps == 0
         interval_s = self._train_time_interval.total_seconds() if self._train_time_interval else 0.0
         return bool(trainer.strategy.broadcast(self._clock() - self._last_s >= interval_s))
 
+    def _save(self, trainer: Any, step: int, checkpoint: dict[str, Any]) -> None:
+        self._last_s = self._clock()
+        options = {LOCAL_CKPT_OPTS_KEY: {"ckpt_type": "local", "iteration": step}}
+        self._plugin(trainer).save_checkpoint(checkpoint, None, storage_options=options)
+
     @staticmethod
     def _plugin(trainer: Any) -> HierarchicalCheckpointing:
-        plugin = trainer.strategy.checkpoint_io
-        while plugin is not None and not isinstance(plugin, HierarchicalCheckpointing):
-            plugin = getattr(plugin, "checkpoint_io", None)  # wrapped by a plugin of Lightning's
+        plugin = find_plugin(trainer, HierarchicalCheckpointing)
         if plugin is None:
             raise TypeError(
                 "LocalCheckpointCallback needs a HierarchicalCheckpointIO: give the trainer "
@@ -160,7 +145,7 @@ class HierarchicalCheckpointing:
 
     def to_tensor_aware_state_dict(self, checkpoint: dict[str, Any]) -> TensorAwareStateDict:
         """How a checkpoint of Lightning's is given to the manager; override it for other than nested plain values."""
-        return BasicTensorAwareStateDict(_with_plain_dicts(checkpoint))
+        return BasicTensorAwareStateDict(mapped(checkpoint))  # plain dicts: not AttributeDict
 
     def from_tensor_aware_state_dict(self, tensor_aware_checkpoint: TensorAwareStateDict) -> dict[str, Any]:
         """The inverse of `to_tensor_aware_state_dict`."""
@@ -236,12 +221,3 @@ class HierarchicalCheckpointing:
             self._queue.close(abort=True)
             self._queue = None
         self.wrapped_checkpoint_io.teardown()
-
-
-def _with_plain_dicts(value: Any) -> Any:
-    """The same with dicts in place of their subclasses (Lightning's AttributeDict), which it reads as well."""
-    if isinstance(value, dict):
-        return {key: _with_plain_dicts(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_plain_dicts(item) for item in value)
-    return value

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchelastic.adapters.lightning.memory_io import AnyPath, MemoryCheckpointing, container_of
-from torchelastic.adapters.lightning.order import run_last
+from torchelastic.adapters.lightning.callback import BatchEndSaving, find_plugin
+from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
+from torchelastic.adapters.memory_tier import AnyPath, container_of, is_due
 
 
-class MemorySaving:
+class MemorySaving(BatchEndSaving):
     """Saves checkpoints in memory between the durable ones. Needs a trainer wrapped by `wrap_trainer_and_auto_resume`.
 
     It saves at the end of a batch, on all ranks, when all other callbacks have run, after optimizer steps whose number
     `every_n_steps` divides and `skip_every_n_steps` does not. When `fit` has ended without an exception, and the
-    trainer has finished the durable saves of its plugin, the container is removed. It is no `ModelCheckpoint`: which
-    checkpoint is the best or the last is not its business.
+    trainer has finished the durable saves of its plugin, the container is removed. It is no `ModelCheckpoint`.
 
     Args:
         checkpoint_base_container: as given to the wrapper; None: derived from the run id, see `job_container`.
@@ -48,7 +48,6 @@ class MemorySaving:
         self.every_n_steps, self.skip_every_n_steps = every_n_steps, skip_every_n_steps
         self.enabled = enabled
         self.keep_on_train_end = keep_on_train_end or keep_mlf_checkpoint_on_train_end
-        self._last_step = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Opens the tier.
@@ -65,29 +64,17 @@ class MemorySaving:
                     f"the callback saves in {self.container} and the trainer was wrapped with {plugin.container}: "
                     "give both the same container"
                 )
-            run_last(trainer, self)
+            self._run_last(trainer)
             plugin.start()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
-        """Training begins, or goes on from a checkpoint."""
-        self._last_step = int(trainer.global_step)
+    def _is_due(self, trainer: Any, step: int) -> bool:
+        every, skip = self.every_n_steps, self.skip_every_n_steps
+        # gradients may be accumulated over several batches of one step
+        return step != self._last_step and self._acts(trainer) and is_due(step, every, skip)
 
-    def on_train_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,  # noqa: ARG002 - Lightning's signature
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
-        """Saves if it is time to. Raises: as `MemoryCheckpointIO.save_checkpoint`."""
-        step = int(trainer.global_step)
-        if not self._acts(trainer) or not is_due(step, self._last_step, self.every_n_steps, self.skip_every_n_steps):
-            return
-        self._last_step = step
+    def _save(self, trainer: Any, step: int, checkpoint: dict[str, Any]) -> None:
         plugin = memory_io_of(trainer)
-        # not through the strategy, which may save on rank 0 only
-        plugin.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), plugin.path_of(step))
+        plugin.save_checkpoint(checkpoint, plugin.path_of(step))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Waits until the last save is complete. Raises: CheckpointError if it takes too long."""
@@ -108,36 +95,12 @@ class MemorySaving:
         return self.enabled and not trainer.fast_dev_run
 
 
-def is_due(step: int, last_step: int, every_n_steps: int, skip_every_n_steps: int | None) -> bool:
-    """Whether to save at a step; not twice at one, which several batches share where gradients are accumulated.
-
-    >>> [step for step in range(13) if is_due(step, 0, 3, 6)]
-    [3, 9]
-    """
-    if step == last_step or step % every_n_steps:
-        return False
-    return not skip_every_n_steps or step % skip_every_n_steps != 0
-
-
 def memory_io_of(trainer: Any) -> MemoryCheckpointing:
-    """The trainer's plugin for checkpoints in memory.
-
-    Raises:
-        TypeError: it has none.
-    """
-    plugin = find_memory_io(trainer)
+    """The trainer's plugin for checkpoints in memory. Raises TypeError: it has none."""
+    plugin = find_plugin(trainer, MemoryCheckpointing)
     if plugin is None:
         raise TypeError(
             "MemoryCheckpointCallback needs a trainer that was wrapped: call wrap_trainer_and_auto_resume(trainer, "
             "container, async_save=True) before fit"
         )
-    return plugin
-
-
-def find_memory_io(trainer: Any) -> MemoryCheckpointing | None:
-    """The trainer's plugin for checkpoints in memory; None if it has none."""
-    plugin = trainer.strategy.checkpoint_io
-    while plugin is not None and not isinstance(plugin, MemoryCheckpointing):
-        # wrapped by a plugin of Lightning's, or by HierarchicalCheckpointIO
-        plugin = getattr(plugin, "checkpoint_io", None) or getattr(plugin, "wrapped_checkpoint_io", None)
     return plugin

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import UserString
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchelastic.adapters.lightning.memory_sharded import load_sharded
 from torchelastic.adapters.lightning.memory_state import Parts, names_of_optimizers, put_together, share_of, take_apart
-from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of, names_on_all_ranks
-from torchelastic.adapters.memory_tier import StorageTier
+from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of, load_sharded, names_on_all_ranks
+from torchelastic.adapters.memory_tier import AnyPath, StorageTier, container_of
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
 log = logging.getLogger(__name__)
-
-AnyPath = str | os.PathLike[str] | UserString
-
-
-def container_of(container: AnyPath | None) -> CheckpointContainerId:
-    """The container of the job: what is given, or what `job_container` derives from the run id.
-
-    Raises:
-        ValueError: it is no absolute path, or it is not given and the job has no run id.
-    """
-    if container is None:
-        from torchelastic.checkpoint.memory import job_container
-
-        return job_container()
-    return CheckpointContainerId(os.path.normpath(str(container)))
 
 
 def is_in(container: CheckpointContainerId, path: AnyPath) -> bool:
@@ -171,17 +154,7 @@ class MemoryCheckpointing:
     def load_for(
         self, load_durable: Callable[..., dict[str, Any]], path: AnyPath, *arguments: Any, **options: Any
     ) -> dict[str, Any]:
-        """As `load_checkpoint`, for strategies that load without a plugin.
-
-        Args:
-            load_durable: what loads durable checkpoints.
-            path: as for `load_checkpoint`.
-            arguments: as for `load_checkpoint`.
-            options: as for `load_checkpoint`.
-
-        Raises:
-            CheckpointError: as `load_checkpoint`.
-        """
+        """As `load_checkpoint`, for strategies that load without a plugin: `load_durable` loads durable checkpoints."""
         if self.is_in_memory(path):
             try:
                 return self._load(self._step_container(path))

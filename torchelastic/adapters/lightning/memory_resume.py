@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchelastic.adapters.lightning.memory import find_memory_io
-from torchelastic.adapters.lightning.memory_io import AnyPath, MemoryCheckpointing, container_of
+from torchelastic.adapters.lightning.callback import find_plugin
+from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
 from torchelastic.adapters.lightning.memory_strategies import layout_of
+from torchelastic.adapters.memory_tier import AnyPath, container_of
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class MemoryAutoResume:
         return str(newest)
 
     def setup(self, trainer: Any = None, model: Any = None) -> None:
-        """As NeMo's AutoResume: tells the trainer what to go on from. All ranks call it.
+        """As NeMo's AutoResume: sets the checkpoint to resume from. All ranks call it.
 
         Args:
             trainer: the wrapped one.
@@ -203,7 +204,7 @@ def wrap_trainer(
             f"{type(strategy).__name__} starts its ranks as copies of this process, which cannot share checkpoints in "
             "memory: start the script with `torchelastic run` or torchrun, and use strategy='ddp'"
         )
-    plugin = find_memory_io(trainer)
+    plugin = find_plugin(trainer, MemoryCheckpointing)
     if plugin is None:
         plugin = checkpoint_io_class(container, strategy.checkpoint_io, trainer, **options)
         strategy.checkpoint_io = plugin

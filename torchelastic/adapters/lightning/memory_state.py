@@ -6,7 +6,6 @@ JSON pointer (`state_dict/layer.weight`); see `torchelastic.checkpoint.shards.tr
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Set
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchelastic.adapters.values import from_json_tensor, json_tensor
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 
@@ -74,9 +74,7 @@ def take_apart(checkpoint: Mapping[str, Any], *, is_sharded: bool, allow_pickles
             "on_save_checkpoint that it comes from give plain values and tensors, or give the wrapper "
             "allow_pickles=True; durable checkpoints are not affected"
         ) from error
-    content = json.dumps(flat.structure, separators=(",", ":")).encode()
-    content = content.ljust(-(-len(content) // VALUES_BLOCK_BYTES) * VALUES_BLOCK_BYTES)
-    tensors[VALUES] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    tensors[VALUES] = json_tensor(flat.structure, VALUES_BLOCK_BYTES)
     tensors.update({part.name: part.tensor for part in flat.tensors})
     return Parts(tensors, tuple(left_out))
 
@@ -93,10 +91,7 @@ def put_together(tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = F
             "this checkpoint in memory was not saved by a trainer of Lightning: load it with what saved it, or give "
             "the trainer a container of its own"
         )
-    try:
-        structure = json.loads(tensors[VALUES].numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the values of the checkpoint in memory are damaged: {error!r}") from error
+    structure = from_json_tensor(tensors[VALUES], "the values of Lightning")
     checkpoint = unflatten(structure, tensors, allow_pickles=allow_pickles)
     if not isinstance(checkpoint, dict):
         raise CorruptCheckpointError("the checkpoint in memory is no dict")

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 
 from torchelastic.adapters.megatron.saving import MegatronAsyncSaveStrategy
+from torchelastic.adapters.values import mapped
 
 
 def save_local_aware_megatron_checkpoint(
@@ -52,7 +53,7 @@ def save_local_aware_megatron_checkpoint(
         Exception: the state cannot be saved; raised on all ranks.
     """
     strategy = _ours(save_strategy)
-    state = _copy_of_containers(checkpoint)
+    state = mapped(checkpoint)
     if content_metadata is not None:
         state[_CONTENT_METADATA_KEY] = content_metadata
     prepared: list[tuple[Any, Any]] = []
@@ -83,14 +84,6 @@ def _ours(save_strategy: Any) -> MegatronAsyncSaveStrategy:
             "Megatron's around one"
         )
     return strategy
-
-
-def _copy_of_containers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy_of_containers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy_of_containers(item) for item in value]
-    return value
 
 
 class MegatronCommonLoadStrategy(TorchCommonLoadStrategy):  # type: ignore[misc] # Megatron has no types

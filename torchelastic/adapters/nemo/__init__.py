@@ -25,9 +25,10 @@ except ImportError as error:
 
 from torchelastic.adapters.lightning import classes_for
 from torchelastic.adapters.lightning import wrap_trainer_and_auto_resume as wrap_for_lightning
-from torchelastic.adapters.lightning.memory import MemorySaving, find_memory_io
-from torchelastic.adapters.lightning.memory_io import AnyPath, container_of
-from torchelastic.adapters.memory_tier import INITIAL_BUFFER_SIZE_BYTES
+from torchelastic.adapters.lightning.callback import find_plugin
+from torchelastic.adapters.lightning.memory import MemorySaving
+from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
+from torchelastic.adapters.memory_tier import INITIAL_BUFFER_SIZE_BYTES, AnyPath, container_of
 from torchelastic.adapters.nemo.io import MemoryAsyncFinalizableCheckpointIO, MemoryCheckpointIO
 from torchelastic.adapters.nemo.resume import MemoryAutoResume
 
@@ -97,8 +98,8 @@ def wrap_trainer_and_auto_resume(
             initial_write_buffer_size_bytes=initial_write_buffer_size_bytes,
             use_optimized_save=use_optimized_save,
         )
-        return _auto_resume(trainer, find_memory_io(trainer), default_auto_resume)
-    plugin = find_memory_io(trainer)
+        return _auto_resume(trainer, find_plugin(trainer, MemoryCheckpointing), default_auto_resume)
+    plugin = find_plugin(trainer, MemoryCheckpointing)
     if plugin is None:
         plugin = MemoryCheckpointIO(
             flashpoint_base_container,

@@ -22,15 +22,15 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, Async
 from nemo.utils.model_utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchelastic.adapters.lightning.memory_io import AnyPath, MemoryCheckpointing
+from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
 from torchelastic.adapters.megatron import (
     MegatronAsyncSaveStrategy,
     MegatronCommonLoadStrategy,
     MegatronLoadStrategy,
     save_local_aware_megatron_checkpoint,
 )
-from torchelastic.adapters.memory_tier import StorageTier
-from torchelastic.adapters.packed_folder import CONTEXT_FILE, packed
+from torchelastic.adapters.memory_tier import AnyPath, StorageTier
+from torchelastic.adapters.values import CONTEXT_FILE, packed
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from nemo.utils.exp_manager import NotFoundError
 
 from torchelastic.adapters.lightning.memory_resume import MemoryAutoResume as Chooser
 from torchelastic.adapters.lightning.memory_resume import step_of_checkpoint
-from torchelastic.adapters.packed_folder import CONTEXT_FILE, unpack
+from torchelastic.adapters.values import CONTEXT_FILE, unpack
 
 log = logging.getLogger(__name__)
 

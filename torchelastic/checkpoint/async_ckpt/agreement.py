@@ -7,23 +7,26 @@ the collectives of training.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
-from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, failed_call
-from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
+from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import failure_of
 from torchelastic.group.lagged_max import LaggedMax
+from torchelastic.group.messages import all_gather_texts
 from torchelastic.group.naming import describe_calls
 from torchelastic.group.watched_group import RanksMissingError, WatchedGroup
 
 #: As torch waits for a gloo collective if nobody says otherwise.
 DEFAULT_TIMEOUT_S = 1800.0
-_REASON_BYTES = 4096
+_MOST_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,11 @@ class CallVerdict:
     failing_rank: int | None
 
 
-def encode(call_idx: int, outcome: CallOutcome | None, rank: int, world_size: int) -> list[int]:
-    """What one rank puts into a round: is it running, who failed, and its index both ways; `None` is still running."""
-    failing = world_size - rank if outcome is not None and outcome.has_failed else 0
-    return [int(outcome is None), failing, call_idx, -call_idx]
+def encode(call_idx: int, work: Future[float], rank: int, world_size: int) -> list[int]:
+    """What one rank puts into a round: is its work going on, who failed, and its index both ways."""
+    is_running = not work.done()
+    failing = 0 if is_running or failure_of(work) is None else world_size - rank
+    return [int(is_running), failing, call_idx, -call_idx]
 
 
 def decode(maximum: Sequence[float], world_size: int) -> CallVerdict:
@@ -89,12 +93,12 @@ class CallAgreement:
         self._begun: tuple[LaggedMax, int] | None = None
         self._verdict: CallVerdict | None = None
 
-    def begin(self, group: dist.ProcessGroup, call_idx: int, outcome: CallOutcome | None) -> None:
-        """Begin a round about this call; `outcome` is None while its work goes on here. Waits for nobody."""
+    def begin(self, group: dist.ProcessGroup, call_idx: int, work: Future[float]) -> None:
+        """Begin a round about this call and its work here. Waits for nobody."""
         self._round += 1
         self._verdict = None
         watched = self._watched(group)
-        values = encode(call_idx, outcome, watched.rank, watched.world_size)
+        values = encode(call_idx, work, watched.rank, watched.world_size)
         self._begun = LaggedMax(watched, self._round, values), call_idx
 
     def read(self, group: dist.ProcessGroup, call_idx: int) -> CallVerdict | None:
@@ -113,7 +117,7 @@ class CallAgreement:
                 with self._naming_the_missing(group, f"poll call {call_idx}"):
                     verdict = decode(maximum.finish(), maximum.group.world_size)
                 if not verdict.is_in_step:
-                    self._raise_out_of_step(maximum.group, call_idx)
+                    self._raise_out_of_step(group, call_idx)
             except BaseException:
                 self.clear()
                 raise
@@ -126,51 +130,50 @@ class CallAgreement:
         self._verdict = None
 
     def failure(
-        self,
-        group: dist.ProcessGroup,
-        verdict: CallVerdict,
-        call_idx: int,
-        outcome: CallOutcome | None,
-        was_told: bool = False,
+        self, group: dist.ProcessGroup, failing_rank: int, call_idx: int, work: Future[float], was_told: bool = False
     ) -> AsyncCheckpointError:
-        """The error for a call that failed somewhere; the failing rank tells the others why (one broadcast)."""
-        failing = verdict.failing_rank or 0
-        source = dist.get_global_rank(group, failing)
-        watched = self._watched(group)
-        own = outcome.reason if outcome is not None and watched.rank == failing else ""
-        tensor = _text_tensor(own, watched.device)
-        with self._naming_the_missing(group, f"say why call {call_idx} failed"):
-            watched.wait(dist.broadcast(tensor, source, group, async_op=True), f"reason-{self._round}")
-        error = failed_call(call_idx, source, _text_of(tensor), was_told=was_told)
-        error.__cause__ = outcome.error if outcome is not None else None
+        """The error for a call that failed somewhere; the failing rank tells the others why."""
+        own = failure_of(work) if work.done() else None
+        reasons = self._told(group, describe(own) if own is not None else "", f"say why call {call_idx} failed")
+        source = dist.get_global_rank(group, failing_rank)
+        error = failed_call(call_idx, source, reasons[failing_rank], was_told=was_told)
+        error.__cause__ = own
         return error
 
-    def require_success(self, group: dist.ProcessGroup | None, call_idx: int, outcome: CallOutcome) -> None:
+    def require_success(self, group: dist.ProcessGroup | None, call_idx: int, work: Future[float]) -> None:
         """Raise on every rank if this call's work failed on any rank, or if they are at different calls; waits."""
         if group is None:
-            if outcome.has_failed:
-                raise failed_call(call_idx, own_rank(), outcome.reason) from outcome.error
+            own = failure_of(work)
+            if own is not None:
+                raise failed_call(call_idx, own_rank(), describe(own)) from own
             return
-        self.begin(group, call_idx, outcome)
+        self.begin(group, call_idx, work)
         verdict = self.read(group, call_idx)
         self.clear()
         if verdict is not None and verdict.failing_rank is not None:
-            raise self.failure(group, verdict, call_idx, outcome)
+            raise self.failure(group, verdict.failing_rank, call_idx, work)
 
     def _watched(self, group: dist.ProcessGroup) -> WatchedGroup:
         return WatchedGroup(group, self._timeout_s, "async_ckpt", clock=self._clock)  # not kept: it may be formed anew
 
-    def _raise_out_of_step(self, group: WatchedGroup, call_idx: int) -> None:
-        own = torch.tensor([call_idx], dtype=torch.int64, device=group.device)
-        gathered = [torch.empty_like(own) for _ in range(group.world_size)]
-        with self._naming_the_missing(group.group, "say which call they are at"):
-            group.wait(dist.all_gather(gathered, own, group.group, async_op=True), f"calls-{self._round}")
-        where = describe_out_of_step([int(index.item()) for index in gathered])
+    def _raise_out_of_step(self, group: dist.ProcessGroup, call_idx: int) -> NoReturn:
+        where = describe_out_of_step([int(index) for index in self._told(group, str(call_idx), "say where they are")])
         raise AsyncCheckpointError(
             f"the ranks finalise different checkpoint calls: {where}. Every rank has to schedule and finalise the same "
             "calls in the same order; nothing was finalised",
             call_idx=call_idx,
         )
+
+    def _told(self, group: dist.ProcessGroup, text: str, what: str) -> list[str]:
+        """What each rank has to say; `what` says what for."""
+        watched, numbers = self._watched(group), itertools.count()
+
+        def wait(work: dist.Work | None) -> None:
+            watched.wait(work, f"text-{self._round}-{next(numbers)}")
+
+        with self._naming_the_missing(group, what):
+            texts = all_gather_texts(group, text.encode()[:_MOST_BYTES], wait, watched.device)
+        return [each.decode(errors="replace") for each in texts]
 
     @contextmanager
     def _naming_the_missing(self, group: dist.ProcessGroup, what: str) -> Iterator[None]:
@@ -187,12 +190,3 @@ class CallAgreement:
 def own_rank() -> int:
     """This process's rank in the default group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _text_tensor(text: str, device: torch.device) -> torch.Tensor:
-    encoded = text.encode()[:_REASON_BYTES]
-    return torch.tensor(list(encoded.ljust(_REASON_BYTES, b"\0")), dtype=torch.uint8, device=device)
-
-
-def _text_of(tensor: torch.Tensor) -> str:
-    return bytes(tensor.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,15 +1,15 @@
-"""What runs the work of calls in the background; the thread and the processes that do so derive from `AsyncCaller`."""
+"""What runs the work of calls in the background: a thread here, processes in `process_callers.py`."""
 
 from __future__ import annotations
 
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, InvalidStateError, TimeoutError  # noqa: A004 - the builtin one from Python 3.11 on
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, TimeoutError  # noqa: A004 - the builtin one from Python 3.11 on
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from torchelastic.checkpoint.async_ckpt.agreement import (
     DEFAULT_TIMEOUT_S,
@@ -18,41 +18,25 @@ from torchelastic.checkpoint.async_ckpt.agreement import (
     group_in_use,
     own_rank,
 )
-from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, failed_call
-from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome, failure_of
-from torchelastic.checkpoint.async_ckpt.stages import publish_stage
+from torchelastic.checkpoint.async_ckpt.errors import describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import (
+    DaemonExecutor,
+    check_priorities,
+    failed,
+    failure_of,
+    lower_priority,
+)
+from torchelastic.metrics import publish_metric
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 #: In a blocking wait the ranks ask each other at least so often, so that nobody waits long in a collective.
 _SLICE_S = 1.0
-
-
-@dataclass
-class _Call:
-    """A call that nobody was told the end of. `was_told`: schedule raised for it, and the other ranks may not know."""
-
-    future: Future[CallOutcome] | None = None
-    outcome: CallOutcome | None = None
-    was_told: bool = False
-
-    def wait(self, timeout_s: float) -> CallOutcome | None:
-        """How it ended; None if it has not within so many seconds."""
-        if self.outcome is None and self.future is not None:
-            try:
-                self.outcome = self.future.result(timeout_s)
-            except TimeoutError:
-                return None
-            except CancelledError:
-                self.outcome = CallOutcome("it was given up")
-        return self.outcome
 
 
 class AsyncCaller(ABC):
@@ -78,15 +62,17 @@ class AsyncCaller(ABC):
         self._timeout_s = timeout_s
         self._clock = clock
         self._agreement = CallAgreement(timeout_s, clock=clock)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Future[float]] = {}  # the work of those of which nobody was told the end
+        self._told: set[int] = set()  # those for which schedule raised; the other ranks may not know
         self._acts_alone = False
 
     @abstractmethod
-    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[CallOutcome]:
+    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:
         """Hand the request to a worker; waits for its `preload_fn`, if it has one, but no longer than `timeout_s`.
 
         Returns:
-            How it ends; a worker's death is an end. It may be cancelled: then nobody asks any more.
+            How many seconds it took, once it has ended; a worker's death is an end. It may be cancelled: then nobody
+            asks any more.
         """
 
     @abstractmethod
@@ -104,18 +90,20 @@ class AsyncCaller(ABC):
             ValueError, TypeError: the request cannot be run, or cannot be sent to a worker process.
             AsyncCheckpointError: its `preload_fn` failed, or the worker died before it was through.
         """
-        call = self._calls[request.call_idx] = _Call()
+        call_idx = request.call_idx
+        self._calls[call_idx] = Future()
         try:
             request.check()
             if request.async_fn is None:
-                call.outcome = CallOutcome()
+                self._calls[call_idx].set_result(0.0)
             else:
-                call.future = self._start(request, self._timeout_s)
+                self._calls[call_idx] = self._start(request, self._timeout_s)
         except BaseException as error:
             if self._group() is None or self._acts_alone:
-                self._calls.pop(request.call_idx, None)
+                self._calls.pop(call_idx, None)
             else:  # the others have scheduled it, and hear at their next poll that it failed here
-                call.outcome, call.was_told = failure_of(error), True
+                self._calls[call_idx] = failed(error)
+                self._told.add(call_idx)
             raise
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
@@ -150,15 +138,14 @@ class AsyncCaller(ABC):
         """
         group = None if self._acts_alone else self._group()
         if group is None:
-            for call_idx in list(self._calls):
-                outcome = self._outcome_of(call_idx, 0.0)
-                if outcome is not None and outcome.has_failed:
-                    self._drop_failed(call_idx, outcome)
+            for call_idx, work in list(self._calls.items()):
+                if work.done() and failure_of(work) is not None:
+                    self._drop(call_idx, work)
         elif self._calls:
             call_idx = next(iter(self._calls))
             verdict = self._agreement.read(group, call_idx)
             if verdict is not None and verdict.failing_rank is not None:
-                self._settle_failure(call_idx, verdict, group)
+                self._drop_failed(call_idx, verdict.failing_rank, group)
 
     def close(self, abort: bool = False) -> None:
         """End the workers, in bounded time. No collectives.
@@ -167,10 +154,10 @@ class AsyncCaller(ABC):
             abort: at once, and forget all calls: SIGTERM, and SIGKILL after `sigterm_timeout`.
         """
         self._end(abort)
-        for call in self._calls.values():
-            if call.future is not None:
-                call.future.cancel()  # another thread may wait for it
+        for work in self._calls.values():
+            work.cancel()  # another thread may wait for it
         self._calls.clear()
+        self._told.clear()
         self._agreement.clear()
 
     def knows(self, call_idx: int) -> bool:
@@ -186,73 +173,125 @@ class AsyncCaller(ABC):
         return group_in_use(self._process_group)
 
     def _is_done_here(self, call_idx: int, blocking: bool) -> bool:
-        outcome = self._outcome_of(call_idx, self._timeout_s if blocking else 0.0)
-        if outcome is None:
-            if not blocking:
-                return False
-            outcome = self._timed_out(call_idx)
-        if outcome.has_failed:
-            self._drop_failed(call_idx, outcome)
-        self._calls.pop(call_idx, None)
-        return True
+        work = self._waited_for(call_idx, self._timeout_s if blocking else 0.0)
+        if blocking and not work.done():
+            work = self._timed_out(call_idx)
+        if work.done():
+            self._drop(call_idx, work)
+        return work.done()
 
     def _is_done(self, call_idx: int, blocking: bool, group: dist.ProcessGroup) -> bool:
         deadline_s = self._clock() + self._timeout_s
         while True:
-            verdict = self._agreement.read(group, call_idx)
+            verdict: CallVerdict | None = self._agreement.read(group, call_idx)
             if verdict is not None and verdict.failing_rank is not None:
-                self._settle_failure(call_idx, verdict, group)
+                self._drop_failed(call_idx, verdict.failing_rank, group)
             if verdict is not None and verdict.is_done:
                 self._agreement.clear()
-                self._calls.pop(call_idx, None)
+                self._drop(call_idx, self._waited_for(call_idx, 0.0))
                 return True
             left_s = max(0.0, deadline_s - self._clock())
-            outcome = self._outcome_of(call_idx, min(_SLICE_S, left_s) if blocking else 0.0)
-            if outcome is None and blocking and not left_s:
-                outcome = self._timed_out(call_idx)
-            self._agreement.begin(group, call_idx, outcome)
+            work = self._waited_for(call_idx, min(_SLICE_S, left_s) if blocking else 0.0)
+            if blocking and not left_s and not work.done():
+                work = self._timed_out(call_idx)
+            self._agreement.begin(group, call_idx, work)
             if not blocking:
                 return False
 
-    def _settle_failure(self, call_idx: int, verdict: CallVerdict, group: dist.ProcessGroup) -> NoReturn:
-        """Drop a call that all ranks know has failed, and raise its error."""
-        self._agreement.clear()
-        call = self._calls.pop(call_idx, _Call())
-        raise self._agreement.failure(group, verdict, call_idx, call.outcome, call.was_told)
+    def _waited_for(self, call_idx: int, timeout_s: float) -> Future[float]:
+        """The work of a call, which may have ended within so many seconds."""
+        work = self._calls.get(call_idx)
+        if work is None:
+            return failed(CancelledError("the queue was closed while it was waited for"))
+        with suppress(TimeoutError, CancelledError):
+            work.exception(timeout_s)
+        return work
 
-    def _drop_failed(self, call_idx: int, outcome: CallOutcome) -> NoReturn:
-        call = self._calls.pop(call_idx, _Call())
-        raise failed_call(call_idx, own_rank(), outcome.reason, was_told=call.was_told) from outcome.error
-
-    def _timed_out(self, call_idx: int) -> CallOutcome:
+    def _timed_out(self, call_idx: int) -> Future[float]:
         log.warning(
             "asynchronous checkpoint call %d is not done after %g s; ending its worker", call_idx, self._timeout_s
         )
         self._give_up(call_idx)
-        outcome = CallOutcome(f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was given up")
+        reason = f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was given up"
+        work = failed(TimeoutError(reason))
         if call_idx in self._calls:
-            self._calls[call_idx].outcome = outcome
-        return outcome
+            self._calls[call_idx] = work
+        return work
 
-    def _outcome_of(self, call_idx: int, timeout_s: float) -> CallOutcome | None:
-        call = self._calls.get(call_idx)
-        if call is None:
-            return CallOutcome("the queue was closed while it was waited for")
-        was_known = call.outcome is not None
-        outcome = call.wait(timeout_s)
-        if outcome is not None and not outcome.has_failed and not was_known:
-            publish_stage("write", call_idx, outcome.duration_s)
-        return outcome
+    def _drop(self, call_idx: int, ended: Future[float]) -> None:
+        """Forget a call whose work has ended here, and raise its error if it has failed."""
+        self._calls.pop(call_idx, None)
+        error = failure_of(ended)
+        if error is not None:
+            raise failed_call(call_idx, own_rank(), describe(error), was_told=call_idx in self._told) from error
+        if ended.result():  # else there was nothing to do
+            publish_stage("write", call_idx, ended.result())
+
+    def _drop_failed(self, call_idx: int, failing_rank: int, group: dist.ProcessGroup) -> NoReturn:
+        """Forget a call that all ranks know has failed, and raise its error."""
+        self._agreement.clear()
+        work = self._calls.pop(call_idx, Future())
+        raise self._agreement.failure(group, failing_rank, call_idx, work, call_idx in self._told)
 
 
-def settle(future: Future[T], result: T) -> None:
-    """Tell whoever waits for it, unless that was done or nobody asks any more."""
-    with suppress(InvalidStateError):
-        future.set_result(result)
+class ThreadAsyncCaller(AsyncCaller):
+    """Runs the work of calls in one daemon thread, oldest first, started at the first call.
+
+    A request's arguments are passed as they are, so they must be a snapshot that nobody changes. `preload_fn` runs on
+    the calling thread. A thread cannot be killed: work that was given up or aborted ends by itself, and is never
+    finalised.
+
+    Args:
+        cpu_priority: nice value of the thread (Linux), -20 to 19.
+        process_group: see `AsyncCaller`.
+        timeout_s: see `AsyncCaller`.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu_priority: int = 10,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        check_priorities(cpu_priority, None)
+        super().__init__(process_group=process_group, timeout_s=timeout_s)
+        self._cpu_priority = cpu_priority
+        self._thread: DaemonExecutor | None = None
+
+    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:  # noqa: ARG002 - it waits for no other
+        staged = request._replace(async_fn_args=request.staged_args(), preload_fn=None)
+        if self._thread is None:
+            self._thread = DaemonExecutor("async-checkpoint", partial(lower_priority, self._cpu_priority))
+        return self._thread.submit(staged.work)
+
+    def _give_up(self, call_idx: int) -> None:  # noqa: ARG002 - one thread does all calls
+        self._end(abort=True)
+
+    def _end(self, abort: bool) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.shutdown(cancel_futures=abort)
+        if abort and not all(work.done() for work in self._calls.values()):
+            log.warning("a checkpoint thread is still at work; it is not waited for, and its work is not finalised")
+
+    def __del__(self) -> None:
+        thread = getattr(self, "_thread", None)
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
 
 
-def as_schedule_error(call_idx: int, outcome: CallOutcome) -> AsyncCheckpointError:
-    """The error of `schedule_async_call` for a call that failed before it was through."""
-    error = failed_call(call_idx, own_rank(), outcome.reason)
-    error.__cause__ = outcome.error
-    return error
+def publish_stage(stage: Literal["schedule", "copy", "write", "finalize"], call_idx: int, duration_s: float) -> None:
+    """Publish `checkpoint.async.<stage>.duration.ms` in group torchelastic, and log it at debug level."""
+    duration_ms = duration_s * 1000.0
+    publish_metric("torchelastic", f"checkpoint.async.{stage}.duration.ms", duration_ms)
+    log.debug("asynchronous checkpoint call %d: %s took %.1f ms", call_idx, stage, duration_ms)
+
+
+@contextmanager
+def timed_stage(stage: Literal["schedule", "copy", "finalize"], call_idx: int) -> Iterator[None]:
+    """Time what is inside; nothing is published if it raises."""
+    start_s = time.monotonic()
+    yield
+    publish_stage(stage, call_idx, time.monotonic() - start_s)

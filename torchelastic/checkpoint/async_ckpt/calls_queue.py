@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S
-from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller
+from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller, ThreadAsyncCaller, timed_stage
 from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
 from torchelastic.checkpoint.async_ckpt.process_callers import (
     PersistentAsyncCaller,
@@ -17,8 +17,6 @@ from torchelastic.checkpoint.async_ckpt.process_callers import (
     end_spare,
     warm_up,
 )
-from torchelastic.checkpoint.async_ckpt.stages import timed_stage
-from torchelastic.checkpoint.async_ckpt.thread_caller import ThreadAsyncCaller
 from torchelastic.checkpoint.async_ckpt.worker_process import WorkerSettings
 
 if TYPE_CHECKING:

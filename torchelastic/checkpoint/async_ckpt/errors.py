@@ -1,4 +1,4 @@
-"""What a failed asynchronous call is told as, and how the failure of a worker process reaches the trainer."""
+"""What a failed asynchronous call is told as."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class AsyncCheckpointError(CheckpointError):
     """An asynchronous call failed, on this rank or on another one; its finalize functions ran on no rank.
 
     Raised once per failed call and rank. Where the work failed on this rank, `__cause__` is the original exception; one
-    from a worker process has in turn a `WorkerTraceback` as its cause.
+    from a worker process has in turn a `multiprocessing.pool.RemoteTraceback` as its cause.
 
     Attributes:
         call_idx: the index that `schedule_async_request` gave the call; None if the error is of no single call.
@@ -28,17 +28,6 @@ class AsyncCheckpointError(CheckpointError):
         self.finalized_calls: tuple[int, ...] = ()
 
 
-class WorkerTraceback(Exception):  # noqa: N818 - it is shown below the error whose traceback it holds
-    """The traceback of an exception in a worker process, as text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n{self.text}"
-
-
 def failed_call(call_idx: int, rank: int, reason: str, *, was_told: bool = False) -> AsyncCheckpointError:
     """The error that every rank raises for a call that failed somewhere."""
     return AsyncCheckpointError(
@@ -48,3 +37,9 @@ def failed_call(call_idx: int, rank: int, reason: str, *, was_told: bool = False
         rank=rank,
         was_told=was_told,
     )
+
+
+def describe(error: BaseException) -> str:
+    """The type and the text of an exception, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

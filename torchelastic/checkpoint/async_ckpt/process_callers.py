@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from abc import abstractmethod
-from concurrent.futures import Future, TimeoutError  # noqa: A004 - the builtin one from Python 3.11 on
-from functools import partial
-from typing import TYPE_CHECKING
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING, Any
 
-from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S
-from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller, as_schedule_error
-from torchelastic.checkpoint.async_ckpt.memory import MemoryPool
-from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
-from torchelastic.checkpoint.async_ckpt.shipping import pack
-from torchelastic.checkpoint.async_ckpt.stages import timed_stage
-from torchelastic.checkpoint.async_ckpt.worker_process import UNTIDY_END_S, Job, WorkerProcess, WorkerSettings, end_all
+from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S, own_rank
+from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller, timed_stage
+from torchelastic.checkpoint.async_ckpt.errors import describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import failure_of
+from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, pack
+from torchelastic.checkpoint.async_ckpt.worker_process import UNTIDY_END_S, WorkerProcess, WorkerSettings, end_all
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,27 +55,28 @@ class ProcessAsyncCaller(AsyncCaller):
     def _worker(self) -> WorkerProcess:
         """The process for the next request."""
 
-    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[CallOutcome]:
+    def _start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:
         call_idx = request.call_idx
         with timed_stage("copy", call_idx):
-            job = Job(pack(request, self._pool))
-        if self._pool.reuse and job.parcel is not None and job.parcel.memory is not None:
-            # else the worker holds it last, and has the work of freeing
-            give_back = partial(self._pool.give_back, job.parcel.memory)
-            job.ended.add_done_callback(lambda _: give_back())
+            parcel = pack(request, self._pool)
         worker = self._worker()
         self._worker_of = {one: its for one, its in self._worker_of.items() if self.knows(one)}
         self._worker_of[call_idx] = worker
-        worker.submit(job)
+        staged, ended = worker.submit(parcel)
+        if self._pool.reuse and parcel.memory is not None:
+            memory, give_back = parcel.memory, self._pool.give_back  # not this caller, which may be forgotten
+            ended.add_done_callback(lambda _: give_back(memory))
+        del parcel  # where memory is not used again, the worker holds it last, and has the work of freeing
         if request.preload_fn is not None:
-            try:
-                failure = job.staged.result(timeout_s)
-            except TimeoutError:
+            either: list[Future[Any]] = [staged, ended]
+            wait(either, timeout_s, FIRST_COMPLETED)
+            if not (staged.done() or ended.done()):
                 end_all([worker])
-                failure = CallOutcome(f"its preload_fn was not through within {timeout_s:g} s")
-            if failure is not None:
-                raise as_schedule_error(call_idx, failure)
-        return job.ended
+                raise failed_call(call_idx, own_rank(), f"its preload_fn was not through within {timeout_s:g} s")
+            error = None if staged.done() else failure_of(ended)
+            if error is not None:
+                raise failed_call(call_idx, own_rank(), describe(error)) from error
+        return ended
 
     def _give_up(self, call_idx: int) -> None:
         worker = self._worker_of.pop(call_idx, None)

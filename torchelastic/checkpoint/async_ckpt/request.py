@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torchelastic.checkpoint.async_ckpt.agreement import CallAgreement, group_in_use
-from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome, failure_of
+from torchelastic.checkpoint.async_ckpt.executors import ended
 
 
 class AsyncRequest(NamedTuple):
@@ -72,10 +72,12 @@ class AsyncRequest(NamedTuple):
                 f"{len(self.async_fn_args)} arguments: give async_fn a second one (None will do), or stage inside it"
             )
 
-    def work(self) -> None:
-        """Run `preload_fn` and `async_fn` here and now."""
+    def work(self) -> float:
+        """Run `preload_fn` and `async_fn` here and now; returns how long that took, in seconds."""
+        start_s = time.monotonic()
         if self.async_fn is not None:
             self.async_fn(*self.staged_args(), **(self.async_fn_kwargs or {}))
+        return time.monotonic() - start_s
 
     def execute_sync(self) -> None:
         """Do all of it here and now: the work, and the finalize functions once all ranks have done theirs.
@@ -86,13 +88,7 @@ class AsyncRequest(NamedTuple):
             AsyncCheckpointError: the work failed on some rank, or the ranks do not run the same call; the finalize
                 functions were called on no rank. Where it failed here, the original exception is the cause.
         """
-        start_s = time.monotonic()
-        try:
-            self.work()
-            outcome = CallOutcome(duration_s=time.monotonic() - start_s)
-        except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
-            outcome = failure_of(error)
-        CallAgreement().require_success(group_in_use(None), self.call_idx, outcome)
+        CallAgreement().require_success(group_in_use(None), self.call_idx, ended(self.work))
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -110,7 +106,7 @@ class AsyncRequest(NamedTuple):
             BaseException: what a finalize function raised; those after it were not called.
         """
         if validate_matching_call_idx:
-            CallAgreement().require_success(group_in_use(None), self.call_idx, CallOutcome())
+            CallAgreement().require_success(group_in_use(None), self.call_idx, ended(lambda: 0.0))
         for finalize_fn in self.finalize_fns:
             finalize_fn()
         return self.call_idx

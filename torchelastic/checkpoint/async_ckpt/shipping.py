@@ -2,21 +2,89 @@
 
 The copy is the snapshot: what the trainer does to its tensors afterwards does not reach the worker. Tensors that share
 storage still share it in the worker; those of a GPU arrive as CPU tensors. Both ends are this library's own processes.
+
+The memory needs neither a name nor space in /dev/shm: it is an anonymous file (`memfd_create(2)`) whose descriptor is
+sent to the worker, so one descriptor per request, however many tensors it holds, and gone when both processes are.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
+import os
 import pickle
+import weakref
 from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchelastic.checkpoint.async_ckpt.memory import MemoryPool, SharedMemory, aligned
-
 if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
+
+#: What lies in the memory begins at multiples of this: aligned for every type of element.
+_ALIGNMENT_BYTES = 64
+
+
+class SharedMemory:
+    """A mapped anonymous file.
+
+    Args:
+        descriptor: of the file; owned by this object from now on.
+        size_bytes: how large it is, more than 0.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+        weakref.finalize(self, os.close, descriptor)
+        self._mapping = mmap.mmap(descriptor, size_bytes)  # unmapped when the last tensor in it is gone
+
+    @classmethod
+    def allocate(cls, size_bytes: int) -> SharedMemory:
+        """New memory, all zeros; pages are taken from the host when they are first written.
+
+        Raises:
+            OSError: the host gives none.
+        """
+        descriptor = os.memfd_create("async-checkpoint", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, size_bytes)
+
+    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """A part of it (more than 0 bytes), as a tensor of bytes that keeps the mapping alive."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=size_bytes, offset=offset)
+
+
+class MemoryPool:
+    """Hands out shared memory, and with `reuse` the same again once it was given back.
+
+    Pages that are there already need not be zeroed and mapped again, which takes longer than the copy itself.
+    """
+
+    def __init__(self, reuse: bool) -> None:
+        self.reuse = reuse
+        self._free: list[SharedMemory] = []
+
+    def take(self, size_bytes: int) -> SharedMemory:
+        """Memory of at least this size, that nobody else uses."""
+        for memory in sorted(self._free, key=lambda free: free.size_bytes):
+            if memory.size_bytes >= size_bytes:
+                self._free.remove(memory)
+                return memory
+        self._free.clear()  # all too small: a larger one takes their place
+        return SharedMemory.allocate(size_bytes)
+
+    def give_back(self, memory: SharedMemory) -> None:
+        """The worker is done with it."""
+        if self.reuse:
+            self._free.append(memory)
 
 
 @dataclass(frozen=True)
@@ -24,16 +92,29 @@ class Parcel:
     """A request on its way to a worker.
 
     Attributes:
-        call_idx: of the request.
         pickled: the request, without the contents of its storages.
         places: offset and size in bytes of each storage in the memory.
         memory: where they are; None if all are empty.
     """
 
-    call_idx: int
     pickled: bytes
     places: tuple[tuple[int, int], ...]
     memory: SharedMemory | None
+
+    def send(self, connection: Connection, pid: int) -> None:
+        """Sends it to the worker with this process id; blocks while it does not read."""
+        memory = self.memory
+        connection.send((self.pickled, self.places, memory.size_bytes if memory is not None else 0))
+        if memory is not None:
+            reduction.send_handle(connection, memory.descriptor, pid)
+
+    @classmethod
+    def received(
+        cls, connection: Connection, pickled: bytes, places: tuple[tuple[int, int], ...], size_bytes: int
+    ) -> Parcel:
+        """The parcel of which `send` has sent these, and then the memory."""
+        memory = SharedMemory(reduction.recv_handle(connection), size_bytes) if size_bytes else None
+        return cls(pickled, places, memory)
 
 
 class _Pickler(pickle.Pickler):
@@ -91,13 +172,13 @@ def pack(request: AsyncRequest, pool: MemoryPool) -> Parcel:
     places, end = [], 0
     for storage in pickler.storages:
         places.append((end, storage.nbytes()))
-        end += aligned(storage.nbytes())
+        end += -(-storage.nbytes() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     memory = pool.take(end) if end else None
     for storage, (offset, size_bytes) in zip(pickler.storages, places, strict=True):
         if memory is not None and size_bytes:
             content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             memory.bytes_at(offset, size_bytes).copy_(content)
-    return Parcel(request.call_idx, file.getvalue(), tuple(places), memory)
+    return Parcel(file.getvalue(), tuple(places), memory)
 
 
 def unpack(parcel: Parcel) -> AsyncRequest:

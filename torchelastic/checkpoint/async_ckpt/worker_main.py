@@ -1,4 +1,8 @@
-"""The program of a worker process. It does what it is sent, one request after the other, and dies with its trainer."""
+"""The program of a worker process. It does what it is sent, one request after the other, and dies with its trainer.
+
+It answers in pairs: ("ready", None) once it takes requests; of each request ("staged", None) when its `preload_fn` is
+through, and ("done", seconds) or ("failed", exception) at its end.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,13 @@ import pickle
 import select
 import signal
 import threading
-import time
-from collections.abc import Callable
-from multiprocessing import parent_process
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # typeshed does not know it
+from typing import TYPE_CHECKING, Any
 
-from torchelastic.checkpoint.async_ckpt.messages import Message, failure_message, receive_parcel
-from torchelastic.checkpoint.async_ckpt.priority import lower_process_priority
+from torchelastic.checkpoint.async_ckpt.errors import describe
+from torchelastic.checkpoint.async_ckpt.executors import lower_priority
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.async_ckpt.shipping import Parcel
@@ -26,68 +29,64 @@ def work(connection: Connection, parent_pid: int, cpu_priority: int, io_priority
     # Ctrl-C reaches all processes of a terminal; whether the worker ends then is for the trainer to decide
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    lower_process_priority(cpu_priority, io_priority)
-    _send(connection, Message("ready"))
-    while (parcel := _next(connection)) is not None:
-        _serve(connection, parcel)
-        del parcel  # its memory
+    lower_priority(cpu_priority, io_priority)
+    _answer(connection, "ready")
+    with suppress(EOFError, OSError):  # the trainer has closed its end
+        while (sent := connection.recv()) is not None:
+            from torchelastic.checkpoint.async_ckpt.shipping import Parcel  # torch is loaded when it is needed
+
+            _serve(connection, [Parcel.received(connection, *sent)])
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Have this process killed as soon as the process that started it has ended, however it went.
 
-    Not by PR_SET_PDEATHSIG, which means the parent's thread: requests may be scheduled from one that ends before.
+    Not by PR_SET_PDEATHSIG, which means the parent's thread: requests may be scheduled from one that ends before. And
+    not by the pipe of `multiprocessing.parent_process()`, which other children of the parent may hold open.
     """
-    if hasattr(os, "pidfd_open"):
-        descriptor = os.pidfd_open(parent_pid)  # raises if there is no such process any more, which ends this one
-        if os.getppid() != parent_pid:
-            _die()
-        ended = select.poll()
-        ended.register(descriptor, select.POLLIN)
-        wait: Callable[[], object] = ended.poll
-    else:  # macOS, or an interpreter built without it
-        parent = parent_process()
-        wait = parent.join if parent is not None else _die
-    threading.Thread(target=_die_after, args=(wait,), name="lifeline", daemon=True).start()
+    descriptor = os.pidfd_open(parent_pid)  # raises if there is no such process any more, which ends this one
+    if os.getppid() != parent_pid:
+        _die()
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
 
+    def wait() -> None:
+        ended.poll()
+        _die()
 
-def _die_after(wait: Callable[[], object]) -> None:
-    wait()
-    _die()
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _next(connection: Connection) -> Parcel | None:
-    try:
-        return receive_parcel(connection)
-    except (EOFError, OSError):
-        return None  # the trainer has closed its end
-
-
-def _serve(connection: Connection, parcel: Parcel) -> None:
+def _serve(connection: Connection, parcels: list[Parcel]) -> None:
+    """Takes the only parcel out of the list, so that its memory is let go before the trainer hears of the end."""
     from torchelastic.checkpoint.async_ckpt.shipping import unpack
 
-    call_idx = parcel.call_idx
-    start_s = time.monotonic()
     try:
-        request = unpack(parcel)
+        request = unpack(parcels.pop())
         if request.preload_fn is not None:
             request = request._replace(async_fn_args=request.staged_args(), preload_fn=None)
-            _send(connection, Message("staged", call_idx))
-        start_s = time.monotonic()
-        request.work()
-        answer = Message("ended", call_idx, duration_s=time.monotonic() - start_s)
+            _answer(connection, "staged")
+        answer: tuple[str, Any] = "done", request.work()
     except Exception as error:  # noqa: BLE001 - whatever it is, the trainer has to hear of it
-        answer = failure_message(call_idx, error, time.monotonic() - start_s)
+        answer = "failed", _portable(error)
     request = None  # type: ignore[assignment]  # the memory is the trainer's again once it has the answer
-    _send(connection, answer)
+    _answer(connection, *answer)
 
 
-def _send(connection: Connection, message: Message) -> None:
+def _portable(error: Exception) -> ExceptionWithTraceback:
+    """An exception that arrives with its traceback; as text, if it cannot be pickled, or not be read again."""
     try:
-        connection.send_bytes(pickle.dumps(message))
-    except OSError:
-        pass  # nobody listens any more: the trainer has closed the queue, or ends this process soon
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was written here
+        sent = error
+    except Exception:  # noqa: BLE001 - a user's exception fails in its own ways
+        sent = RuntimeError(describe(error))
+    return ExceptionWithTraceback(sent, error.__traceback__)
+
+
+def _answer(connection: Connection, kind: str, content: Any = None) -> None:
+    with suppress(OSError):  # nobody listens any more: the trainer has closed the queue, or ends this process soon
+        connection.send((kind, content))

@@ -9,21 +9,17 @@ import logging
 import math
 import multiprocessing
 import os
-import pickle
-import queue
 import signal
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import dataclass
 from multiprocessing import connection as connections
 from multiprocessing import util
+from typing import Any
 
-from torchelastic.checkpoint.async_ckpt.caller import settle
-from torchelastic.checkpoint.async_ckpt.messages import Message, outcome_of, send_parcel, send_stop
-from torchelastic.checkpoint.async_ckpt.outcome import CallOutcome
-from torchelastic.checkpoint.async_ckpt.priority import check_priorities
+from torchelastic.checkpoint.async_ckpt.executors import DaemonExecutor, check_priorities, settle
 from torchelastic.checkpoint.async_ckpt.shipping import Parcel
 from torchelastic.checkpoint.async_ckpt.worker_main import work
 
@@ -59,25 +55,10 @@ class WorkerSettings:
             raise ValueError(f"sigterm_timeout is {self.sigterm_timeout_s}: give seconds, 0 for SIGKILL at once")
 
 
-@dataclass(eq=False)
-class Job:
-    """A request for a worker.
-
-    Attributes:
-        parcel: the request; None once it was sent.
-        staged: None once its `preload_fn` is through; else how the call ended before.
-        ended: how the call ended.
-    """
-
-    parcel: Parcel | None
-    staged: Future[CallOutcome | None] = field(default_factory=Future)
-    ended: Future[CallOutcome] = field(default_factory=Future)
-
-
 class WorkerProcess:
     """One worker process, started (by spawn, never by fork) when this is made; it is ready some seconds later.
 
-    A thread gives it one job after the other. It is ended when the interpreter ends, at the latest.
+    A thread gives it one request after the other. It is ended when the interpreter ends, at the latest.
 
     Args:
         settings: how it is started and ended.
@@ -93,11 +74,10 @@ class WorkerProcess:
         self._process = context.Process(target=work, args=arguments, name="async-checkpoint", daemon=settings.is_daemon)
         self._process.start()
         theirs.close()
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._was_ready = False
         # of two threads that ask at once how a process ended, one is not told; reentrant, for `__del__` of a caller
         self._lock = threading.RLock()
-        threading.Thread(target=self._run, name="async-checkpoint-worker", daemon=True).start()
+        self._thread = DaemonExecutor("async-checkpoint-worker")
         # run when the interpreter ends, before multiprocessing waits for its children
         self._at_exit = util.Finalize(None, end_all, args=([self], UNTIDY_END_S), exitpriority=10)
 
@@ -111,13 +91,23 @@ class WorkerProcess:
         """Whether it runs."""
         return self.exit_code() is None
 
-    def submit(self, job: Job) -> None:
-        """Have it do this after what it was given before. Does not wait."""
-        self._inbox.put(job)
+    def submit(self, parcel: Parcel) -> tuple[Future[None], Future[float]]:
+        """Have it do this after what it was given before. Does not wait.
+
+        Returns:
+            Done when the `preload_fn` is through; and how many seconds it took, once it has ended. Its death is a
+            `BrokenExecutor`.
+        """
+        staged: Future[None] = Future()
+        ended = self._thread.submit(self._have_done, [parcel], staged)
+        if self._once:
+            self.finish()
+        return staged, ended
 
     def finish(self) -> None:
         """Have it end after what it was given; nothing may be given to it afterwards."""
-        self._inbox.put(None)
+        self._thread.submit(self._see_off)
+        self._thread.shutdown()
 
     def exit_code(self, timeout_s: float = 0.0) -> int | None:
         """Its exit code, negative for a signal; None if it still runs after `timeout_s`. From any thread."""
@@ -138,42 +128,43 @@ class WorkerProcess:
         """Send it SIGKILL."""
         self._process.kill()
 
-    def _run(self) -> None:
-        while (job := self._inbox.get()) is not None:
-            outcome = self._have_done(job)
-            settle(job.staged, outcome)
-            settle(job.ended, outcome)
-            del job  # and its memory, while the thread waits for the next one
-            if self._once:
-                break
-        self._send_stop()
-        self.exit_code(math.inf)
-        self._at_exit.cancel()
-
-    def _have_done(self, job: Job) -> CallOutcome:
-        parcel, job.parcel = job.parcel, None
+    def _see_off(self) -> int:
+        """Its exit code, after what it was given."""
         try:
-            if parcel is not None:
-                send_parcel(self._connection, parcel, self.pid)
-        except OSError:
-            return self._death()
-        del parcel
-        while (message := self._listen()) is not None:
-            if message.kind == "ended":
-                outcome = outcome_of(message)
-                return outcome if outcome.has_failed or not self._once else self._ended_well(outcome)
-            settle(job.staged, None)
-        return self._death()
+            self._connection.send(None)
+        except OSError as error:
+            log.debug("the checkpoint worker %d takes no more requests: %s", self.pid, error)
+        code = self.exit_code(math.inf) or 0
+        self._at_exit.cancel()
+        return code
 
-    def _listen(self) -> Message | None:
+    def _have_done(self, parcels: list[Parcel], staged: Future[None]) -> float:
+        """Takes the only parcel out of the list, so that whoever uses its memory last is the worker, and frees it."""
+        try:
+            parcels.pop().send(self._connection, self.pid)
+        except OSError:
+            raise self._death() from None
+        while (answer := self._listen()) is not None:
+            kind, content = answer
+            if kind == "staged":
+                settle(staged, None)
+            elif kind == "failed":
+                raise content
+            else:
+                if self._once and (code := self._see_off()):
+                    raise BrokenExecutor(f"its worker process {self.pid} ended with exit code {code}")
+                return float(content)
+        raise self._death()
+
+    def _listen(self) -> tuple[str, Any] | None:
         """What it says next; None: it is dead."""
         while True:
             is_dead = not self.is_alive  # asked first: it may tell and end in between
             try:
                 if self._connection.poll(0.0 if is_dead else _LIVENESS_S):
-                    message: Message = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from our own worker
-                    if message.kind != "ready":
-                        return message
+                    answer: tuple[str, Any] = self._connection.recv()
+                    if answer[0] != "ready":
+                        return answer
                     self._was_ready = True
                 elif is_dead:
                     return None
@@ -181,13 +172,8 @@ class WorkerProcess:
                 self.exit_code(math.inf)  # it has ended, or is about to
                 return None
 
-    def _ended_well(self, outcome: CallOutcome) -> CallOutcome:
-        self._send_stop()
-        code = self.exit_code(math.inf)
-        return CallOutcome(f"its worker process {self.pid} ended with exit code {code}") if code else outcome
-
-    def _death(self) -> CallOutcome:
-        """How it died, as the outcome of a call that it was at or had yet to do."""
+    def _death(self) -> BrokenExecutor:
+        """How it died, as the failure of a call that it was at or had yet to do."""
         self._listen()  # whether it was ready
         code = self.exit_code(math.inf) or 0
         ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -196,13 +182,7 @@ class WorkerProcess:
             if self._was_ready
             else ', before it was ready: see what it has printed (scripts need an `if __name__ == "__main__":`)'
         )
-        return CallOutcome(f"the worker process {self.pid} {ending} before the call was done{hint}")
-
-    def _send_stop(self) -> None:
-        try:
-            send_stop(self._connection)
-        except OSError as error:
-            log.debug("the checkpoint worker %d takes no more requests: %s", self.pid, error)
+        return BrokenExecutor(f"the worker process {self.pid} {ending} before the call was done{hint}")
 
 
 def end_all(workers: Sequence[WorkerProcess], sigterm_timeout_s: float | None = None) -> None:

@@ -13,10 +13,11 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of, damages_of, described_part
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
+from torchelastic.checkpoint.local.names import SUFFIX, find_shard
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.save_id import SaveId
 
 #: Folders below the root: the session, and in it one folder per rank.
 _DEPTH = 2
@@ -31,14 +32,14 @@ class LocalShards(Format):
         """The saves in a root, in the folder of a session, or in that of a rank."""
         if not path.is_dir():
             return []
-        copies: dict[LocalSave, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
+        copies: dict[tuple[SaveId, int], dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
         for file in _files(path, _DEPTH):
-            shard = Shard.parse(file.name)
+            shard = find_shard(file.name)
             if shard is not None:
-                copies[shard.save][shard.rank].append(file)
+                copies[shard.name, shard.world_size][shard.rank].append(file)
         newest_first = sorted(copies.items(), reverse=True)
         return still_there(
-            (next(iter(files.values()))[0], partial(self._found, save, files)) for save, files in newest_first
+            (next(iter(files.values()))[0], partial(self._found, *save, files)) for save, files in newest_first
         )
 
     def contents(self, found: FoundCheckpoint) -> Contents:
@@ -66,7 +67,7 @@ class LocalShards(Format):
         for path in found.shards:
             REAL_DISK.remove(path)
 
-    def _found(self, save: LocalSave, files: dict[int, list[Path]]) -> FoundCheckpoint:
+    def _found(self, save: SaveId, world_size: int, files: dict[int, list[Path]]) -> FoundCheckpoint:
         paths = tuple(path for rank in sorted(files) for path in files[rank])
         with explained("look at the checkpoint", paths[0]):
             statuses = [path.stat() for path in paths]
@@ -84,12 +85,12 @@ class LocalShards(Format):
             format=self,
             path=paths[0],
             name=f"{session}: {save}" if session else str(save),
-            step=save.iteration,
-            world_size=save.world_size,
+            step=save.step,
+            world_size=world_size,
             saved_s=saved_s,
             size_bytes=sum(status.st_size for status in statuses),
             damage=damage,
-            partial=described_part(files, save.world_size),
+            partial=described_part(files, world_size),
             shards=paths,
             facts={"session": session, "generation": save.generation, "ranks here": here},
         )

@@ -13,8 +13,7 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
 from torchelastic.checkpoint.command.shard_checks import damages_of, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, CheckpointContainerId, ShardName
 from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
 

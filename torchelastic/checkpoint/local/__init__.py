@@ -12,10 +12,13 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.checkpoint.errors import OutOfStepError
     from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
-    from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict, TensorPlaceholder
-    from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
     from torchelastic.checkpoint.local.local_manager import LocalCheckpointManager
     from torchelastic.checkpoint.local.names import CkptID
+    from torchelastic.checkpoint.local.state_dict import (
+        BasicTensorAwareStateDict,
+        TensorAwareStateDict,
+        TensorPlaceholder,
+    )
 
 __all__ = [
     "BaseCheckpointManager",
@@ -29,12 +32,12 @@ __all__ = [
 
 _HOME_OF_NAME = {
     "BaseCheckpointManager": "base_manager",
-    "BasicTensorAwareStateDict": "basic_state_dict",
+    "BasicTensorAwareStateDict": "state_dict",
     "CkptID": "names",
     "LocalCheckpointManager": "local_manager",
     "OutOfStepError": "torchelastic.checkpoint.errors",
-    "TensorAwareStateDict": "base_state_dict",
-    "TensorPlaceholder": "base_state_dict",
+    "TensorAwareStateDict": "state_dict",
+    "TensorPlaceholder": "state_dict",
 }
 
 __getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

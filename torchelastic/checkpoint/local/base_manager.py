@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
-from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.local.choice import LocalCandidate
-from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard, check_iteration, check_session_id
+from torchelastic.checkpoint.local.choice import LocalCandidate, shards_of
+from torchelastic.checkpoint.local.names import CkptID, check_iteration, check_session_id
 from torchelastic.checkpoint.local.shard_folder import HeldShard
+from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.restore_plan import Held, candidates
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 
@@ -70,10 +71,10 @@ class BaseCheckpointManager(ABC):
         self._ranks = RankGroup(process_group, timeout_s)
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
-        self._found: dict[LocalSave, LocalCandidate] = {}  # the newest first
-        self._complete: dict[LocalSave, float] = {}
-        self._unreadable: dict[LocalSave, str] = {}  # and why
-        self._pending: dict[LocalSave, int] = {}  # begun and not finalised; how many later ones were finalised since
+        self._found: dict[SaveId, LocalCandidate] = {}  # the newest first
+        self._complete: dict[SaveId, float] = {}
+        self._unreadable: dict[SaveId, str] = {}  # and why
+        self._pending: dict[SaveId, int] = {}  # begun and not finalised; how many later ones were finalised since
         self._generation = -1
 
     # --- what a subclass does -----------------------------------------------------------------------------------------
@@ -83,26 +84,26 @@ class BaseCheckpointManager(ABC):
         """The parts that this rank holds, its own and those of others."""
 
     @abstractmethod
-    def _load(self, shard: Shard) -> TensorAwareStateDict:
+    def _load(self, shard: ShardId) -> TensorAwareStateDict:
         """Reads a part, checked, from wherever it lies. Raises: CorruptCheckpointError if no good copy is left."""
 
-    def _verify(self, shard: Shard) -> None:
+    def _verify(self, shard: ShardId) -> None:
         """Finds out whether `_load` would succeed, and raises what it would raise."""
         self._load(shard)
 
-    def _make_copies_again(self, call: str, save: LocalSave) -> None:  # noqa: B027 - most keep none
+    def _make_copies_again(self, call: str, save: SaveId) -> None:  # noqa: B027 - most keep none
         """This one was loaded, on all ranks: each fetches what it has lost of the others' parts."""
 
     @abstractmethod
-    def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
+    def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
         """Takes the snapshot, and returns what is left to be done in the background (without finalize functions)."""
 
     @abstractmethod
-    def _cleanup(self, save: LocalSave) -> None:
+    def _cleanup(self, save: SaveId) -> None:
         """A save is complete on all ranks: removes what is not to be kept beside it."""
 
     @abstractmethod
-    def _cleanup_failed_save(self, save: LocalSave) -> None:
+    def _cleanup_failed_save(self, save: SaveId) -> None:
         """A save has failed on some rank: removes what is here of it."""
 
     def _prepare(self, state_dict: TensorAwareStateDict) -> Any:
@@ -141,9 +142,9 @@ class BaseCheckpointManager(ABC):
         """
         self._begin("find_latest()", look=True)
 
-        def attempt(save: LocalSave) -> None:
-            for part in range(self.rank, save.world_size, self.world_size):
-                self._verify(save.shard(part))
+        def attempt(save: SaveId) -> None:
+            for shard in shards_of(self._found[save])[self.rank :: self.world_size]:
+                self._verify(shard)
 
         self._try_all("find_latest()", lambda _: None, attempt)
         return self.latest_iteration
@@ -152,7 +153,9 @@ class BaseCheckpointManager(ABC):
     def latest_world_size(self) -> int:
         """How many ranks saved the newest checkpoint that `find_latest` found; 0 if there is none."""
         newest = self._newest()
-        return newest.world_size if newest is not None else 0
+        if newest is None:
+            return 0
+        return len(self._found[newest].whole) if newest in self._found else self.world_size
 
     def load(self, shard: int | None = None) -> tuple[TensorAwareStateDict, CkptID]:
         """Reads this rank's part of the newest complete checkpoint. Called on all ranks.
@@ -174,14 +177,13 @@ class BaseCheckpointManager(ABC):
         """
         wishes: list[Any] = []
 
-        def check(save: LocalSave) -> None:
+        def check(save: SaveId) -> None:
             for rank, wish in enumerate(wishes):
-                _check_wish(save, rank, wish, len(wishes))
+                _check_wish(save, len(self._found[save].whole), rank, wish, len(wishes))
 
-        def attempt(save: LocalSave) -> tuple[TensorAwareStateDict, CkptID]:
-            wanted = save.shard(self.rank if shard is None else shard)
-            state = self._load(wanted)
-            return state, CkptID(save.iteration, wanted.rank, self.session_id)
+        def attempt(save: SaveId) -> tuple[TensorAwareStateDict, CkptID]:
+            wanted = shards_of(self._found[save])[self.rank if shard is None else shard]
+            return self._load(wanted), self._ckpt_id(wanted)
 
         self._begin("load()", look=True)
         wishes += self._ranks.run_on_all("load()", lambda: None if shard is None else int(shard))
@@ -226,9 +228,9 @@ class BaseCheckpointManager(ABC):
             raise
         self._generation = max(int(generation) for generation, _, _ in answers) + 1
         _, token, saved_s = answers[0]
-        save = LocalSave(self._generation, check_iteration(iteration), self.world_size, str(token))
+        save = SaveId(0, 0, self._generation, check_iteration(iteration), str(token))
         self._pending[save] = 0
-        request = self._save(prepared[0], save.shard(self.rank), float(saved_s), is_async=is_async)
+        request = self._save(prepared[0], ShardId(save, self.rank, self.world_size), float(saved_s), is_async=is_async)
         request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s), self._formation)])
         if is_async:
             return request
@@ -257,38 +259,38 @@ class BaseCheckpointManager(ABC):
         """Has all ranks tell what they hold."""
 
         def report() -> list[list[Any]]:
-            return [[held.shard.file_name, held.folder, held.saved_s] for held in self._my_ckpt_ids()]
+            return [[str(held.shard), held.folder, held.saved_s] for held in self._my_ckpt_ids()]
 
         reports = self._ranks.run_on_all(f"{call}, looking", report)
         known = [
-            [(shard, int(folder), float(saved_s)) for name, folder, saved_s in each if (shard := Shard.parse(name))]
-            for each in reports
+            [(ShardId.parse(name), str(folder), float(saved_s)) for name, folder, saved_s in each] for each in reports
         ]
         held = [
-            [Held(one.save, range(one.save.world_size), [one.rank], str(folder)) for one, folder, _ in each]
-            for each in known
+            [Held(one.name, range(one.world_size), [one.rank], folder) for one, folder, _ in each] for each in known
         ]
         self._found = {candidate.save: candidate for candidate in candidates(held)}
         self._generation = max([self._generation, *(save.generation for save in self._found)])
-        saved_s = {shard.save: saved_s for each in known for shard, _, saved_s in each}
+        saved_s = {shard.name: saved_s for each in known for shard, _, saved_s in each}
         self._complete = {save: saved_s[save] for save in self._found if self._is_loadable(save)}
         self.globally_available_ids = {
-            rank: sorted({CkptID(shard.save.iteration, shard.rank, self.session_id) for shard, _, _ in each})
-            for rank, each in enumerate(known)
+            rank: sorted({self._ckpt_id(shard) for shard, _, _ in each}) for rank, each in enumerate(known)
         }
         newest = self._newest()
         for save, candidate in self._found.items():
             if candidate.missing and (newest is None or save > newest):
                 log.warning("%s cannot be loaded: nobody holds the part(s) of %s", save, listed(candidate.missing))
 
-    def _is_loadable(self, save: LocalSave) -> bool:
+    def _ckpt_id(self, shard: ShardId) -> CkptID:
+        return CkptID(shard.name.step, shard.rank, self.session_id)
+
+    def _is_loadable(self, save: SaveId) -> bool:
         return self._found[save].is_complete and save not in self._unreadable
 
-    def _newest(self) -> LocalSave | None:
+    def _newest(self) -> SaveId | None:
         return max(self._complete, default=None)
 
     def _first_loadable(
-        self, call: str, check: Callable[[LocalSave], None], attempt: Callable[[LocalSave], Loaded]
+        self, call: str, check: Callable[[SaveId], None], attempt: Callable[[SaveId], Loaded]
     ) -> Loaded:
         """What `attempt` returns for the newest checkpoint that all ranks could read; see `_try_all`."""
         loaded = self._try_all(call, check, attempt)
@@ -297,9 +299,7 @@ class BaseCheckpointManager(ABC):
         self._make_copies_again(call, max(self._complete))
         return loaded[0]
 
-    def _try_all(
-        self, call: str, check: Callable[[LocalSave], None], attempt: Callable[[LocalSave], Loaded]
-    ) -> list[Loaded]:
+    def _try_all(self, call: str, check: Callable[[SaveId], None], attempt: Callable[[SaveId], Loaded]) -> list[Loaded]:
         """Tries the complete checkpoints, newest first, until all ranks could read one of them: that is the latest.
 
         Args:
@@ -311,18 +311,18 @@ class BaseCheckpointManager(ABC):
             What `attempt` returned; the list is empty if there is no such checkpoint.
         """
 
-        def read(save: LocalSave) -> list[Loaded]:
+        def read(save: SaveId) -> list[Loaded]:
             check(save)
             try:
-                loaded = self._ranks.own_on_all(f"{call} of iteration {save.iteration}", partial(attempt, save))
+                loaded = self._ranks.own_on_all(f"{call} of iteration {save.step}", partial(attempt, save))
             except CheckpointError:
                 raise
             except Exception as error:  # a bug of the program: an older one helps nobody
                 raise CheckpointError(f"{save} could not be loaded: {type(error).__name__}: {error}") from error
-            self.latest_iteration = save.iteration
+            self.latest_iteration = save.step
             return [loaded]
 
-        def pass_over(save: LocalSave, error: CorruptCheckpointError) -> None:
+        def pass_over(save: SaveId, error: CorruptCheckpointError) -> None:
             log.warning("%s cannot be loaded (%s); looking for an older one", save, error)
             self._unreadable[save] = f"{save} is damaged ({error})"
             del self._complete[save]
@@ -341,7 +341,7 @@ class BaseCheckpointManager(ABC):
             f"{reasons}. Load a durable one, or start from scratch"
         )
 
-    def _finish(self, request: AsyncRequest, save: LocalSave, call: str) -> None:
+    def _finish(self, request: AsyncRequest, save: SaveId, call: str) -> None:
         try:
             self._ranks.run_on_all(call, request.work)
         except OutOfStepError:
@@ -353,7 +353,7 @@ class BaseCheckpointManager(ABC):
         for finalize_fn in request.finalize_fns:
             finalize_fn()
 
-    def _finalize(self, save: LocalSave, saved_s: float, formation: int) -> None:
+    def _finalize(self, save: SaveId, saved_s: float, formation: int) -> None:
         """All ranks of the present group have written it. Called on the thread that trains."""
         self._pending.pop(save, None)
         if formation != self._formation or self._world is not self._ranks.source:
@@ -361,7 +361,7 @@ class BaseCheckpointManager(ABC):
             log.warning("the process group was re-formed during %s: find_latest() finds out if it is complete", save)
             return
         self._complete[save] = saved_s
-        self.latest_iteration = max(self._complete).iteration
+        self.latest_iteration = max(self._complete).step
         for older in [older for older in self._pending if older < save]:
             self._pending[older] += 1
             if self._pending[older] >= _GIVEN_UP_AFTER:
@@ -371,14 +371,12 @@ class BaseCheckpointManager(ABC):
         self._cleanup(save)
 
 
-def _check_wish(save: LocalSave, rank: int, wish: int | None, world_size: int) -> None:
-    if wish is None and save.world_size != world_size:
+def _check_wish(save: SaveId, parts: int, rank: int, wish: int | None, world_size: int) -> None:
+    if wish is None and parts != world_size:
         raise CheckpointError(
-            f"{save} was saved by {save.world_size} rank(s), and there are {world_size} now: say which part each rank "
-            f"is to read, load(shard=rank % {save.world_size}) for example if they all hold the same; or read all of "
-            "them, with load_all() or load_resharded(template)"
+            f"{save} was saved by {parts} rank(s), and there are {world_size} now: say which part each rank is to "
+            f"read, load(shard=rank % {parts}) for example if they all hold the same; or read all of them, with "
+            "load_all() or load_resharded(template)"
         )
-    if wish is not None and not 0 <= wish < save.world_size:
-        raise CheckpointError(
-            f"rank {rank} asked for the part of rank {wish} of {save}: there are 0 to {save.world_size - 1}"
-        )
+    if wish is not None and not 0 <= wish < parts:
+        raise CheckpointError(f"rank {rank} asked for the part of rank {wish} of {save}: there are 0 to {parts - 1}")

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchelastic.checkpoint.local.names import LocalSave, Shard
 from torchelastic.checkpoint.policy import KeepPolicy, KeptCheckpoint, prunable
 from torchelastic.checkpoint.policy.keeping import rising_s
 from torchelastic.checkpoint.restore_plan import Candidate, Distance, ShardSource
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 #: A save, and who holds its shards, by the ranks that wrote them; the place of a source is the number of a rank folder
 #: on the host of that rank, which is not always its own.
-LocalCandidate = Candidate[LocalSave, int]
+LocalCandidate = Candidate[SaveId, int]
+
+
+def shards_of(candidate: LocalCandidate) -> list[ShardId]:
+    """All that a save consists of, by the ranks that wrote them."""
+    return [ShardId(candidate.save, rank, len(candidate.whole)) for rank in candidate.whole]
 
 
 def nearness(roots: Sequence[str]) -> Distance[int]:
@@ -33,23 +38,23 @@ def nearness(roots: Sequence[str]) -> Distance[int]:
 
 
 def lost_copies(
-    candidate: LocalCandidate, roots: Sequence[str], cliques: Sequence[Collection[int]]
-) -> dict[int, list[Shard]]:
+    candidate: LocalCandidate, roots: Sequence[str], partners_of: Sequence[Collection[int]]
+) -> dict[int, list[ShardId]]:
     """The shards that ranks are to hold for others, and of which nothing lies on their hosts any more.
 
     Args:
         candidate: a complete one. Where another number of ranks has saved it, shard s counts as that of rank s modulo
             today's.
         roots: see `nearness`.
-        cliques: per rank, who keeps copies of its shards, itself included.
+        partners_of: per rank, who keeps copies of its shards.
     """
-    lost: dict[int, list[Shard]] = {}
+    lost: dict[int, list[ShardId]] = {}
     for shard, sources in candidate.sources.items():
         owner = shard % len(roots)
         has_it = {roots[source.rank] for source in sources}
-        for keeper in sorted(set(cliques[owner]) - {owner}):
+        for keeper in partners_of[owner]:
             if roots[keeper] not in has_it:
-                lost.setdefault(keeper, []).append(candidate.save.shard(shard))
+                lost.setdefault(keeper, []).append(shards_of(candidate)[shard])
     return lost
 
 
@@ -71,12 +76,12 @@ def folders_of(rank: int, roots: Sequence[str], present: Iterable[int]) -> list[
 
 @dataclass(frozen=True)
 class _Kept(KeptCheckpoint):
-    save: LocalSave = field(kw_only=True)
+    save: SaveId = field(kw_only=True)
 
 
 def to_prune(
-    policy: KeepPolicy, complete: Mapping[LocalSave, float], held: Iterable[LocalSave], busy: Collection[LocalSave]
-) -> set[LocalSave]:
+    policy: KeepPolicy, complete: Mapping[SaveId, float], held: Iterable[SaveId], busy: Collection[SaveId]
+) -> set[SaveId]:
     """Which of the saves that are held may be removed, now that the newest complete one is safe.
 
     Args:
@@ -89,6 +94,6 @@ def to_prune(
     if not saves:
         return set()
     times = rising_s(complete[save] for save in saves)
-    oldest_first = [_Kept(save.iteration, saved_s, save=save) for save, saved_s in zip(saves, times, strict=True)]
+    oldest_first = [_Kept(save.step, saved_s, save=save) for save, saved_s in zip(saves, times, strict=True)]
     kept = set(saves) - {checkpoint.save for checkpoint in prunable(policy, oldest_first)}
     return {save for save in held if save <= saves[-1] and save not in kept and save not in busy}

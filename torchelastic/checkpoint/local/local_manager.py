@@ -16,16 +16,13 @@ from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
-from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, to_prune
-from torchelastic.checkpoint.local.encoding import decode, encode, plain_basic
-from torchelastic.checkpoint.local.fetching import open_copy
-from torchelastic.checkpoint.local.names import CkptID, LocalSave, Shard
+from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, shards_of, to_prune
+from torchelastic.checkpoint.local.names import CkptID, header_meta
 from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
 from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
+from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
-from torchelastic.checkpoint.replication.addresses import root_id
-from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet
+from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
 from torchelastic.checkpoint.restore import first_good_copy
 from torchelastic.checkpoint.restore_plan import ShardSource, plan_reads
 from torchelastic.checkpoint.shards import ShardReader, read_into
@@ -33,6 +30,7 @@ from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 
@@ -107,7 +105,6 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._server: ReplicaServer | None = None
         self._peers = PeerTopology(0, ("",))
         self._roots: list[str] = [""]
-        self._cliques: list[list[int]] = [[]]
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._dropped = _when_dropped(self, self._ranks)
         disk.make_folder(self._root)
@@ -130,11 +127,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
             CheckpointError, OutOfStepError: see `load`.
         """
 
-        def attempt(save: LocalSave) -> list[tuple[TensorAwareStateDict, CkptID]]:
-            return [
-                (self._read(save.shard(rank), keep=False), CkptID(save.iteration, rank, self.session_id))
-                for rank in range(save.world_size)
-            ]
+        def attempt(save: SaveId) -> list[tuple[TensorAwareStateDict, CkptID]]:
+            return [(self._read(shard, keep=False), self._ckpt_id(shard)) for shard in shards_of(self._found[save])]
 
         self._begin("load_all()", look=True)
         return self._first_loadable("load_all()", lambda _: None, attempt)
@@ -158,16 +152,16 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         tree = plain_basic(template)
 
-        def attempt(save: LocalSave) -> tuple[Any, CkptID]:
+        def attempt(save: SaveId) -> tuple[Any, CkptID]:
             readers: list[ShardReader] = []
             try:
-                for rank in range(save.world_size):
-                    readers.append(self._from_any(save.shard(rank), _verified, keep=False))
+                for shard in shards_of(self._found[save]):
+                    readers.append(self._from_any(shard, _verified, keep=False))
                 state = read_into(readers, tree, strict=strict, allow_pickles=self._allow_pickles)
             finally:
                 for reader in readers:
                     reader.close()
-            return state, CkptID(save.iteration, self.rank, self.session_id)
+            return state, CkptID(save.step, self.rank, self.session_id)
 
         self._begin("load_resharded()", look=True)
         return self._first_loadable("load_resharded()", lambda _: None, attempt)
@@ -198,28 +192,27 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return root_id(self._root)
 
         silence_s = min(_SILENCE_PART * self._timeout_s, _MOST_SILENCE_S)
-        peers, self._server, self._roots = meet(
+        self._peers, self._server, self._roots = meet(
             self._ranks,
             call,
             lambda: self._files,
             ReplicationRetryConfig(timeout_seconds=silence_s),
             tell=open_folder,
+            choose=self._partners,
             replica_host=self._replica_host,
         )
         self._dropped.detach()
         self._dropped = _when_dropped(self, self._server, self._folder, self._ranks)
-        hosts = peers.hosts
-        self._cliques = self._ranks.run_on_all(f"{call}, choosing", lambda: self._clique(hosts))
-        clique = [rank for rank in self._cliques[self.rank] if rank != self.rank]
-        self._peers = replace(peers, partners=tuple(clique))
-        if self.repl_strategy is not None and not clique:
+        hosts, partners = self._peers.hosts, self._peers.partners
+        if self.repl_strategy is not None and not partners:
             log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
-        if clique and self.rank < min(clique) and len({hosts[rank] for rank in [self.rank, *clique]}) == 1:
-            listed_ranks = listed(self._cliques[self.rank])
-            log.warning("%s keep copies of each other on one host, and are lost with it", listed_ranks)
+        clique = sorted([self.rank, *partners])
+        if partners and self.rank == clique[0] and len({hosts[rank] for rank in clique}) == 1:
+            log.warning("%s keep copies of each other on one host, and are lost with it", listed(clique))
 
-    def _clique(self, hosts: Sequence[str]) -> list[int]:
-        return [] if self.repl_strategy is None else sorted(self.repl_strategy.clique(self.rank, hosts))
+    def _partners(self, peers: PeerTopology) -> list[int]:
+        clique = [] if self.repl_strategy is None else self.repl_strategy.clique(self.rank, peers.hosts)
+        return sorted({*clique} - {self.rank})
 
     @property
     def _files(self) -> ShardFolder:
@@ -247,10 +240,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _discard(self, prepared: Any) -> None:
         self._files.give_back(prepared.stage)
 
-    def _save(self, prepared: Any, shard: Shard, saved_s: float, *, is_async: bool) -> AsyncRequest:
+    def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
         stage: Stage = prepared.stage
         header: Header = replace(
-            prepared.header, meta={**prepared.header.meta, **shard.meta(self.session_id), "saved_s": saved_s}
+            prepared.header, meta={**prepared.header.meta, **header_meta(shard, self.session_id), "saved_s": saved_s}
         )
         try:
             if is_async:
@@ -265,7 +258,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             target=self._files.path_of(shard, self.rank),
             data_offset=stage.data_offset,
             header=header,
-            generation=shard.save.generation,
+            shard=shard,
             peers=self._peers,
             disk=self._disk,
             stage=stage,
@@ -273,7 +266,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._files.begin(shard, stage, write)
         return AsyncRequest(write_shard, (write,), [])
 
-    def _cleanup(self, save: LocalSave) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
+    def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
         if self._folder is None:
             return  # closed meanwhile; the next save prunes
         files = self._files
@@ -284,7 +277,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         files.prune(doomed, folders)
         self._complete = {kept: saved_s for kept, saved_s in self._complete.items() if kept not in doomed}
 
-    def _cleanup_failed_save(self, save: LocalSave) -> None:
+    def _cleanup_failed_save(self, save: SaveId) -> None:
         if self._folder is not None:
             self._folder.call_off(save)
 
@@ -293,14 +286,14 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _my_ckpt_ids(self) -> Sequence[HeldShard]:
         return self._files.held(self._folders())
 
-    def _load(self, shard: Shard) -> TensorAwareStateDict:
+    def _load(self, shard: ShardId) -> TensorAwareStateDict:
         return self._read(shard, keep=True)
 
-    def _verify(self, shard: Shard) -> None:
+    def _verify(self, shard: ShardId) -> None:
         self._from_any(shard, _verified, keep=True).close()
 
-    def _make_copies_again(self, call: str, save: LocalSave) -> None:
-        lost = lost_copies(self._found[save], self._roots, self._cliques)
+    def _make_copies_again(self, call: str, save: SaveId) -> None:
+        lost = lost_copies(self._found[save], self._roots, self._peers.partners_of)
 
         def fetch() -> None:
             for shard in lost.get(self.rank, ()):
@@ -312,7 +305,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if lost:
             self._ranks.run_on_all(f"{call}, making lost copies again", fetch)  # nobody goes while others fetch from it
 
-    def _read(self, shard: Shard, *, keep: bool) -> TensorAwareStateDict:
+    def _read(self, shard: ShardId, *, keep: bool) -> TensorAwareStateDict:
         def use(reader: ShardReader) -> TensorAwareStateDict:
             with reader:
                 # on tmpfs the file is memory already, and fresh memory for a copy costs more than the copy; but a
@@ -323,16 +316,16 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
         return self._from_any(shard, use, keep=keep)
 
-    def _from_any(self, shard: Shard, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
+    def _from_any(self, shard: ShardId, use: Callable[[ShardReader], Used], *, keep: bool) -> Used:
         """What `use` returns for the first copy of a shard that it can read and check; the reader stays open then."""
         files, peers, roots = self._files, self._peers, self._roots
-        held = self._found[shard.save].sources
+        held = self._found[shard.name].sources
         sources = plan_reads(held, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
 
         def take(source: ShardSource) -> Used:
             is_here = roots[source.rank] == roots[self.rank]
             client = None if is_here else peers.client(source.rank, peers.retry.timeout_seconds)
-            reader = open_copy(shard, files, folder=int(source.place), client=client, keep=keep)
+            reader = files.open_copy(shard, int(source.place), client, keep=keep)
             try:
                 return use(reader)
             except CorruptCheckpointError:

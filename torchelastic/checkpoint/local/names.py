@@ -1,23 +1,20 @@
-"""Pure: which shard of which save a file holds, as its name says it.
+"""Pure: how the shards of local checkpoints are called, on the disk and by their users.
 
-A save is told apart by more than its iteration: after a rollback the same iteration is saved again. So every save has a
-generation, a counter that all ranks agree on and that never falls, and a random id against two histories of one job.
+After a rollback the same iteration is saved again, so a save is told apart by more than that: it has a generation, a
+counter that all ranks agree on and that never falls, and a nonce. Epochs and rounds are not known here, and 0.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
+
+from torchelastic.checkpoint.store.save_id import ShardId
 
 SUFFIX = ".shard"
 MAX_NUMBER = 10**12
 
-_NAME = re.compile(
-    r"iter_(?P<iteration>\d{7,12})_(?P<rank>\d{4,12})_of_(?P<world_size>\d{4,12})"
-    r"_gen_(?P<generation>\d{8,12})_(?P<token>[0-9a-f]{8})_local\.shard"
-)
 _SESSION = re.compile(r"(?! )[A-Za-z0-9_.:=@+, -]{0,128}(?<! )")
 
 
@@ -35,71 +32,36 @@ class CkptID(NamedTuple):
     session_id: str
 
 
-@dataclass(frozen=True, order=True)
-class LocalSave:
-    """One call of `save`, the same on all ranks. Ordered by age: the newest is the largest.
+def file_name_of(shard: ShardId) -> str:
+    """The name of a shard's file; `find_shard` is the inverse.
 
-    Attributes:
-        generation: how many saves there were before in this session, as far as anybody knew; agreed by all ranks.
-        iteration: of training.
-        world_size: how many ranks saved, so how many shards there are.
-        token: 8 random hexadecimal digits.
+    >>> from torchelastic.checkpoint.store.save_id import SaveId
+    >>> file_name_of(ShardId(SaveId(0, 0, 3, 10, "9f3a12cd"), 1, 4))
+    'step-000000010.e0.r0.g3.9f3a12cd.shard-00001-of-00004.shard'
     """
-
-    generation: int
-    iteration: int
-    world_size: int
-    token: str
-
-    def shard(self, rank: int) -> Shard:
-        """One rank's part of it."""
-        return Shard(self, rank)
-
-    def __str__(self) -> str:
-        return f"iteration {self.iteration} (save {self.generation} of {self.world_size} rank(s))"
+    return str(shard).replace("/", ".")
 
 
-@dataclass(frozen=True, order=True)
-class Shard:
-    """One rank's part of a save."""
+def find_shard(file_name: str) -> ShardId | None:
+    """Reads a file's name; None if it is none of ours."""
+    save, dot, rest = file_name.partition(".shard-")
+    try:
+        shard = ShardId.parse(f"{save}/shard-{rest}") if dot else None
+    except ValueError:
+        return None
+    return shard if shard is not None and shard.name.nonce else None
 
-    save: LocalSave
-    rank: int
 
-    @property
-    def file_name(self) -> str:
-        """The name of its file; `parse` is the inverse."""
-        save = self.save
-        return (
-            f"iter_{save.iteration:07d}_{self.rank:04d}_of_{save.world_size:04d}"
-            f"_gen_{save.generation:08d}_{save.token}_local{SUFFIX}"
-        )
-
-    @classmethod
-    def parse(cls, file_name: str) -> Shard | None:
-        """Reads a file's name; None if it is none of ours."""
-        match = _NAME.fullmatch(file_name)
-        if match is None:
-            return None
-        numbers = {name: int(match[name]) for name in ("iteration", "rank", "world_size", "generation")}
-        save = LocalSave(numbers["generation"], numbers["iteration"], numbers["world_size"], match["token"])
-        shard = cls(save, numbers["rank"])
-        return shard if shard.file_name == file_name and shard.rank < save.world_size else None
-
-    def meta(self, session_id: str) -> dict[str, Any]:
-        """The same for the header of the shard, which is covered by its digest."""
-        save = self.save
-        return {
-            "session": session_id,
-            "iteration": save.iteration,
-            "rank": self.rank,
-            "world_size": save.world_size,
-            "generation": save.generation,
-            "save_id": save.token,
-        }
-
-    def __str__(self) -> str:
-        return f"the shard of rank {self.rank} of {self.save}"
+def header_meta(shard: ShardId, session_id: str) -> dict[str, Any]:
+    """What the header says of a shard, covered by its digest."""
+    return {
+        "session": session_id,
+        "iteration": shard.name.step,
+        "rank": shard.rank,
+        "world_size": shard.world_size,
+        "generation": shard.name.generation,
+        "save_id": shard.name.nonce,
+    }
 
 
 def check_session_id(session_id: str) -> str:

@@ -1,31 +1,39 @@
 """The shards that lie on this host: one folder per rank, of which each rank fills its own.
 
-    <root>/<session_id>/<rank>/iter_0000010_0001_of_0004_gen_00000003_9f3a12cd_local.shard
+    <root>/<session_id>/<rank>/step-000000010.e0.r0.g3.9f3a12cd.shard-00001-of-00004.shard
 
-The middle numbers are the shard's rank and how many ranks saved: replicas lie in the folder of who holds them.
+The last numbers are the shard's rank and how many ranks saved: replicas lie in the folder of who holds them.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import shutil
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX, LocalSave, Shard
+from torchelastic.checkpoint.local.names import SUFFIX, file_name_of, find_shard, header_meta
 from torchelastic.checkpoint.local.shard_write import ShardWrite
+from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
 from torchelastic.checkpoint.shards import ShardReader
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.image import read_header
+from torchelastic.checkpoint.shards.image import read_header, tensors_of
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.shards.writing import hidden_path
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +54,7 @@ class HeldShard:
         saved_s: when its save began, in seconds of wall time.
     """
 
-    shard: Shard
+    shard: ShardId
     folder: int
     saved_s: float = 0.0
 
@@ -75,7 +83,7 @@ class ShardFolder:
             remove_left_overs(root / str(number), disk)
         self._own, self._replicas = SlotPool(self.path, disk=disk), SlotShelf(self.path, disk)
         self._lock = threading.RLock()  # guards the rest; the server's threads come here too
-        self._in_flight: dict[Shard, tuple[Stage, ShardWrite]] = {}
+        self._in_flight: dict[ShardId, tuple[Stage, ShardWrite]] = {}
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
@@ -86,9 +94,9 @@ class ShardFolder:
         except FileNotFoundError:
             return []  # somebody has removed it
 
-    def path_of(self, shard: Shard, folder: int) -> Path:
+    def path_of(self, shard: ShardId, folder: int) -> Path:
         """Where a shard lies, or would."""
-        return self.root / str(folder) / shard.file_name
+        return self.root / str(folder) / file_name_of(shard)
 
     def held(self, folders: Iterable[int]) -> list[HeldShard]:
         """The shards in some of the folders whose headers are as they should be; warnings name the others."""
@@ -107,28 +115,76 @@ class ShardFolder:
                     log.info("passed over: %s", error)  # removed meanwhile, or still being written
         return found
 
+    def open_copy(self, shard: ShardId, folder: int, client: ReplicaClient | None, *, keep: bool) -> ShardReader:
+        """Opens one copy of a shard.
+
+        Args:
+            shard: which.
+            folder: the rank folder of this host in which it lies.
+            client: of the rank that has it, if that is on another host.
+            keep: what is fetched from another host is kept here, in place of a damaged copy; else it goes with its
+                reader.
+
+        Raises:
+            CorruptCheckpointError: this copy cannot be had; another one may.
+        """
+        try:
+            if client is None:
+                return ShardReader(self.path_of(shard, folder))
+            return self._fetched(shard, client) if keep else self._fetched_unnamed(shard, client)
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
+
+    def _fetched(self, shard: ShardId, client: ReplicaClient) -> ShardReader:
+        """Gets a shard into the own folder; it takes its name only when all of it is good."""
+        name = str(shard)
+
+        def check(view: memoryview) -> None:
+            tensors_of(torch.frombuffer(view, dtype=torch.uint8), f"the copy of {name} at {client.peer}")
+
+        pull_into(self, name, partial(client.pull, name), check)
+        log.info("fetched %s from %s", shard, client.peer)
+        return ShardReader(self.path_of(shard, self.rank))
+
+    def _fetched_unnamed(self, shard: ShardId, client: ReplicaClient) -> ShardReader:
+        path = hidden_path(self.path)
+
+        def destination(size_bytes: int) -> memoryview:
+            descriptor = self.disk.create(path)
+            try:
+                self.disk.allocate(descriptor, size_bytes, path)
+                return memoryview(mmap.mmap(descriptor, size_bytes))
+            finally:
+                os.close(descriptor)  # and with it the lock that would keep the reader out
+
+        try:
+            client.pull(str(shard), destination)
+            return ShardReader(path)
+        finally:
+            self.disk.remove(path)
+
     def has_room_beside(self) -> bool:
         """Whether saving can go on beside what lies here, if all of that stays: each rank comes to two more slots."""
         with explained("look for room for checkpoints", self.root):
             held_bytes = sum(path.stat().st_size for path in self.root.glob(f"*/*{SUFFIX}"))
             return shutil.disk_usage(self.root).free >= 2 * held_bytes
 
-    def saves_in(self, folders: Iterable[int]) -> set[LocalSave]:
+    def saves_in(self, folders: Iterable[int]) -> set[SaveId]:
         """The saves of which anything lies in some of the folders."""
-        return {shard.save for folder in folders for shard in self._shards_in(folder)}
+        return {shard.name for folder in folders for shard in self._shards_in(folder)}
 
-    def _shards_in(self, folder: int) -> Iterator[Shard]:
+    def _shards_in(self, folder: int) -> Iterator[ShardId]:
         try:
             names = sorted(path.name for path in (self.root / str(folder)).iterdir())
         except FileNotFoundError:
             return
         for name in names:
-            shard = Shard.parse(name)
+            shard = find_shard(name)
             if shard is not None:
                 yield shard
 
-    def _check(self, header: Header, shard: Shard, where: str) -> None:
-        expected = shard.meta(self._session_id)
+    def _check(self, header: Header, shard: ShardId, where: str) -> None:
+        expected = header_meta(shard, self._session_id)
         if {key: header.meta.get(key) for key in expected} != expected:
             raise CorruptCheckpointError(f"{where} is something else than its name says: it was renamed or replaced")
 
@@ -154,17 +210,17 @@ class ShardFolder:
         """The save was called off before it was begun."""
         self._own.give_back(stage)
 
-    def begin(self, shard: Shard, stage: Stage, write: ShardWrite) -> None:
+    def begin(self, shard: ShardId, stage: Stage, write: ShardWrite) -> None:
         """The tensors are copied; now the file is the background's, until `settle` finds that it has its name."""
         with self._lock:
             self._in_flight[shard] = stage, write
 
     @property
-    def busy(self) -> set[LocalSave]:
+    def busy(self) -> set[SaveId]:
         """The saves that are being written here, or received."""
-        coming = {shard.save for name in self._replicas.incoming() if (shard := Shard.parse(name))}
+        coming = {ShardId.parse(name).name for name in self._replicas.incoming()}
         with self._lock:
-            return {shard.save for shard in self._in_flight} | coming
+            return {shard.name for shard in self._in_flight} | coming
 
     def wait_for_turn(self, bound_s: float) -> None:
         """Waits until at most one save of this rank is being written: memory is not to grow with a slow background.
@@ -176,7 +232,7 @@ class ShardFolder:
         while True:
             self.settle()
             with self._lock:
-                begun = [shard.save.iteration for shard in self._in_flight]
+                begun = [shard.name.step for shard in self._in_flight]
             waited_s = time.monotonic() - began_s
             if len(begun) < MOST_IN_FLIGHT:
                 return
@@ -205,10 +261,10 @@ class ShardFolder:
                 else:
                     self._drop(stage)
 
-    def call_off(self, save: LocalSave) -> None:
+    def call_off(self, save: SaveId) -> None:
         """A save has failed somewhere: what is here of it goes."""
         with self._lock:
-            for shard in [shard for shard in self._in_flight if shard.save == save]:
+            for shard in [shard for shard in self._in_flight if shard.name == save]:
                 stage, _ = self._in_flight.pop(shard)
                 self._drop(stage)
         self.prune({save}, [self.rank])
@@ -220,11 +276,11 @@ class ShardFolder:
         if path is not None:
             self._remove(path)
 
-    def prune(self, doomed: Collection[LocalSave], folders: Iterable[int]) -> None:
+    def prune(self, doomed: Collection[SaveId], folders: Iterable[int]) -> None:
         """Removes all shards of some saves from some folders; a failure is logged, and tried again the next time."""
         with self._lock:
             for folder in folders:
-                for shard in [shard for shard in self._shards_in(folder) if shard.save in doomed]:
+                for shard in [shard for shard in self._shards_in(folder) if shard.name in doomed]:
                     self._retire(self.path_of(shard, folder))
 
     def _retire(self, path: Path) -> None:
@@ -250,8 +306,7 @@ class ShardFolder:
             ReplicaRefusedError: there is no room, and waiting for it would be in vain: what lies here stays until the
                 next save is complete.
         """
-        if Shard.parse(object_id) is None:
-            raise ValueError(f"{object_id!r} is no name of a shard")
+        ShardId.parse(object_id)
         self._require_folder()
         try:
             return self._replicas.take(object_id, size_bytes)
@@ -266,10 +321,8 @@ class ShardFolder:
         Raises:
             CorruptCheckpointError: it is not the shard that its name says.
         """
-        shard, name = Shard.parse(object_id), f"what was received as {object_id}"
+        shard, name = ShardId.parse(object_id), f"what was received as {object_id}"
         try:
-            if shard is None:
-                raise CorruptCheckpointError(f"{object_id!r} is no name of a shard")
             self._check(read_header(self._replicas.incoming()[object_id], name)[0], shard, name)
             with self._lock:
                 target = self.path_of(shard, self.rank)
@@ -286,9 +339,7 @@ class ShardFolder:
 
     def source(self, object_id: str) -> memoryview | None:
         """See `ReplicaShelf`: from any rank's folder on this host, the own one first."""
-        shard = Shard.parse(object_id)
-        if shard is None:
-            return None
+        shard = ShardId.parse(object_id)
         for folder in [self.rank, *self.folders()]:
             try:
                 reader = ShardReader(self.path_of(shard, folder))
@@ -301,11 +352,11 @@ class ShardFolder:
 
     def digest(self, object_id: str) -> str | None:
         """See `ReplicaShelf`."""
-        return self._replicas.digest_at(self.path / object_id)
+        return self._replicas.digest_at(self.path_of(ShardId.parse(object_id), self.rank))
 
     def ids(self) -> list[str]:
         """See `ReplicaShelf`."""
-        return sorted(shard.file_name for folder in self.folders() for shard in self._shards_in(folder))
+        return sorted(str(shard) for folder in self.folders() for shard in self._shards_in(folder))
 
     def close(self) -> None:
         """Gives the memory back; what has its name stays, what is being written is called off."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.local.names import Shard
 from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
     PeerLostError,
@@ -27,6 +26,7 @@ from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.stage import Stage, seal
+from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class ShardWrite:
         target: the name that it gets.
         data_offset: where the data begins in it, in bytes.
         header: of the shard; checksums that it lacks are computed here.
-        generation: of the save.
+        shard: which it is.
         peers: the ranks, and which of them get a copy.
         disk: what touches files.
         stage: the file as this process has it in its memory; left behind when it is pickled.
@@ -57,7 +57,7 @@ class ShardWrite:
     target: Path
     data_offset: int
     header: Header
-    generation: int
+    shard: ShardId
     peers: PeerTopology
     disk: Disk
     stage: Stage | None = field(default=None, compare=False, repr=False)
@@ -120,18 +120,20 @@ class ShardWrite:
         for rank in self.peers.partners:
             client = self.peers.client(rank, min(PUSH_RETRY_S, self.peers.retry.timeout_seconds))
             try:
-                client.push(self.target.name, content, token_round=self.generation)
+                client.push(str(self.shard), content, token_round=self.shard.name.generation)
             except _UNREACHABLE as error:
                 publish_metric("torchelastic", "checkpoint.replication.failures", 1)
                 log.warning(
-                    "%s has no replica on rank %d at %s, which could not be reached (%s): it is saved without",
-                    Shard.parse(self.target.name) or self.target.name,
+                    "the shard of rank %d of %s has no replica on rank %d at %s, which could not be reached (%s): it "
+                    "is saved without",
+                    self.shard.rank,
+                    self.shard.name,
                     rank,
                     client.peer,
                     error,
                 )
             except CheckpointError as error:
-                raise CheckpointError(f"rank {rank} could not get a copy of {self.target.name}: {error}") from error
+                raise CheckpointError(f"rank {rank} could not get a copy of {self.shard}: {error}") from error
 
 
 def write_shard(write: ShardWrite) -> None:

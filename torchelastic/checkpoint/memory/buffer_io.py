@@ -208,7 +208,7 @@ class BufferIO:
 
     def _reserve(self, size_bytes: int) -> None:
         assert self._container is not None
-        stage = self._container.take(_header(size_bytes, {"signature": "00" * MOST_SIGNATURE_BYTES}))
+        stage = self._container.pool.take(_header(size_bytes, {"signature": "00" * MOST_SIGNATURE_BYTES}))
         stage.invalidate()
         self._keep = stage
         self._content = stage.slot.view()[stage.data_offset : stage.data_offset + size_bytes]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
-from torchelastic.checkpoint.memory.names import COMMIT_FILE
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE
 from torchelastic.checkpoint.replication.placement import by_domain, missing_copies
 from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
 
@@ -110,13 +110,7 @@ def verification_share(
         ranks: that use the folder.
         rank: one of them.
     """
-    load = dict.fromkeys(ranks, 0)
-    shares: dict[int, list[str]] = {each: [] for each in ranks}
-    for file, size_bytes in objects_in(steps, candidate).items():
-        chosen = min(load, key=lambda each: (load[each], each))
-        load[chosen] += size_bytes + 1
-        shares[chosen].append(file)
-    return shares[rank]
+    return list(objects_in(steps, candidate))[ranks.index(rank) :: len(ranks)]  # the longest first, so dealt in turn
 
 
 def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, copies: int = 1) -> RecoveryPlan:

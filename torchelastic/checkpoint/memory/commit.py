@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ShardName, generation_of, is_part, is_save_id
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ShardName, generation_of, is_part, is_save_id
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
 

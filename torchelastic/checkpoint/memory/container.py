@@ -25,9 +25,8 @@ from torchelastic.checkpoint.memory.commit import (
     content_of,
     meta_of,
 )
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, CheckpointContainerId, ShardName, is_part
 from torchelastic.checkpoint.memory.job import claim
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, PENDING_FILE, ShardName, is_part
 from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
 from torchelastic.checkpoint.shards.header import Header
@@ -53,7 +52,7 @@ class Container:
     Attributes:
         root: the folder.
         name: its last part.
-        pool: the slots of this process.
+        pool: the slots of this process: what was taken there goes to `publish`, or is given back there.
         received: the slots for what this process receives from other hosts.
         slots: who holds which of the pool's.
 
@@ -100,14 +99,6 @@ class Container:
         return shard
 
     # --- writing ------------------------------------------------------------------------------------------------------
-
-    def take(self, header: Header) -> Stage:
-        """A slot to copy tensors of this layout into; give it to `publish`, or to `pool.give_back`.
-
-        Raises:
-            CheckpointError: there is no room for a new one.
-        """
-        return self.pool.take(header)
 
     def publish(self, stage: Stage, header: Header | None, step: int, name: ShardName | str) -> Path:
         """Seals a stage and gives it its name; on any thread. Where it fails, the stage is given back.
@@ -169,7 +160,7 @@ class Container:
         """Another host has the commit of this step too. Raises: CheckpointError."""
         folder = self.folder_of(step)
         with self._lock:
-            if self.commit_path(step) == folder / COMMIT_FILE:  # the step was saved anew while this process was stopped
+            if commit_path(folder) == folder / COMMIT_FILE:  # the step was saved anew while this process was stopped
                 self.disk.remove(folder / PENDING_FILE)
             else:
                 self.disk.rename(folder / PENDING_FILE, folder / COMMIT_FILE)
@@ -211,28 +202,16 @@ class Container:
                 name = ShardName.find(entry.name)
                 if name is not None:
                     sizes[name] = entry.stat().st_size
-            path = self.commit_path(step)
-            commit = self.read_candidate(step)
+            path = commit_path(folder)
+            commit = read_candidate(folder)
         except FileNotFoundError:
             return StoredStep(step, {})  # removed while we look
         except CheckpointError as error:
-            is_there = self.commit_path(step) is not None  # else another process has removed it while we looked
+            is_there = commit_path(folder) is not None  # else another process has removed it while we looked
             if is_there and not isinstance(error, CorruptCheckpointError):
                 log.warning("the commit of step %d cannot be read: %s", step, error)
             return StoredStep(step, sizes)
         return StoredStep(step, sizes, commit, is_settled=path is not None and path.name == COMMIT_FILE)
-
-    def commit_path(self, step: int) -> Path | None:
-        """See `commit_path`."""
-        return commit_path(self.folder_of(step))
-
-    def read_candidate(self, step: int) -> CommitHead:
-        """See `read_candidate`."""
-        return read_candidate(self.folder_of(step))
-
-    def read_commit(self, step: int) -> Commit:
-        """See `read_commit`."""
-        return read_commit(self.folder_of(step))
 
     def has_committed(self, path: Path) -> bool:
         """Whether a shard is part of the checkpoint of its step, as far as this host knows."""
@@ -274,7 +253,7 @@ class Container:
                 for name in one.shards:
                     is_kept = one.step == settled.step and str(name) in settled.files
                     if name.generation <= settled.generation and not is_kept:
-                        self._retire(self.folder_of(one.step) / str(name))
+                        self.remove_object(self.folder_of(one.step) / str(name))
                 if one.step != settled.step and self._remove_if_empty(one.step):
                     gone.append(one.step)
         return gone
@@ -288,18 +267,15 @@ class Container:
         with self._lock:
             self._remove_commit(step)
             for name in self._look_into(step, self.folder_of(step)).shards:
-                self._retire(self.folder_of(step) / str(name))
+                self.remove_object(self.folder_of(step) / str(name))
             self._remove_if_empty(step)
-
-    def remove_object(self, path: Path) -> None:
-        """Removes one file of a step, unless another process uses it. Raises: CheckpointError if the disk refuses."""
-        self._retire(path)
 
     def _remove_commit(self, step: int) -> None:
         for name in (COMMIT_FILE, PENDING_FILE):
             self.disk.remove(self.folder_of(step) / name)
 
-    def _retire(self, path: Path) -> None:
+    def remove_object(self, path: Path) -> None:
+        """Removes one file of a step, unless another process uses it. Raises: CheckpointError if the disk refuses."""
         if self.pool.holds(path):
             self.pool.retire(path)
         elif not self.received.retire(path):
@@ -316,7 +292,7 @@ class Container:
             if any(name.endswith(".shard") for name in names):
                 return False
             for name in names:
-                self._retire(folder / name)
+                self.remove_object(folder / name)
             with explained("remove a checkpoint", folder):
                 folder.rmdir()
         except FileNotFoundError:

@@ -19,7 +19,7 @@ from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header
 from torchelastic.checkpoint.shards.tensors import dtype_name, encode_leaf
 from torchelastic.checkpoint.shards.tree import NamedTensor
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 #: The place behind the tensors where the pickles go: their sizes change from save to save, and nothing moves for it.
 BYTES_ENTRY = "~bytes"
 #: How much a header grows by an entry for a pickle, beside its name; and by any entry with an unknown name.
@@ -70,7 +70,7 @@ def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickles: bool = False
             content = planner.resolve_data(item)
             pickles.append((item, _checked(content, item.index.fqn, allow_pickles)))
         else:
-            tensors.append((item, _plain(planner.resolve_data(item), item)))
+            tensors.append((item, _planned(planner.resolve_data(item), item)))
     names = unique_names([item for item, _ in tensors] + [item for item, _ in pickles])
     return Resolved(tensors, pickles, names)
 
@@ -93,24 +93,26 @@ def unique_names(items: Sequence[WriteItem]) -> list[str]:
     return names
 
 
-def _plain(value: Any, item: WriteItem) -> torch.Tensor:
-    """A tensor with data that lie somewhere."""
-    fqn, tensor = item.index.fqn, value
-    if not isinstance(tensor, torch.Tensor):
+def tensor_with_data(value: torch.Tensor, name: str) -> torch.Tensor:
+    """The plain tensor in which the data of a strided one lie, or of a part of one.
+
+    Raises:
+        TypeError: there are none, or it is of a kind that is not stored; names it.
+    """
+    is_plain = type(value) in PLAIN_TYPES and value.layout is torch.strided and not value.is_quantized
+    if is_plain and not (value.is_meta or value.is_nested) and (value.data_ptr() or not value.numel()):
+        return value
+    leaf = encode_leaf(value, name)  # says what is wrong with it
+    if len(leaf.parts) != 1 or leaf.recipe["kind"] not in ("strided", "shard"):
+        raise TypeError(f"the tensor {name!r} is quantised or sparse: save it dequantised, or with to_dense()")
+    return leaf.parts[0].tensor
+
+
+def _planned(value: Any, item: WriteItem) -> torch.Tensor:
+    fqn = item.index.fqn
+    if not isinstance(value, torch.Tensor):
         raise TypeError(f"the planner gives a {type(value).__name__} for the tensor {fqn!r}")
-    if (
-        type(tensor) not in _PLAIN
-        or tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or tensor.is_meta
-        or tensor.is_nested
-        or (tensor.numel() and not tensor.data_ptr())
-    ):
-        leaf = encode_leaf(tensor, fqn)  # says what is wrong with it
-        if len(leaf.parts) != 1 or leaf.recipe["kind"] not in ("strided", "shard"):
-            raise TypeError(f"the tensor {fqn!r} is quantised or sparse: save it dequantised, or with to_dense()")
-        tensor = leaf.parts[0].tensor
-    sizes = _chunk(item).sizes
+    tensor, sizes = tensor_with_data(value, fqn), _chunk(item).sizes
     if tensor.shape != sizes:
         raise ValueError(f"{fqn!r} was planned with {tuple(sizes)} elements, and is {tuple(tensor.shape)} now")
     return tensor.detach()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.memory.owner import Claim, JobRecord, open_claim, put_claim
@@ -38,7 +39,6 @@ _NO_RUN_ID = "none"
 #: What it makes up instead on one host (a random UUID, see its run.py), and what `torchelastic run --standalone` does.
 _MADE_UP = re.compile(r"standalone-[0-9a-f]{8}|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 MAX_NAME_CHARS = 128  # as in `names.is_part`
-_PLAIN = re.compile(rb"[A-Za-z0-9._@+,-]")
 #: How often, and after what pause, a claim is tried again while somebody looks at the container, or removes it.
 CLAIM_ATTEMPTS, CLAIM_PAUSE_S = 250, 0.02
 _COMES_AND_GOES = "others create and remove it again and again"
@@ -111,11 +111,11 @@ def container_name(run_id: str | None) -> str:
         found = "this job has no run id" if not run_id else "its run id is 'none', as torchrun calls all that have none"
         raise ValueError(f"no container can be told apart from those of other jobs: {found}; {_REMEDY}")
     data = os.fsencode(run_id)
-    escaped = [bytes([byte]).decode() if _PLAIN.match(bytes([byte])) else f"={byte:02X}" for byte in data]
-    for end in (0, -1):
-        if escaped[end] == ".":
-            escaped[end] = "=2E"
-    name = "".join(escaped)
+    name = quote(data, safe="@+,").replace("~", "%7E").replace("%", "=")
+    if name.startswith("."):
+        name = f"=2E{name[1:]}"
+    if name.endswith("."):
+        name = f"{name[:-1]}=2E"
     if len(name) <= MAX_NAME_CHARS:
         return name
     digest = f"=.{hashlib.sha256(data).hexdigest()[:40]}"

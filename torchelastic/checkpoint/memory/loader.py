@@ -24,19 +24,19 @@ from torchelastic.checkpoint.memory.choice import (
     verification_share,
 )
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
+from torchelastic.checkpoint.memory.container import Container, read_candidate, read_commit
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, CheckpointObjectId, parts_of
 from torchelastic.checkpoint.memory.inventory import (
+    Retrieval,
     list_container,
+    make_replicas,
     remove_damaged,
     settle,
     verify,
 )
-from torchelastic.checkpoint.memory.names import COMMIT_FILE
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
-from torchelastic.checkpoint.memory.retrieval import Retrieval, make_replicas
-from torchelastic.checkpoint.replication.addresses import root_id
 from torchelastic.checkpoint.replication.manager import ReplicationManager
+from torchelastic.checkpoint.replication.topology import root_id
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.group.rank_group import begun
@@ -119,10 +119,10 @@ class DefaultCheckpointLoader(CheckpointLoader):
         del object_name
         container, step = self._step_of(checkpoint_id)
         try:
-            return container.read_commit(step).metadata
+            return read_commit(container.folder_of(step)).metadata
         except CorruptCheckpointError as error:
             self._replace(container, step, COMMIT_FILE, error)
-        return container.read_commit(step).metadata
+        return read_commit(container.folder_of(step)).metadata
 
     def open(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId, file: str) -> ShardReader:
         """See `CheckpointLoader`; what is fetched stays here. On any rank, from any thread.
@@ -350,6 +350,6 @@ def _name_of(base: str | os.PathLike[str] | CheckpointContainerId) -> str:
 def _is_there(container: Container, candidate: CommitHead) -> bool:
     """Whether a checkpoint is still this one: it was not replaced by a newer one meanwhile."""
     try:
-        return container.read_candidate(candidate.step).save_id == candidate.save_id
+        return read_candidate(container.folder_of(candidate.step)).save_id == candidate.save_id
     except CheckpointError:
         return False

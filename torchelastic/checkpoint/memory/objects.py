@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
+import shutil
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,16 @@ from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.memory.buffer_io import BufferIO
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, ObjectName, parts_of
 from torchelastic.checkpoint.memory.job import job_container
-from torchelastic.checkpoint.memory.names import ObjectName
 from torchelastic.checkpoint.memory.received import ReceivedObjects
-from torchelastic.checkpoint.memory.registry import new_registry, registered_in
 from torchelastic.checkpoint.memory.slots import Slots
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file, lock_of_nobody
 
 log = logging.getLogger(__name__)
+
+_PREFIX = "torchelastic-containers-"
+_LOCK = ".lock"
 
 
 class CheckpointObjectManager:
@@ -41,7 +45,7 @@ class CheckpointObjectManager:
     def __init__(self, pool_config: object = None, *, disk: Disk = REAL_DISK) -> None:
         self._pool_config = pool_config
         self._disk = disk
-        self._registry: Path | None = None
+        self._registry = new_registry()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -168,32 +172,22 @@ class CheckpointObjectManager:
             )
 
     def _register(self, root: Path) -> None:
-        link = self._registry_folder() / root.name
         try:
-            link.symlink_to(root)
+            (self._registry / root.name).symlink_to(root)
         except FileExistsError:
             pass  # another process of this program was quicker
         except FileNotFoundError:
-            log.debug("the program that %s belongs to has ended", link.parent)
+            log.debug("the program that %s belongs to has ended", self._registry)
 
     def _forget(self, container: Container) -> None:
         self._containers.pop(container.name, None)
-        if self._registry is not None:
-            (self._registry / container.name).unlink(missing_ok=True)
+        (self._registry / container.name).unlink(missing_ok=True)
 
     def _registered(self, name: str) -> Path | None:
-        if self._registry is None:
-            return None
         try:
             return (self._registry / name).readlink()
         except OSError:
             return None
-
-    def _registry_folder(self) -> Path:
-        with self._lock:
-            if self._registry is None:
-                self._registry = new_registry()
-            return self._registry
 
     def only_container(self) -> Container | None:
         """The container, if just one is known to this program; None otherwise."""
@@ -210,10 +204,10 @@ class CheckpointObjectManager:
 
     def _names(self) -> list[str]:
         with self._lock:
-            return sorted({*self._containers, *(registered_in(self._registry) if self._registry is not None else ())})
+            return sorted({*self._containers, *registered_in(self._registry)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry_folder()}
+        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pool_config, self._disk, self._registry = state["pool_config"], state["disk"], state["registry"]
@@ -273,3 +267,42 @@ def _parts_of(object_id: CheckpointObjectId) -> tuple[CheckpointContainerId, int
         raise ValueError(
             f"{object_id} lies in no container of a step, such as /dev/shm/jobs/145/step-20_ckpt"
         ) from error
+
+
+# --- which containers the processes of one program use ----------------------------------------------------------------
+
+
+def new_registry() -> Path:
+    """A private folder with a link to each container, by which the processes of one program know each other's.
+
+    The process that makes it holds a lock as long as it lives, and it goes when that ends; those of processes that were
+    killed go at once.
+    """
+    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _remove_if_dead(old)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+    atexit.register(_remove, folder, os.getpid())
+    unlocked = folder / f"{_LOCK}.new"
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)  # open until the end
+    lock_file(descriptor, fcntl.LOCK_EX)
+    unlocked.rename(folder / _LOCK)
+    return folder
+
+
+def registered_in(folder: Path) -> list[str]:
+    """The names of the containers in a registry; none if it is gone."""
+    try:
+        return [link.name for link in folder.iterdir() if not link.name.startswith(_LOCK)]
+    except FileNotFoundError:
+        return []
+
+
+def _remove_if_dead(folder: Path) -> None:
+    with lock_of_nobody(folder / _LOCK) as is_left_over:  # one that is being made has no such file yet
+        if is_left_over:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a process that was forked
+        shutil.rmtree(folder, ignore_errors=True)

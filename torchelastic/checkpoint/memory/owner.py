@@ -183,17 +183,11 @@ def put_claim(base: Path, record: JobRecord, disk: Disk, *, instead: bool) -> Cl
     except BaseException as error:
         if made is not None:
             made.close()
-            _forget(hidden, disk)
+            with contextlib.suppress(CheckpointError):  # the first error is the one to see
+                disk.remove(hidden)  # else the next writer of this folder removes what is hidden
         if isinstance(error, CheckpointError) and error.errno in (errno.EEXIST, errno.ENOENT):
             return None
         raise
-
-
-def _forget(hidden: Path, disk: Disk) -> None:
-    try:
-        disk.remove(hidden)
-    except CheckpointError:
-        pass  # the first error is the one to see; the next writer of this folder removes what is hidden
 
 
 # --- dead jobs --------------------------------------------------------------------------------------------------------
@@ -314,12 +308,9 @@ def _look_at(base: Path, record: JobRecord) -> DeadJob:
 def _changed_s(base: Path) -> float:
     """Writing through a memory map leaves no time behind; publishing it under a name does (ctime)."""
     newest = 0.0
-    for where, folders, names in os.walk(base):
-        for path in (Path(where), *(Path(where) / name for name in (*folders, *names))):
-            try:
-                newest = max(newest, path.lstat().st_ctime)
-            except OSError:
-                continue
+    for path in (base, *base.rglob("*")):
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.lstat().st_ctime)
     return newest
 
 

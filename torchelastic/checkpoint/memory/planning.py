@@ -1,14 +1,20 @@
-"""A save as it is planned: what a rank adds to its plan, and what the coordinator adds to all of them."""
+"""One save: the calls that it consists of, what a rank adds to its plan, and the coordinator to all of them."""
 
 from __future__ import annotations
 
+import os
 import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
-from torchelastic.checkpoint.memory.names import save_id_of
+from torchelastic.checkpoint.memory.commit import Commit
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, save_id_of
 from torchelastic.checkpoint.memory.plans import (
     Note,
     Ticket,
@@ -20,8 +26,51 @@ from torchelastic.checkpoint.memory.plans import (
 )
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.memory.slots import Slots
-from torchelastic.checkpoint.memory.staged_state import copied_bytes, refused_in
+from torchelastic.checkpoint.memory.staged_state import StagedState, copied_bytes, refused_in
 from torchelastic.checkpoint.memory.staging import StagedItems
+
+
+class CheckpointSaver(ABC):
+    """What a storage writer needs of a saver: one save is these calls, in this order, on one thread of each rank."""
+
+    @abstractmethod
+    def initialize_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
+        """Begins a save; touches nothing yet. Raises: ValueError if this cannot be the container of a step."""
+
+    @abstractmethod
+    def stage_data(
+        self,
+        checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None,
+        state_dict: Mapping[str, Any],
+        non_blocking: bool = True,
+    ) -> StagedState:
+        """Copies a state; when this returns, it may change."""
+
+    @abstractmethod
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Adds what this rank knows to its plan."""
+
+    @abstractmethod
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Adds to all plans what is decided; on the coordinator."""
+
+    @abstractmethod
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner, *, with_checksums: bool = False) -> StagedItems:
+        """Copies what the plan writes."""
+
+    @abstractmethod
+    def write_data(self, staged: StagedItems) -> list[WriteResult]:
+        """Writes it and has it replicated."""
+
+    @abstractmethod
+    def write_metadata(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Commit | None:
+        """Makes the checkpoint complete; on the coordinator."""
+
+    @abstractmethod
+    def finalize_checkpoint(
+        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None = None
+    ) -> list[int]:
+        """Removes what newer checkpoints have replaced."""
 
 
 @dataclass(eq=False)
@@ -64,7 +113,7 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
     """
     slots.reclaim()
     refused = refused_in(item.index.fqn for item in plan.items)
-    needed_bytes, free = tensor_bytes(plan), measure(slots.container.root)
+    needed_bytes = tensor_bytes(plan)
     note = Note(
         save.about,
         rank,
@@ -73,8 +122,7 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
         needed_bytes,
         copied_bytes(),
         slots.warm_bytes(needed_bytes),
-        free.tmpfs_bytes,
-        free.ram_bytes,
+        measure(slots.container.root),
         replace(refused[1], rank=rank) if refused is not None else None,
     )
     deliver(note)

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.room import decide
+from torchelastic.checkpoint.memory.room import Free, decide
 
 #: Of how many checkpoints notes, and tickets, are kept that nobody has asked for: of saves that failed in between.
 _KEPT = 32
@@ -77,8 +77,7 @@ class Note(_Letter):
         needed_bytes: of the tensors in this rank's plan, before others take their part of them.
         copied_bytes: how large a copy is that was made of a state already, into a slot; 0: none.
         warm_bytes: how large a slot is that is free.
-        tmpfs_bytes: see `room.Free`.
-        ram_bytes: see `room.Free`.
+        free: what more there is on the host.
         refused: why this rank cannot save.
     """
 
@@ -89,8 +88,7 @@ class Note(_Letter):
     needed_bytes: int
     copied_bytes: int
     warm_bytes: int
-    tmpfs_bytes: int | None
-    ram_bytes: int
+    free: Free
     refused: NotSaved | None = None
 
     def allocates_bytes(self, share_bytes: int | None) -> int:
@@ -140,8 +138,8 @@ def refusal(notes: Sequence[Note], shares_bytes: Sequence[int | None]) -> NotSav
         needed[note.host] += note.allocates_bytes(share_bytes)
     for host, needed_bytes in needed.items():
         there = [note for note in notes if note.host == host]
-        tmpfs = [note.tmpfs_bytes for note in there if note.tmpfs_bytes is not None]
-        decision = decide(needed_bytes, min(tmpfs, default=None), min(note.ram_bytes for note in there))
+        tmpfs = [note.free.tmpfs_bytes for note in there if note.free.tmpfs_bytes is not None]
+        decision = decide(needed_bytes, Free(min(tmpfs, default=None), min(note.free.ram_bytes for note in there)))
         if not decision.fits:
             return NotSaved(decision.reason, f"no room on host {host!r}: {decision.because}", there[0].rank)
     return None

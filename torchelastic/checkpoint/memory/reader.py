@@ -10,6 +10,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -155,7 +156,7 @@ class MemoryStorageReader(StorageReader):
             if is_whole and fits and is_plain_memory(target) and name not in straight:
                 straight[name] = target
             else:
-                part = _narrowed(shard.read_one(name), item)
+                part = narrow_tensor_by_index(shard.read_one(name), item.storage_offsets, item.lengths)
                 if target.shape != part.shape:
                     raise ValueError(
                         f"{item.storage_index.fqn!r} has {tuple(part.shape)} in the plan, and a tensor of "
@@ -182,9 +183,3 @@ class MemoryStorageReader(StorageReader):
         # the older format has no archive around it, and is written and read in half the time
         torch.save(value, encoded, _use_new_zipfile_serialization=type(value) not in _PLAIN)
         return encoded.getvalue()
-
-
-def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor

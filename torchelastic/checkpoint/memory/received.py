@@ -12,8 +12,8 @@ import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import Commit, commit_from
-from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.names import COMMIT_FILE, ObjectName, ShardName
+from torchelastic.checkpoint.memory.container import Container, commit_path
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, ShardName
 from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.tree import unflatten
@@ -96,7 +96,7 @@ class ReceivedObjects:
         except ValueError:
             return None
         if name.file == COMMIT_FILE:
-            path = container.commit_path(name.step)
+            path = commit_path(container.folder_of(name.step))
             return None if path is None else sealed_bytes(path)
         return sealed_bytes(container.folder_of(name.step) / name.file)
 
@@ -142,14 +142,10 @@ def verify_received(view: memoryview, object_id: str) -> None:
     """
     where, name = f"the copy of {object_id}", ObjectName.parse(object_id)
     header, _ = tensors_of(torch.frombuffer(view, dtype=torch.uint8), where)
-    _shard_of(name).require_in(header.meta, name.step, where)
-
-
-def _shard_of(name: ObjectName) -> ShardName:
     shard = ShardName.find(name.file)
     if shard is None:
         raise ValueError(f"{name} is no shard")
-    return shard
+    shard.require_in(header.meta, name.step, where)
 
 
 def _room_for_commit(object_id: str, size_bytes: int) -> mmap.mmap:

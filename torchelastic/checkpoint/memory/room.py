@@ -1,23 +1,26 @@
 """Whether there is room for what a save has to allocate: on the tmpfs, and in the memory of this host.
 
 A tmpfs may be larger than the memory that is left, and then the kernel ends processes when it is filled. So both count,
-and so does the memory limit of a container (control group), which a file on tmpfs is charged to as well. Imports no
-torch.
+and so does the memory limit of a control group (version 2), by which Docker, Kubernetes and SLURM limit a job: files on
+tmpfs are charged to the group that writes them. The kernel reclaims page cache before it ends a process of a group that
+has reached its limit, so that counts as free; shared memory does not. (Documentation/admin-guide/cgroup-v2.rst of the
+kernel.) Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from torchelastic.checkpoint.errors import explained
-from torchelastic.checkpoint.memory.cgroup import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
 from torchelastic.text import bytes_text
 
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+SELF_CGROUP = Path("/proc/self/cgroup")
 #: What is left to everybody else on this host: a step allocates too, and so do data loaders.
 DEFAULT_MARGIN_BYTES = 256 * 2**20
 
@@ -29,12 +32,10 @@ class Free:
     Attributes:
         tmpfs_bytes: how much more fits onto the file system; None: it has no limit of its own (ramfs, size=0).
         ram_bytes: how much can be allocated without swapping, in this control group and on this host.
-        limited_by: "host" or "cgroup": which of them says `ram_bytes`.
     """
 
     tmpfs_bytes: int | None
     ram_bytes: int
-    limited_by: str = "host"
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,28 @@ class RoomDecision:
     """Whether a save may go on, with the numbers behind it.
 
     Attributes:
-        fits: whether it may.
         reason: "fits", "tmpfs" (too small or too full) or "ram" (too little memory is left on this host).
         needed_bytes: what it has to allocate.
-        tmpfs_free_bytes: as in `Free`.
-        ram_available_bytes: as in `Free`.
-        margin_bytes: how much of that is left alone.
+        free: what there is.
+        margin_bytes: how much of the memory is left alone.
     """
 
-    fits: bool
     reason: str
     needed_bytes: int
-    tmpfs_free_bytes: int | None
-    ram_available_bytes: int
+    free: Free
     margin_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may."""
+        return self.reason == "fits"
 
     @property
     def because(self) -> str:
         """How much is needed, how much is there, and what to do about it."""
         needed = bytes_text(self.needed_bytes)
-        ram, margin = bytes_text(self.ram_available_bytes), bytes_text(self.margin_bytes)
-        tmpfs = "no limit" if self.tmpfs_free_bytes is None else bytes_text(self.tmpfs_free_bytes)
+        ram, margin = bytes_text(self.free.ram_bytes), bytes_text(self.margin_bytes)
+        tmpfs = "no limit" if self.free.tmpfs_bytes is None else bytes_text(self.free.tmpfs_bytes)
         numbers = (
             f"it has to allocate {needed}; there are {tmpfs} on the tmpfs, and {ram} of memory ({margin} of them stay)"
         )
@@ -79,12 +81,7 @@ class RoomDecision:
         return numbers
 
 
-def decide(
-    needed_bytes: int,
-    tmpfs_free_bytes: int | None,
-    ram_available_bytes: int,
-    margin_bytes: int = DEFAULT_MARGIN_BYTES,
-) -> RoomDecision:
+def decide(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGIN_BYTES) -> RoomDecision:
     """Whether a save may allocate what it needs. Pure.
 
     A save that needs nothing, because it goes into slots that are there, always fits. The margin is taken off the
@@ -92,24 +89,20 @@ def decide(
 
     Args:
         needed_bytes: what all ranks of this host allocate for it together, beside what they hold already.
-        tmpfs_free_bytes: see `Free.tmpfs_bytes`.
-        ram_available_bytes: see `Free.ram_bytes`.
+        free: what there is on that host.
         margin_bytes: how much memory is left alone.
 
     Raises:
         ValueError: a number is negative.
     """
-    if min(needed_bytes, tmpfs_free_bytes or 0, ram_available_bytes, margin_bytes) < 0:
-        raise ValueError(
-            f"bytes cannot be negative: needed {needed_bytes}, tmpfs {tmpfs_free_bytes}, memory {ram_available_bytes}, "
-            f"margin {margin_bytes}"
-        )
+    if min(needed_bytes, free.tmpfs_bytes or 0, free.ram_bytes, margin_bytes) < 0:
+        raise ValueError(f"bytes cannot be negative: needed {needed_bytes}, {free}, margin {margin_bytes}")
     reason = "fits"
-    if tmpfs_free_bytes is not None and needed_bytes > tmpfs_free_bytes:
+    if free.tmpfs_bytes is not None and needed_bytes > free.tmpfs_bytes:
         reason = "tmpfs"
-    elif needed_bytes and needed_bytes + margin_bytes > ram_available_bytes:
+    elif needed_bytes and needed_bytes + margin_bytes > free.ram_bytes:
         reason = "ram"
-    return RoomDecision(reason == "fits", reason, needed_bytes, tmpfs_free_bytes, ram_available_bytes, margin_bytes)
+    return RoomDecision(reason, needed_bytes, free, margin_bytes)
 
 
 def measure(
@@ -136,9 +129,7 @@ def measure(
         status = statvfs(path)
     tmpfs_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
     ram_bytes, limit_bytes = host_available_bytes(), cgroup_available_bytes(cgroup_root, self_cgroup)
-    if limit_bytes is not None and limit_bytes < ram_bytes:
-        return Free(tmpfs_bytes, limit_bytes, "cgroup")
-    return Free(tmpfs_bytes, ram_bytes)
+    return Free(tmpfs_bytes, ram_bytes if limit_bytes is None else min(ram_bytes, limit_bytes))
 
 
 def held_bytes(folder: Path) -> int:
@@ -152,3 +143,60 @@ def held_bytes(folder: Path) -> int:
                 continue
             seen[(status.st_dev, status.st_ino)] = status.st_blocks * 512  # a slot has two names for a moment
     return sum(seen.values())
+
+
+# --- control groups ---------------------------------------------------------------------------------------------------
+
+
+def cgroup_available_bytes(root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP) -> int | None:
+    """What the strictest of the groups of this process still allows; None: no group has a limit.
+
+    Args:
+        root: where they are mounted.
+        self_cgroup: names the lowest one.
+    """
+    try:
+        lines = self_cgroup.read_text().splitlines()
+    except OSError:
+        return None
+    found: list[int] = []
+    for line in lines:
+        if line.startswith("0::"):  # other numbers are hierarchies of version 1
+            found += [left for group in _groups(root, line[3:]) if (left := _left(group)) is not None]
+    return min(found, default=None)
+
+
+def _groups(mount: Path, path: str) -> Iterator[Path]:
+    """A group and all above it. In a container the path may be that of the host: then the mount itself is the group."""
+    group = mount / path.strip("/")
+    while group != mount:
+        if group.is_dir():
+            yield group
+        group = group.parent
+    yield mount
+
+
+def _left(group: Path) -> int | None:
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name)) is not None]
+    used = _number(group / "memory.current")
+    if not limits or used is None:
+        return None
+    cache = _of_stat(group, "inactive_file") + _of_stat(group, "active_file")
+    return max(0, min(limits) - used + cache)
+
+
+def _number(path: Path) -> int | None:
+    """None for a file that is not there, or says `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _of_stat(group: Path, name: str) -> int:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)

@@ -8,7 +8,7 @@ import platform
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +19,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, parts_of
+from torchelastic.checkpoint.memory.ids import (
+    CheckpointContainerId,
+    CheckpointObjectId,
+    ShardName,
+    generation_of,
+    parts_of,
+)
 from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
-from torchelastic.checkpoint.memory.names import ShardName, generation_of
 from torchelastic.checkpoint.memory.objects import Homes
-from torchelastic.checkpoint.memory.planning import PlannedSave, with_note, with_tickets
+from torchelastic.checkpoint.memory.planning import CheckpointSaver, PlannedSave, with_note, with_tickets
 from torchelastic.checkpoint.memory.plans import (
     NotSaved,
     NotSavedError,
     collect_ticket,
 )
-from torchelastic.checkpoint.memory.saver_interface import CheckpointSaver
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 from torchelastic.checkpoint.memory.staged_state import (
     StagedState,
@@ -38,8 +42,10 @@ from torchelastic.checkpoint.memory.staged_state import (
     not_staged,
     staged_in,
 )
-from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, push_shard, stage_items, why_not
+from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.group.rank_group import begun
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
@@ -284,11 +290,13 @@ class DefaultCheckpointSaver(CheckpointSaver):
         """
         if self._replication is None:
             return []
-        name = str(self._manager.names_of(CheckpointObjectId(object_id)))
-        pool = ThreadPoolExecutor(1, thread_name_prefix="replicate")
-        future = pool.submit(push_shard, Path(str(object_id)), name, self._replication)
-        pool.shutdown(wait=False)
-        return [future]
+        name, push = str(self._manager.names_of(CheckpointObjectId(object_id))), self._replication.push
+
+        def push_shard() -> int:
+            with ShardReader(Path(str(object_id))) as shard, shard.view() as content:
+                return push(name, content)
+
+        return [begun(push_shard)]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

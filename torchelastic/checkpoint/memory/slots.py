@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.memory.ids import ShardName
 from torchelastic.checkpoint.memory.items import CachedLayout
-from torchelastic.checkpoint.memory.names import ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.room import decide, measure
 from torchelastic.checkpoint.shards.header import Header
@@ -114,7 +114,7 @@ class Slots:
         if not self.container.pool.is_warm(header):
             self._require_room(header)
         try:
-            held = HeldSlot(self.container, self.container.take(header))
+            held = HeldSlot(self.container, self.container.pool.take(header))
         except CheckpointError as error:
             because = f"there is no room for a slot of {capacity_for(header)} bytes: {error}"
             raise NotSavedError(NotSaved("tmpfs", because)) from error
@@ -149,8 +149,7 @@ class Slots:
             held.give_back()
 
     def _require_room(self, header: Header) -> None:
-        free = measure(self.container.root)
-        decision = decide(capacity_for(header), free.tmpfs_bytes, free.ram_bytes)
+        decision = decide(capacity_for(header), measure(self.container.root))
         if not decision.fits:
             raise NotSavedError(NotSaved(decision.reason, decision.because))
 

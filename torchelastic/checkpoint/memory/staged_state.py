@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchelastic.checkpoint.memory.items import PLAIN_TYPES, tensor_with_data
 from torchelastic.checkpoint.memory.plans import NotSaved
 from torchelastic.checkpoint.memory.slots import HeldSlot, mapped
 from torchelastic.checkpoint.shards.cuda import copy_beside
 from torchelastic.checkpoint.shards.header import Entry
 from torchelastic.checkpoint.shards.stage import Stage, tensor_at
-from torchelastic.checkpoint.shards.tensors import encode_leaf
+from torchelastic.checkpoint.shards.tensors import memory_identity
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _UNCHANGEABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, type(Ellipsis)}
 )
@@ -89,7 +89,7 @@ class TakenApart:
 
     def _take(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN_TYPES:
             return self._tensor(value, path)
         if kind in (dict, OrderedDict) or isinstance(value, Mapping):
             return {key: self._take(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
@@ -112,25 +112,17 @@ class TakenApart:
     def _special(self, value: torch.Tensor, path: str) -> Any:
         if isinstance(value, DTensor):
             local = value._local_tensor
-            return _Spread(self._tensor(local if type(local) in _PLAIN else value.to_local(), path), value._spec)
+            return _Spread(self._tensor(local if type(local) in PLAIN_TYPES else value.to_local(), path), value._spec)
         return self._tensor(value, path)
 
     def _tensor(self, value: torch.Tensor, path: str) -> _At | _Empty:
-        if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            leaf = encode_leaf(value, path)
-            if len(leaf.parts) != 1 or leaf.recipe["kind"] != "strided":
-                raise TypeError(f"the tensor {path!r} is quantised or sparse: save it dequantised, or with to_dense()")
-            value = leaf.parts[0].tensor
+        value = tensor_with_data(value, path)
         if not value.numel():
             return _Empty(tuple(value.shape), value.dtype)
-        address = value.data_ptr()
-        if not address:
-            raise TypeError(f"the tensor {path!r} has no data: its memory was freed (as FSDP does) before saving")
-        # a conjugated view of the same memory holds other values
-        looks = (address, value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg())
-        known = self._known.get(looks)
+        identity = memory_identity(value, value, path)
+        known = self._known.get(identity)
         if known is None:
-            known = self._known[looks] = _At(len(self.sources))
+            known = self._known[identity] = _At(len(self.sources))
             self.sources.append(value.detach() if value.requires_grad else value)
         return known
 

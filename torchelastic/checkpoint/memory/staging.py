@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import StoredItem
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, ObjectName, ShardName
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
-from torchelastic.checkpoint.memory.names import ObjectName, ShardName
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
 from torchelastic.checkpoint.memory.staged_state import CopiedState, copy_into, find_copy, tensors_only
@@ -25,7 +24,6 @@ from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
 from torchelastic.checkpoint.shards.image import read_header
-from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.stage import Stage, seal
 
 if TYPE_CHECKING:
@@ -154,19 +152,9 @@ class StagedItems:
         return self.held.stage.slot.view()
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """Where the items of a plan lie.
-
-    Attributes:
-        held: the slot.
-        header: of the shard; with checksums, if they are known.
-        names: of the entry of each item, in the order of `Resolved.items`.
-    """
-
-    held: HeldSlot
-    header: Header
-    names: Sequence[str]
+#: Where the items of a plan lie: the slot, the header of the shard (with checksums, if they are known), and the name of
+#: the entry of each item, in the order of `Resolved.items`.
+_Placed = tuple[HeldSlot, Header, Sequence[str]]
 
 
 def stage_items(
@@ -199,26 +187,25 @@ def stage_items(
     copied = find_copy([tensor for _, tensor in resolved.tensors])
     placed = _in_copy(resolved, copied, target, slots) if copied is not None else None
     is_new = placed is None
-    if placed is None:
-        placed = _in_slot(resolved, target, slots, owner, threads, with_checksums=with_checksums)
-    assert placed.held.stage is not None
-    size_of = {entry.name: entry.size_bytes for entry in placed.header.entries}
+    held, header, names = placed or _in_slot(resolved, target, slots, owner, threads, with_checksums=with_checksums)
+    assert held.stage is not None
+    size_of = {entry.name: entry.size_bytes for entry in header.entries}
     staged = StagedItems(
         [
             WriteResult(item.index, size_of[name], StoredItem(str(target.name), name))
-            for item, name in zip(resolved.items, placed.names, strict=True)
+            for item, name in zip(resolved.items, names, strict=True)
         ],
         target,
-        placed.held.stage.slot.path,
-        placed.held.stage.data_offset,
-        placed.header,
+        held.stage.slot.path,
+        held.stage.data_offset,
+        header,
         disk,
         threads,
         replication,
-        placed.held,
+        held,
     )
     if is_new and owner is None:
-        slots.hold(placed.held, staged)
+        slots.hold(held, staged)
     return staged
 
 
@@ -245,7 +232,7 @@ def _in_slot(
     header = Header(None, (*layout.entries[:-1], *pickled), target.name.meta(target.step))
     if checksums is not None:
         header = header.with_checksums((*checksums, *digests))
-    return _Placed(held, header, resolved.names)
+    return held, header, resolved.names
 
 
 def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots: Slots) -> _Placed | None:
@@ -268,18 +255,7 @@ def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots
     _store_pickles(resolved, pickled, stage)
     copied.is_consumed = True
     copied.held.container = slots.container  # the copy may have been made before the container was known
-    return _Placed(copied.held, header, [*tensor_names, *resolved.names[len(resolved.tensors) :]])
-
-
-def push_shard(path: Path, object_id: str, replication: ReplicationManager) -> int:
-    """Sends a published shard to the partners; returns how many copies there are then.
-
-    Raises:
-        ReplicationError: a partner has none.
-        CheckpointError: the shard cannot be read.
-    """
-    with ShardReader(path) as shard, shard.view() as content:
-        return replication.push(object_id, content)
+    return copied.held, header, [*tensor_names, *resolved.names[len(resolved.tensors) :]]
 
 
 def why_not(error: CheckpointError, rank: int) -> NotSaved:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -14,12 +16,17 @@ from torch.futures import Future
 
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import NotSavedError
-from torchelastic.checkpoint.memory.process_checkpointer import replace_dead_helpers
 from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver
 from torchelastic.checkpoint.memory.staged_state import StagedState
 from torchelastic.checkpoint.memory.staging import StagedItems
 
+log = logging.getLogger(__name__)
+
 _ON_FAILURE = ("skip", "raise")
+#: Where torch keeps its helper process (`AsyncCheckpointerType.PROCESS`): started once, and kept also when it is dead.
+_EXECUTOR = "torch.distributed.checkpoint._async_process_executor"
+_NAME = "_CHECKPOINT_PROCESS"
+_DEATH_S = 10.0
 
 
 class MemoryStorageWriter(AsyncStager, StorageWriter):
@@ -172,3 +179,27 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
     def abandon(self, staged: StagedItems) -> None:
         """There will be no such checkpoint; instead of `write`, or of `finish`."""
         staged.abandon()
+
+
+def replace_dead_helpers(gather: Callable[[str, Any], Sequence[Any]]) -> None:
+    """If the helper of any rank has died, has torch start new ones on all ranks; they form a group, so none is of use.
+
+    Called by all ranks on the training thread before a save is given to the helpers. Does nothing where there are none,
+    or where torch keeps them in another way than in its releases 2.7 to 2.11.
+
+    Args:
+        gather: tells all ranks a value and returns what each says; collective. Called only where there are helpers,
+            which torch starts on all ranks together.
+    """
+    executor = sys.modules.get(_EXECUTOR)
+    process = getattr(getattr(executor, _NAME, None), "_save_process", None)
+    if executor is None or process is None:
+        return
+    alive = gather("async_save, looking for the helper processes", process.is_alive())
+    if all(alive):
+        return
+    dead = [rank for rank, is_alive in enumerate(alive) if not is_alive]
+    log.warning("the helper process of async_save has died on rank(s) %s: all ranks start another", dead)
+    process.kill()
+    process.join(_DEATH_S)
+    setattr(executor, _NAME, None)

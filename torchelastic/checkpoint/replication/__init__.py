@@ -25,16 +25,18 @@ if TYPE_CHECKING:
         ReplicationError,
         TransferError,
     )
-    from torchelastic.checkpoint.replication.exchange import ExchangePlan, ExchangePlanEntry, retrieve_plan
     from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
     from torchelastic.checkpoint.replication.manager import ReplicationManager
     from torchelastic.checkpoint.replication.placement import (
+        ExchangePlan,
+        ExchangePlanEntry,
         PairwiseReplicationStrategy,
         parse_group_sequence,
         partners,
+        retrieve_plan,
     )
+    from torchelastic.checkpoint.replication.receive import MemoryShelf, ReplicaShelf
     from torchelastic.checkpoint.replication.server import ReplicaServer
-    from torchelastic.checkpoint.replication.shelf import MemoryShelf, ReplicaShelf
     from torchelastic.checkpoint.replication.strategies import (
         CliqueReplicationStrategy,
         LazyCliqueReplicationStrategy,
@@ -43,38 +45,22 @@ if TYPE_CHECKING:
     )
     from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig
 
-#: The module of each name; to add one, name it here and above.
+#: The names of each module; to add one, name it here, above and below.
 _NAMES_OF_HOME = {
-    "client": ("ReplicaClient",),
-    "errors": (
-        "AuthenticationError",
-        "CorruptReplicaError",
-        "DamagedFrameError",
-        "OutdatedRoundError",
-        "NoReplicasAvailableError",
-        "PeerLostError",
-        "PeerStalledError",
-        "ProtocolError",
-        "ReplicaBusyError",
-        "ReplicaRefusedError",
-        "ReplicationError",
-        "TransferError",
-    ),
-    "exchange": ("ExchangePlan", "ExchangePlanEntry", "retrieve_plan"),
-    "group_wrapper": ("GroupWrapper",),
-    "manager": ("ReplicationManager",),
-    "placement": ("PairwiseReplicationStrategy", "parse_group_sequence", "partners"),
-    "server": ("ReplicaServer",),
-    "shelf": ("MemoryShelf", "ReplicaShelf"),
-    "strategies": (
-        "CliqueReplicationStrategy",
-        "LazyCliqueReplicationStrategy",
-        "LazyReplicationStrategyBuilder",
-        "ReplicationStrategy",
-    ),
-    "topology": ("ReplicationRetryConfig",),
+    "client": "ReplicaClient",
+    "errors": "AuthenticationError CorruptReplicaError DamagedFrameError NoReplicasAvailableError OutdatedRoundError "
+    "PeerLostError PeerStalledError ProtocolError ReplicaBusyError ReplicaRefusedError ReplicationError TransferError",
+    "group_wrapper": "GroupWrapper",
+    "manager": "ReplicationManager",
+    "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence partners "
+    "retrieve_plan",
+    "receive": "MemoryShelf ReplicaShelf",
+    "server": "ReplicaServer",
+    "strategies": "CliqueReplicationStrategy LazyCliqueReplicationStrategy LazyReplicationStrategyBuilder "
+    "ReplicationStrategy",
+    "topology": "ReplicationRetryConfig",
 }
-_HOME_OF_NAME = {name: f"{__name__}.{home}" for home, names in _NAMES_OF_HOME.items() for name in names}
+_HOME_OF_NAME = {name: home for home, names in _NAMES_OF_HOME.items() for name in names.split()}
 
 __all__ = [
     "AuthenticationError",

@@ -31,11 +31,11 @@ from torchelastic.checkpoint.replication.protocol import (
 from torchelastic.checkpoint.replication.receive import (
     Destination,
     IncomingObject,
+    ReplicaShelf,
     check_object_id,
     digest_of,
     running_digests,
 )
-from torchelastic.checkpoint.replication.shelf import ReplicaShelf
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
-from torchelastic.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
-from torchelastic.checkpoint.local.encoding import decode, encode
-from torchelastic.checkpoint.replication.exchange import ExchangePlan
-from torchelastic.checkpoint.replication.shelf import MemoryShelf
+from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, TensorAwareStateDict, decode, encode
+from torchelastic.checkpoint.replication.placement import ExchangePlan
+from torchelastic.checkpoint.replication.receive import MemoryShelf
 from torchelastic.checkpoint.replication.topology import ReplicationRetryConfig, meet
 from torchelastic.checkpoint.restore_plan import Id
 from torchelastic.checkpoint.shards.image import image_of, tensors_of

@@ -9,9 +9,8 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,6 +31,8 @@ from torchelastic.checkpoint.replication.topology import (
 from torchelastic.group.rank_group import Answer, RankGroup, begun
 from torchelastic.metrics import publish_metric
 from torchelastic.processes.identity import host_id
+
+Made = TypeVar("Made")
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +55,7 @@ class ReplicationManager:
         self._topology: PeerTopology | None = None
         self._objects: ObjectManager | None = None
         self._ranks = RankGroup(None, _WAIT_S)
-        self._prepare()
-
-    def _prepare(self) -> None:
+        self._copies = 0
         self._server: ReplicaServer | None = None
         self._has_warned = False
 
@@ -105,23 +104,28 @@ class ReplicationManager:
         if copies < 0 or not timeout_s > 0:
             raise ValueError(f"copies is {copies} and timeout_s {timeout_s}: give 0 or more, and more than 0 s")
         self.shutdown()
-        self._objects, self._ranks = checkpoint_object_manager, RankGroup(process_group, timeout_s)
-        call, retry = "ReplicationManager.initialize()", retry_config or ReplicationRetryConfig()
+        self._objects, self._ranks, self._copies = checkpoint_object_manager, RankGroup(process_group, timeout_s), 0
         shelf = checkpoint_object_manager.shelf
+
+        def choose(met: PeerTopology) -> list[int]:
+            return destinations(repl_strategy, met, copies) if len(met.hosts) > 1 else []
+
         met, self._server, _ = meet(
-            self._ranks, call, lambda: shelf, retry, host=host, port=listen_port, replica_host=replica_host
+            self._ranks,
+            "ReplicationManager.initialize()",
+            lambda: shelf,
+            retry_config or ReplicationRetryConfig(),
+            choose=choose,
+            host=host,
+            port=listen_port,
+            replica_host=replica_host,
         )
         self._topology = met
         if len(met.hosts) > 1:
-            try:
-                answers = self.run_on_all(f"{call}, choosing", lambda: destinations(repl_strategy, met, copies))
-            except BaseException:
-                self.shutdown()
-                raise
-            chosen = tuple(answers[met.rank])
-            self._topology = replace(met, partners=chosen, copies=copies)
-            if len(chosen) < copies and repl_strategy is None and met.rank == 0:
-                log.warning("each object gets %d replica(s) and not %d: there are too few hosts", len(chosen), copies)
+            self._copies = copies
+            if len(met.partners) < copies and repl_strategy is None and met.rank == 0:
+                few = "each object gets %d replica(s) and not %d: there are too few hosts"
+                log.warning(few, len(met.partners), copies)
 
     # --- who is where -------------------------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class ReplicationManager:
     @property
     def copies(self) -> int:
         """On how many other hosts each object is to be; 0 before `initialize`."""
-        return self._topology.copies if self._topology is not None else 0
+        return self._copies if self._topology is not None else 0
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -316,7 +320,7 @@ class ReplicationManager:
     # --- how ----------------------------------------------------------------------------------------------------------
 
     def _client(self, rank: int) -> ReplicaClient:
-        return self._require_topology().client(rank)
+        return _made(self._topology).client(rank)
 
     def _push_to(self, rank: int, object_id: str, content: memoryview) -> int:
         try:
@@ -338,14 +342,14 @@ class ReplicationManager:
         return False
 
     def _push_published(self, rank: int, object_id: str) -> int:
-        content = self._require_objects().shelf.source(object_id)
+        content = _made(self._objects).shelf.source(object_id)
         if content is None:
             raise NoReplicasAvailableError(f"{object_id} is not here: close its buffer before it is replicated")
         return self._push_to(rank, object_id, content)
 
     def _retrieve_object(self, client: ReplicaClient, wanted: Any) -> bool:
         """Whether it could be fetched; why not is logged."""
-        objects = self._require_objects()
+        objects = _made(self._objects)
         try:
             object_id = str(objects.names_of(wanted))
             pull_into(objects.shelf, object_id, partial(client.pull, object_id))
@@ -356,7 +360,7 @@ class ReplicationManager:
 
     def _retrieve_container(self, client: ReplicaClient, wanted: Any) -> bool:
         """Whether all objects of the container of a step could be fetched, and there was one; the commit comes last."""
-        begin = str(self._require_objects().names_of(f"{wanted}{_COMMIT}")).removesuffix(_COMMIT) + "/"
+        begin = str(_made(self._objects).names_of(f"{wanted}{_COMMIT}")).removesuffix(_COMMIT) + "/"
         try:
             there = [one for one in client.ids() if one.startswith(begin)]
         except ReplicationError as error:
@@ -366,20 +370,16 @@ class ReplicationManager:
         files = [one.rpartition("/")[2] for one in there]
         return bool(files) and all(self._retrieve_object(client, f"{wanted}/{file}") for file in files)
 
-    def _require_topology(self) -> PeerTopology:
-        if self._topology is None:
-            raise NoReplicasAvailableError("call ReplicationManager.initialize() on all ranks first")
-        return self._topology
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._topology, self._objects, self._copies, self._ranks.timeout_s
 
-    def _require_objects(self) -> ObjectManager:
-        if self._objects is None:
-            raise NoReplicasAvailableError("call ReplicationManager.initialize() on all ranks first")
-        return self._objects
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._topology, self._objects, self._copies, timeout_s = state
+        self._ranks, self._server, self._has_warned = RankGroup(None, timeout_s), None, False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"topology": self._topology, "objects": self._objects, "timeout_s": self._ranks.timeout_s}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._topology, self._objects = state["topology"], state["objects"]
-        self._ranks = RankGroup(None, state["timeout_s"])
-        self._prepare()
+def _made(one: Made | None) -> Made:
+    """What `initialize` has made."""
+    if one is None:
+        raise NoReplicasAvailableError("call ReplicationManager.initialize() on all ranks first")
+    return one

@@ -30,8 +30,7 @@ from torchelastic.checkpoint.replication.protocol import (
     text_in,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import Reception, check_object_id, digest_of
-from torchelastic.checkpoint.replication.shelf import ReplicaShelf
+from torchelastic.checkpoint.replication.receive import Reception, ReplicaShelf, check_object_id, digest_of
 
 log = logging.getLogger(__name__)
 

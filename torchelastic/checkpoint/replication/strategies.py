@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from torchelastic.checkpoint.local.names import CkptID
-from torchelastic.checkpoint.replication.exchange import ExchangePlan, plan_of_wishes
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
-from torchelastic.checkpoint.replication.placement import holders_of, parse_group_sequence
+from torchelastic.checkpoint.replication.placement import ExchangePlan, holders_of, parse_group_sequence, plan_of_wishes
 
 if TYPE_CHECKING:
     import torch
 
-    from torchelastic.checkpoint.local.base_state_dict import TensorAwareStateDict
+    from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
 
 
 class ReplicationStrategy(ABC):

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchelastic.checkpoint.replication.addresses import address_among, network_id
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.client import ReplicaClient
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError
 from torchelastic.checkpoint.replication.placement import by_domain, partners
+from torchelastic.checkpoint.replication.receive import ReplicaShelf
 from torchelastic.checkpoint.replication.server import ReplicaServer
-from torchelastic.checkpoint.replication.shelf import ReplicaShelf
+from torchelastic.network.choice import InterfaceError
+from torchelastic.network.interfaces import address_towards, is_loopback
+from torchelastic.network.this_host import chosen_address
 from torchelastic.processes.identity import host_id
+from torchelastic.rendezvous.url import RendezvousUrlError, parse_url
+from torchelastic.rendezvous.wire import INIT_METHOD_VARIABLE
 
 if TYPE_CHECKING:
     from torchelastic.group.rank_group import RankGroup
@@ -77,19 +84,22 @@ class PeerTopology:
         rank: the own one.
         hosts: the failure domain of each rank; those that give the same name are lost together.
         addresses: of each rank's server; empty in a group of one.
-        partners: who receives the objects of this rank.
+        partners_of: by rank, who receives its objects; empty if nobody does.
         token: the secret of this group; not shown.
         retry: how patient transfers are.
-        copies: on how many other hosts each object is to be.
     """
 
     rank: int
     hosts: tuple[str, ...]
     addresses: tuple[tuple[str, int], ...] = ()
-    partners: tuple[int, ...] = ()
+    partners_of: tuple[tuple[int, ...], ...] = ()
     token: str = field(default="", repr=False)
     retry: ReplicationRetryConfig = ReplicationRetryConfig()
-    copies: int = 0
+
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """Who receives the objects of this rank."""
+        return self.partners_of[self.rank] if self.partners_of else ()
 
     def client(self, rank: int, retry_s: float | None = None) -> ReplicaClient:
         """Reaches a rank.
@@ -124,6 +134,7 @@ def meet(
     retry: ReplicationRetryConfig,
     *,
     tell: Callable[[], Any] = lambda: None,
+    choose: Callable[[PeerTopology], Sequence[int]] = lambda _: (),
     host: str | None = None,
     port: int = 0,
     replica_host: str | None = None,
@@ -136,12 +147,13 @@ def meet(
         shelf: gives what the server gives away; called after `tell`.
         retry: how patient transfers are.
         tell: what this rank has to say besides; JSON can hold it.
+        choose: who receives the objects of this rank, given all but this; also called in a group of one.
         host: the failure domain of this rank; None: what the environment says, else the machine.
         port: of the server of the first rank of each machine; the next ones take the ports that follow. 0: free ones.
         replica_host: the address to listen on; None: found out.
 
     Returns:
-        What the ranks told (nobody is a partner yet), the server of this rank (None if it is alone; to be closed), and
+        What the ranks told, the server of this rank (None if it is alone; to be closed), and
         what each said besides.
 
     Raises:
@@ -156,32 +168,40 @@ def meet(
     networks, hosts, tokens, told = zip(*ranks.run_on_all(f"{call}, meeting", introduce, is_long=True), strict=True)
     topology = PeerTopology(ranks.rank, hosts, token=tokens[0], retry=retry)
     if len(hosts) == 1:
-        return topology, None, list(told)
+        return replace(topology, partners_of=(tuple(choose(topology)),)), None, list(told)
     servers: list[ReplicaServer] = []
 
     def listen() -> list[Any]:
-        transfers = max(_LEAST_TRANSFERS, len(hosts))
-        server = ReplicaServer(
-            shelf(),
-            topology.token,
-            host=replica_host or address_among(networks),
-            port=port + networks[: ranks.rank].count(networks[ranks.rank]) if port else 0,
-            timeout_s=retry.timeout_seconds,
-            max_transfers=transfers,
-            max_connections=2 * transfers,
-        )
-        servers.append(server)
-        server.start()
-        return list(server.address)
+        servers.append(_listening(topology, shelf(), networks, port, replica_host))
+        return list(servers[0].address)
 
     try:
         found = ranks.run_on_all(f"{call}, listening", listen, is_long=True)
+        topology = replace(topology, addresses=tuple((str(address), int(port)) for address, port in found))
+        chosen = ranks.run_on_all(f"{call}, choosing", lambda: list(choose(topology)))
     except BaseException:
         for server in servers:
             server.close()
         raise
-    addresses = tuple((str(address), int(port)) for address, port in found)
-    return replace(topology, addresses=addresses), servers[0], list(told)
+    return replace(topology, partners_of=tuple(map(tuple, chosen))), servers[0], list(told)
+
+
+def _listening(
+    topology: PeerTopology, shelf: ReplicaShelf, networks: Sequence[str], port: int, replica_host: str | None
+) -> ReplicaServer:
+    """The server of this rank; see `meet`."""
+    rank, transfers = topology.rank, max(_LEAST_TRANSFERS, len(networks))
+    server = ReplicaServer(
+        shelf,
+        topology.token,
+        host=replica_host or address_among(networks),
+        port=port + networks[:rank].count(networks[rank]) if port else 0,
+        timeout_s=topology.retry.timeout_seconds,
+        max_transfers=transfers,
+        max_connections=2 * transfers,
+    )
+    server.start()
+    return server
 
 
 def destinations(strategy: DestinationStrategy | None, topology: PeerTopology, copies: int) -> list[int]:
@@ -211,3 +231,70 @@ def destinations(strategy: DestinationStrategy | None, topology: PeerTopology, c
     if beyond:
         raise ValueError(f"repl_strategy gives the objects of rank {topology.rank} to rank(s) {beyond}")
     return chosen
+
+
+def network_id() -> str:
+    """Equal for all processes that reach each other at 127.0.0.1: pods of one node have a network each."""
+    try:
+        return f"{host_id()}/{Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return host_id()
+
+
+def address_among(networks: Sequence[str]) -> str:
+    """Where this rank listens for the others: on loopback if all are in one network, else at its own address.
+
+    Args:
+        networks: of all ranks; see `network_id`.
+
+    Raises:
+        CheckpointError: see `own_address`.
+    """
+    return "127.0.0.1" if len(set(networks)) == 1 else own_address()
+
+
+def root_id(root: Path) -> str:
+    """Equal for two processes that see the same folder."""
+    status = root.stat()
+    return f"{host_id()}/{status.st_dev}/{status.st_ino}"
+
+
+def own_address() -> str:
+    """The address of this host on the network over which the ranks found each other.
+
+    That of the interface that was chosen for the launcher (`--iface`); else the source address of a packet to
+    MASTER_ADDR, or to the run's etcd; where neither is set, or both lead nowhere, the address of the host's name.
+
+    Raises:
+        CheckpointError: all are addresses that only this host can reach, or the chosen interface is not there.
+    """
+    try:
+        chosen = chosen_address()
+    except InterfaceError as error:
+        raise CheckpointError(str(error)) from error
+    if chosen:
+        return chosen
+    for endpoint in _meeting_points():
+        try:
+            address = address_towards([endpoint])
+        except OSError:
+            continue  # its name is not known here
+        if not is_loopback(address):
+            return address
+    address = socket.gethostbyname(socket.gethostname())
+    if is_loopback(address):
+        raise CheckpointError(
+            f"{socket.gethostname()} knows itself only as {address}, where the other hosts cannot reach it: give the "
+            "manager replica_host, the address of this host for the others"
+        )
+    return address
+
+
+def _meeting_points() -> list[tuple[str, int]]:
+    """(host, port) of what the ranks may have found each other by."""
+    found = [(os.environ["MASTER_ADDR"], 9)] if os.environ.get("MASTER_ADDR") else []
+    try:
+        found += parse_url(os.environ.get(INIT_METHOD_VARIABLE, "")).endpoints
+    except RendezvousUrlError:
+        pass  # no launcher of ours, or a rendezvous of another kind
+    return found

@@ -155,7 +155,7 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
         shape = tuple(tensor.shape)
         recipe = {"kind": "strided", "stride": _stride_to_keep(tensor), "device": device, **_autograd_of(value)}
         return Leaf(
-            _identity(tensor, value, name), recipe, (TensorPart("data", name, tensor, shape, Box.whole(shape)),)
+            memory_identity(tensor, value, name), recipe, (TensorPart("data", name, tensor, shape, Box.whole(shape)),)
         )
     recipe, parts = _quantized(tensor, name) if tensor.is_quantized else _sparse(tensor, name)
     named = [
@@ -198,7 +198,7 @@ def decode_leaf(recipe: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) ->
 
 
 def _shard(part: TensorPart, value: torch.Tensor) -> Leaf:
-    identity = ("shard", part.shape, part.box, _identity(part.tensor, value, part.name))
+    identity = ("shard", part.shape, part.box, memory_identity(part.tensor, value, part.name))
     return Leaf(identity, {"kind": "shard", "device": str(part.tensor.device)}, (part,))
 
 
@@ -314,7 +314,7 @@ def _sparse(tensor: torch.Tensor, name: str) -> tuple[dict[str, Any], dict[str, 
 _COMPRESSED = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 
-def _identity(tensor: torch.Tensor, value: torch.Tensor, name: str) -> object:
+def memory_identity(tensor: torch.Tensor, value: torch.Tensor, name: str) -> object:
     """Equal for two tensors that are the same view of the same memory; where there is none, for the same object."""
     address = tensor.data_ptr()
     if address == 0:

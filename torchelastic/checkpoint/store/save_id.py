@@ -8,7 +8,10 @@ from dataclasses import dataclass
 #: How the names of folders begin that are being written; what is hidden is passed over by readers.
 STAGING_PREFIX = ".tmp-"
 
-_NAME = re.compile(r"step-(?P<step>\d{9,19})\.e(?P<epoch>\d{1,19})\.r(?P<round>\d{1,19})\.g(?P<generation>\d{1,19})")
+_NAME = re.compile(
+    r"step-(?P<step>\d{9,19})\.e(?P<epoch>\d{1,19})\.r(?P<round>\d{1,19})\.g(?P<generation>\d{1,19})"
+    r"(?:\.(?P<nonce>[0-9a-f]{8}))?"
+)
 _SHARD = re.compile(r"shard-(\d{5,9})-of-(\d{5,9})\.shard")
 
 
@@ -24,6 +27,7 @@ class SaveId:
         round: which group of workers of that job wrote it.
         generation: how many commits the group's state has behind it; or whatever else grows within a round.
         step: committed steps of the run, for people.
+        nonce: 8 random hexadecimal digits, against two histories of one job; empty where nothing but a fence may write.
 
     Raises:
         ValueError: a number is negative.
@@ -36,6 +40,7 @@ class SaveId:
     round: int
     generation: int
     step: int
+    nonce: str = ""
 
     def __post_init__(self) -> None:
         if min(self.epoch, self.round, self.generation, self.step) < 0:
@@ -47,7 +52,8 @@ class SaveId:
     @property
     def folder_name(self) -> str:
         """The name of its folder; `parse` is the inverse."""
-        return f"step-{self.step:09d}.e{self.epoch}.r{self.round}.g{self.generation}"
+        nonce = f".{self.nonce}" if self.nonce else ""
+        return f"step-{self.step:09d}.e{self.epoch}.r{self.round}.g{self.generation}{nonce}"
 
     @property
     def staging_name(self) -> str:
@@ -64,11 +70,12 @@ class SaveId:
         """Reads a folder's name. Raises: ValueError if it is no checkpoint's.
 
         >>> SaveId.parse("step-000000123.e1.r5.g7")
-        SaveId(epoch=1, round=5, generation=7, step=123)
+        SaveId(epoch=1, round=5, generation=7, step=123, nonce='')
         """
         match = _NAME.fullmatch(text)
         if match is not None:
-            name = cls(**{key: int(number) for key, number in match.groupdict().items()})
+            numbers = {key: int(match[key]) for key in ("epoch", "round", "generation", "step")}
+            name = cls(**numbers, nonce=match["nonce"] or "")
             if name.folder_name == text:
                 return name
         raise ValueError(f"{text!r} is no name of a checkpoint, such as 'step-000000123.e1.r5.g7'")

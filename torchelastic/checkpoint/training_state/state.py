@@ -16,7 +16,7 @@ import torch
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.replication.addresses import address_among, network_id
+from torchelastic.checkpoint.replication.topology import address_among, network_id
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.reading import ShardReader

@@ -8,16 +8,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.lifetime.deadline import CapacityBlock, Deadline, DeadlineAt, automatic_deadlines
-from torchelastic.lifetime.sources.aws import AwsSpot
-from torchelastic.lifetime.sources.azure import AzureScheduledEvents
+from torchelastic.lifetime.sources.clouds import AwsSpot, AzureScheduledEvents, GcpPreemption, MetadataSource
 from torchelastic.lifetime.sources.files import PreStopFile, TerminationFile, WatchedFile
-from torchelastic.lifetime.sources.gcp import GcpPreemption
-from torchelastic.lifetime.sources.metadata import LINK_LOCAL, MetadataSource, Opener, Options, open_url
-from torchelastic.lifetime.sources.notice import Notices
+from torchelastic.lifetime.sources.metadata import LINK_LOCAL, Opener, open_url
+from torchelastic.lifetime.sources.notice import Clocks, Notices
 from torchelastic.lifetime.sources.poller import Poller
 from torchelastic.lifetime.sources.signals import (
     FROM_SCHEDULER,
@@ -42,9 +41,9 @@ PRE_STOP_VARIABLE = "TORCHELASTIC_PRESTOP_FILE"
 GRACE_VARIABLE = "TORCHELASTIC_TERM_GRACE_S"
 #: Which signals are notices: see `signals.parse_signals`.
 SIGNALS_VARIABLE = "TORCHELASTIC_DEADLINE_SIGNALS"
-#: Which clouds to ask: `aws`, `gcp`, `azure`, several with commas, or `none`.
+#: Which metadata services to poll: `aws`, `gcp`, `azure`, separated by commas, or `none`.
 METADATA_VARIABLE = "TORCHELASTIC_METADATA"
-#: Where to ask them, instead of the link-local address.
+#: Their endpoint, instead of the link-local address.
 ENDPOINT_VARIABLE = "TORCHELASTIC_METADATA_ENDPOINT"
 
 #: A launcher ends workers so long after the signal that it passes on: torchrun (torch 2.13) and `torchelastic run`.
@@ -53,7 +52,11 @@ _MACHINE = Path("/sys/class/dmi/id")
 _MACHINE_FILES = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "board_vendor", "chassis_asset_tag")
 #: What every virtual machine of Azure has as its asset tag (cloud-init's datasource goes by it too).
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
-_CLOUDS = ("aws", "gcp", "azure")
+_CLOUDS: dict[str, type[AwsSpot | GcpPreemption | AzureScheduledEvents]] = {
+    "aws": AwsSpot,
+    "gcp": GcpPreemption,
+    "azure": AzureScheduledEvents,
+}
 
 
 def read_machine(folder: Path = _MACHINE) -> str:
@@ -68,12 +71,7 @@ def read_machine(folder: Path = _MACHINE) -> str:
 
 
 def clouds_of(machine: str) -> dict[str, bool]:
-    """The clouds whose metadata service is to be asked, with whether it is surely that one.
-
-    Nobody is asked on a machine that says nothing of the kind.
-
-    Args:
-        machine: see `read_machine`.
+    """The clouds that a machine may be of (see `read_machine`), each with whether it surely is; only they are polled.
 
     >>> clouds_of("Amazon EC2"), clouds_of("Dell Inc.")
     ({'aws': True}, {})
@@ -98,7 +96,7 @@ def parse_clouds(text: str) -> dict[str, bool]:
         return {}
     unknown = [name for name in names if name not in _CLOUDS]
     if unknown:
-        raise ValueError(f"{METADATA_VARIABLE} is {text!r}: give {', '.join(_CLOUDS)}, several with commas, or none")
+        raise ValueError(f"{METADATA_VARIABLE} is {text!r}: give {', '.join(_CLOUDS)}, separated by commas, or none")
     return dict.fromkeys(names, True)
 
 
@@ -140,10 +138,9 @@ def detect(
 ) -> list[Deadline]:
     """All deadlines of this process; `nearest` makes one of them, `close_all` ends them.
 
-    Sources that have to be asked are asked on a daemon thread, metadata services on another one; each is started if
-    there are any. On the main thread
-    SIGTERM becomes a notice if it still has its default action (a coordinator that is made later drains, and then
-    SIGTERM is its matter); in a SLURM job SIGUSR1 does too. See docs/lifetime.md for all of it and for the variables.
+    Sources are polled on a daemon thread, metadata services on another one; each is started if there are any. On the
+    main thread SIGTERM becomes a notice if it still has its default action (a coordinator that is made later drains,
+    and then handles SIGTERM); in a SLURM job SIGUSR1 does too. See docs/lifetime.md for the variables.
 
     Args:
         environment: variables; default: those of this process.
@@ -151,47 +148,47 @@ def detect(
         wall_clock: Unix seconds.
         runner: runs `squeue`.
         opener: sends HTTP requests.
-        machine: says what the firmware knows of the machine.
-        poller: asks the sources; None: a new one.
+        machine: returns what the firmware says about the machine.
+        poller: polls the sources; None: a new one.
 
     Raises:
-        ValueError: a variable holds something that it should not; names it, with the remedy.
+        ValueError: a variable has an invalid value; names it, with the remedy.
     """
     variables = os.environ if environment is None else environment
-    deadlines = automatic_deadlines(variables, clock=clock, wall_clock=wall_clock)
+    clocks: Clocks = {"clock": clock, "wall_clock": wall_clock}
+    deadlines = automatic_deadlines(variables, **clocks)
     value = variables.get(TERMINATION_TIME_VARIABLE, "")
     end = CapacityBlock.from_variable(TERMINATION_TIME_VARIABLE, value, now_s=clock(), wall_s=wall_clock())
     if end is not None:
         deadlines.append(DeadlineAt("elastic instance", end.at_s, end.reason))
-    slurm = SlurmDeadline.from_environment(variables, runner=runner, clock=clock, wall_clock=wall_clock)
-    files = _files(variables, clock, wall_clock)
-    clouds = _clouds(variables, machine, opener, clock, wall_clock)
-    graces_s = _graces_s(variables, slurm is not None)  # complains before anything is started
-    asks = Poller() if poller is None else poller
+    slurm = SlurmDeadline.from_environment(variables, runner=runner, **clocks)
+    files = _files(variables, clocks)
+    clouds = _clouds(variables, machine, opener, clocks)
+    graces_s = _graces_s(variables, slurm is not None)  # raises before anything is started
+    poller_of_others = Poller() if poller is None else poller
+    # a metadata service may take its time to answer: the other sources do not wait for that
+    poller_of_clouds = Poller("torchelastic-metadata") if poller is None else poller
     if slurm is not None:
+        _start(poller_of_others, slurm)
+        slurm.when_asked_again(partial(poller_of_others.add, slurm.poll))
         deadlines.append(slurm)
-        slurm.when_asked_again(lambda after_s: asks.add(slurm.poll, after_s))
-        _start(asks, slurm)
     for file in files:
-        deadlines.append(file)
-        _start(asks, file)
-    # a metadata service may take its time to answer: none of the others waits for that
-    asks_clouds = Poller("torchelastic-metadata") if poller is None else poller
+        _start(poller_of_others, file)
     for cloud in clouds:
-        deadlines.append(cloud)
-        _start(asks_clouds, cloud)
+        _start(poller_of_clouds, cloud)
+    deadlines += [*files, *clouds]
     if graces_s:
         named = variables.get(SIGNALS_VARIABLE, "").strip()
-        said = signals_with_grace(named)
+        known = signals_with_grace(named)
         if is_grace_known(variables):
-            said |= graces_s.keys() - set(FROM_SCHEDULER)
-        guessed = graces_s.keys() - said
+            known |= graces_s.keys() - set(FROM_SCHEDULER)
+        guessed = graces_s.keys() - known
         deadlines.append(SignalNotices(graces_s, scheduler=slurm, clock=clock, gives_way=not named, guessed=guessed))
     return deadlines
 
 
 def close_all(deadlines: Iterable[Deadline]) -> None:
-    """End what `detect` has started: nobody is asked any more, and signals mean what they meant. On the main thread."""
+    """End what `detect` has started: nothing is polled any more, signal handlers are restored. On the main thread."""
     for deadline in reversed(list(deadlines)):
         if isinstance(deadline, Notices):
             deadline.close()
@@ -199,47 +196,38 @@ def close_all(deadlines: Iterable[Deadline]) -> None:
 
 def _start(poller: Poller, source: SlurmDeadline | WatchedFile | MetadataSource) -> None:
     poller.add(source.poll)
-    source.when_closed(lambda: poller.remove(source.poll))
+    source.when_closed(partial(poller.remove, source.poll))
 
 
-def _files(
-    variables: Mapping[str, str], clock: Callable[[], float], wall_clock: Callable[[], float]
-) -> list[WatchedFile]:
+def _files(variables: Mapping[str, str], clocks: Clocks) -> list[WatchedFile]:
     found: list[WatchedFile] = []
     if path := variables.get(TERMINATION_FILE_VARIABLE):
-        found.append(TerminationFile(path, clock=clock, wall_clock=wall_clock))
+        found.append(TerminationFile(path, **clocks))
     if path := variables.get(PRE_STOP_VARIABLE):
         grace_s, is_sure = term_grace_s(variables), is_grace_known(variables)
-        found.append(PreStopFile(path, grace_s=grace_s, clock=clock, wall_clock=wall_clock, is_sure=is_sure))
+        found.append(PreStopFile(path, grace_s=grace_s, is_sure=is_sure, **clocks))
     return found
 
 
 def _clouds(
-    variables: Mapping[str, str],
-    machine: Callable[[], str],
-    opener: Opener,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
+    variables: Mapping[str, str], machine: Callable[[], str], opener: Opener, clocks: Clocks
 ) -> list[MetadataSource]:
-    text = variables.get(METADATA_VARIABLE, "").strip()
-    clouds = parse_clouds(text) if text else clouds_of(machine())
+    named = variables.get(METADATA_VARIABLE, "").strip()
+    clouds = parse_clouds(named) if named else clouds_of(machine())
+    # these three are what the SDKs of AWS and GCP use
+    if variables.get("AWS_EC2_METADATA_DISABLED", "").strip().lower() == "true":
+        clouds.pop("aws", None)
+    gcp_host = variables.get("GCE_METADATA_HOST", "").strip()
+    endpoints = {
+        "aws": variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "").strip(),
+        "gcp": f"http://{gcp_host}" if gcp_host else "",
+    }
     everywhere = variables.get(ENDPOINT_VARIABLE, "").strip()
-
-    def of(cloud: str) -> Options:
-        return {"is_expected": clouds[cloud], "opener": opener, "clock": clock, "wall_clock": wall_clock}
-
-    found: list[MetadataSource] = []
-    # these two are what the SDKs of AWS and GCP go by
-    if "aws" in clouds and variables.get("AWS_EC2_METADATA_DISABLED", "").strip().lower() != "true":
-        endpoint = everywhere or variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "").strip() or LINK_LOCAL
-        found.append(AwsSpot(endpoint, **of("aws")))
-    if "gcp" in clouds:
-        host = variables.get("GCE_METADATA_HOST", "").strip()
-        endpoint = everywhere or (f"http://{host}" if host else LINK_LOCAL)
-        found.append(GcpPreemption(endpoint, **of("gcp")))
-    if "azure" in clouds:
-        found.append(AzureScheduledEvents(everywhere or LINK_LOCAL, **of("azure")))
-    return found
+    return [
+        source(everywhere or endpoints.get(name) or LINK_LOCAL, is_expected=clouds[name], opener=opener, **clocks)
+        for name, source in _CLOUDS.items()
+        if name in clouds
+    ]
 
 
 def _graces_s(variables: Mapping[str, str], is_in_slurm: bool) -> dict[signal.Signals, float]:

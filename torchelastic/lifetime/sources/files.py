@@ -1,9 +1,8 @@
-"""Files that say when this machine ends: the end of an elastic instance, and what a pod's preStop hook has touched.
+"""Files with deadlines: the end of an elastic instance, and what a pod's preStop hook has touched.
 
 From the Kubernetes documentation, "Pod Lifecycle": the grace period (`terminationGracePeriodSeconds`, 30 s by default)
-begins with the preStop hook, and SIGTERM to process 1 of the container follows when the hook has ended; SIGKILL comes
-when the period is over. A pod cannot see its own grace period, so it is told by an environment variable. The SIGTERM is
-a matter of `signals`.
+begins with the preStop hook, and SIGTERM to process 1 of the container follows when the hook has ended (see `signals`);
+SIGKILL comes when the period is over. A pod cannot see its own grace period, so an environment variable holds it.
 """
 
 from __future__ import annotations
@@ -29,16 +28,10 @@ STALE_S = 3600.0
 
 
 def parse_termination(text: str, *, path: str, wall_s: float, stale_s: float) -> float | None:
-    """Unix seconds from the content of a termination file; None if it is blank, or over for too long.
-
-    Args:
-        text: the content: one number.
-        path: of the file, for the error.
-        wall_s: the present in Unix seconds.
-        stale_s: what is over for longer than this has not come: it is left from an earlier life.
+    """Unix seconds from the content of a termination file; None if it is blank, or over for more than `stale_s`.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: it holds something else; names the path.
     """
     if not text.strip():
         return None
@@ -50,32 +43,28 @@ def parse_termination(text: str, *, path: str, wall_s: float, stale_s: float) ->
 def pre_stop_notice(
     source: str, path: str, age_s: float, grace_s: float, now_s: float, *, is_sure: bool = True
 ) -> Notice | None:
-    """What a preStop file says; None if it is older than the grace: it is left from an earlier container of the pod.
+    """The notice of a preStop file; None if it is older than the grace: it is left from an earlier container.
 
     Args:
-        source: for the notice.
+        source: of the notice.
         path: of the file, for the reason.
         age_s: since the hook has touched it.
         grace_s: from the hook to SIGKILL.
         now_s: the present in monotonic seconds.
-        is_sure: whether the pod has said that this is its grace.
+        is_sure: whether the grace was given, and is no guess.
     """
     age_s = max(0.0, age_s)  # a clock that is set back
     if age_s >= grace_s:
         return None
-    said = "of grace" if is_sure else "of grace are a guess: the pod has not said how many there are"
-    reason = f"preStop has touched {path}, {grace_s:g} s {said}"
+    of_grace = "of grace" if is_sure else "of grace are a guess: the pod has not said how many there are"
+    reason = f"preStop has touched {path}, {grace_s:g} s {of_grace}"
     return Notice(source, "interruption", now_s + grace_s - age_s, reason, None if is_sure else now_s - age_s)
 
 
 class WatchedFile(Notices):
-    """A deadline from a file, which may come, change and go. `poll` looks at it; have a `Poller` call that.
+    """A deadline from a file, which may come, change and go. `poll` checks it; have a `Poller` call that.
 
-    Args:
-        name: of the source, for people.
-        idle: the reason while nothing is announced.
-        path: of the file.
-        interval_s, clock, wall_clock: see `notice.Timing`.
+    Arguments as for `Notices`, the path, and `notice.Timing`.
     """
 
     def __init__(
@@ -94,7 +83,7 @@ class WatchedFile(Notices):
         self._touched_s = 0.0
 
     def poll(self) -> float:
-        """Look once. See `poller.Poll`."""
+        """Check once. See `poller.Poll`."""
         try:
             status = self._path.stat()
             seen = (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -110,27 +99,27 @@ class WatchedFile(Notices):
             log.debug("%s: %s", self._path, error)
         except ValueError as error:
             self._seen = seen
-            log.warning("%s; what was known before counts on", error)
+            log.warning("%s; what was known before still counts", error)
         return self._interval_s
 
     @abstractmethod
     def _read(self) -> Notice | None:
-        """What the file says; None: nothing that counts. Raises OSError; ValueError: it makes no sense."""
+        """The notice in the file; None: there is none. Raises OSError; ValueError: it is invalid."""
 
 
 class TerminationFile(WatchedFile):
     """The end of this instance, as Unix seconds in a file; read again whenever the file changes.
 
-    None, or an empty one, means that no end is known. Replace it by rename, so that nobody reads half of it.
+    No file, or an empty one, means that no end is known. Replace it by rename, so that nobody reads half of it.
 
     Args:
         path: of the file.
-        timing: see `notice.Timing`; looked at every second.
+        timing: see `notice.Timing`; checked every second.
     """
 
     def __init__(self, path: str | Path, **timing: Unpack[Timing]) -> None:
         super().__init__("elastic instance", f"{path} names no end of this instance", path, **timing)
-        self._stale_s = 0.0  # what is over when this process begins is left from its last life
+        self._stale_s = 0.0  # what is over when this process begins is left from an earlier incarnation
 
     def _read(self) -> Notice | None:
         text = self._path.read_text(errors="replace")
@@ -145,13 +134,13 @@ class TerminationFile(WatchedFile):
 
 
 class PreStopFile(WatchedFile):
-    """The pod ends: its preStop hook has touched a file.
+    """The end of a pod, whose preStop hook has touched a file.
 
     Args:
         path: of the file, on a volume that the hook and this process share (the container's own file system will do).
         grace_s: the pod's `terminationGracePeriodSeconds`.
-        is_sure: whether the pod has said that this is its grace; pods on spot nodes may have less.
-        timing: see `notice.Timing`; looked for every second.
+        is_sure: whether the grace was given, and is no guess; pods on spot nodes may have less.
+        timing: see `notice.Timing`; checked every second.
     """
 
     def __init__(

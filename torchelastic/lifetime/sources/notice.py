@@ -1,4 +1,4 @@
-"""What a source was told, and a deadline that is made of it."""
+"""Notices that this process or its machine will end, and the deadline that they make."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ Kind = Literal["end", "interruption", "maintenance", "signal", "advice"]
 _DATE_RESOLUTION_S = 1.0
 
 
-class Timing(TypedDict, total=False):
-    """How often a source is asked, and by which clocks.
+class Clocks(TypedDict, total=False):
+    """The clocks of a source: `clock` in monotonic seconds, that of the deadline, and `wall_clock` in Unix seconds."""
 
-    Attributes:
-        interval_s: between two questions.
-        clock: monotonic seconds; that of the deadline.
-        wall_clock: Unix seconds.
-    """
-
-    interval_s: float
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
 
-class NonsenseError(ValueError):
-    """Somebody answered, and it is not what the protocol says; the text says who and what."""
+class Timing(Clocks, total=False):
+    """The clocks of a source, and `interval_s`: seconds between two polls."""
+
+    interval_s: float
+
+
+class InvalidAnswerError(ValueError):
+    """An answer that is not what the protocol says; the message says whose and what."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Somebody has said when this process or its machine ends.
+    """One announcement of when this process or its machine ends.
 
     Args:
-        source: who said it.
+        source: its name, for people.
         kind: see `Kind`.
         at_s: when, in monotonic seconds; None: at any moment from now on.
-        reason: what was said, one short phrase.
-        unsure_since_s: when it came, if nobody has said how much time there is from then on: `at_s` is a guess, and the
-            end may come earlier. None: `at_s` is known.
+        reason: what was announced, one short phrase.
+        unsure_since_s: when it was received, if it does not say how much time there is: `at_s` is a guess, and the end
+            may come earlier. None: `at_s` is known.
     """
 
     source: str
@@ -64,14 +63,14 @@ class Notice:
 
 @dataclass(frozen=True)
 class Event:
-    """What a platform announces, as its protocol says it; neither date nor lead: it has begun.
+    """What a platform announces, as in its protocol; without date and lead time: it has begun.
 
     Args:
         kind: see `Kind`.
         reason: for people.
         date_s: when, in Unix seconds by the clock of the platform.
         lead_s: so long after the announcement has appeared; with a date: it is never later than that.
-        is_lead_sure: whether `lead_s` is what the platform gives, and not the most that it may give.
+        is_lead_sure: whether `lead_s` is guaranteed, and not the most that the platform may give.
     """
 
     kind: Kind
@@ -84,10 +83,10 @@ class Event:
         """The same in monotonic time.
 
         Args:
-            source: who announces it.
+            source: its name.
             now_s: the moment of reading, monotonic.
             appeared_s: since when it may have been there, monotonic.
-            platform_s: the moment of reading in Unix seconds, by the clock of the platform if it tells its own.
+            platform_s: the moment of reading in Unix seconds, by the clock of the platform if that is known.
         """
         if self.kind == "advice":
             return Notice(source, self.kind, None, self.reason)
@@ -101,9 +100,9 @@ class Event:
 
 
 class Notices:
-    """A deadline from any number of notices, which come, move and go; the nearest counts. Fulfils `Deadline`.
+    """A `Deadline` made of any number of notices, which come, move and go; the nearest counts.
 
-    Notices are told from one thread, and the deadline is asked from any.
+    Notices are published by one thread, and the deadline is sampled by any.
 
     Args:
         name: of the source, for people.
@@ -118,12 +117,12 @@ class Notices:
 
     @property
     def notices(self) -> tuple[Notice, ...]:
-        """What has been said and was not taken back, advice too."""
+        """Those that were not withdrawn, advice too."""
         return self._notices
 
     @property
     def reason(self) -> str:
-        """The nearest notice; else where it would come from."""
+        """That of the nearest notice; else where one would come from."""
         nearest = self._nearest()
         return self._idle if nearest is None else nearest.reason
 
@@ -133,33 +132,30 @@ class Notices:
         return None if nearest is None else nearest.remaining_s(now_s)
 
     def unsure_since_s(self) -> float | None:
-        """When the newest notice came whose end is a guess, in monotonic seconds; None: there is none."""
+        """See `deadline.unsure_since_s`."""
         known = (notice.unsure_since_s for notice in self._notices)
         return max((since_s for since_s in known if since_s is not None), default=None)
 
     def tell(self, notices: Iterable[Notice]) -> None:
         """From now on these count, and no others."""
-        told = tuple(notices)
-        known = {(notice.kind, notice.reason) for notice in self._notices}
-        for notice in told:
-            if (notice.kind, notice.reason) not in known:
-                log.warning("%s: %s", self.name, notice.reason)
-        left = {(notice.kind, notice.reason) for notice in told}
-        for notice in self._notices:
-            if (notice.kind, notice.reason) not in left:
-                log.warning("%s: no longer: %s", self.name, notice.reason)
-        self._notices = told
+        before = {(notice.kind, notice.reason): None for notice in self._notices}
+        self._notices = tuple(notices)
+        now = {(notice.kind, notice.reason): None for notice in self._notices}
+        for _, reason in (one for one in now if one not in before):
+            log.warning("%s: %s", self.name, reason)
+        for _, reason in (one for one in before if one not in now):
+            log.warning("%s: no longer: %s", self.name, reason)
 
     def when_closed(self, close: Callable[[], None]) -> None:
-        """Have something done by `close`."""
+        """Add something that `close` does."""
         self._on_close.append(close)
 
     def close(self) -> None:
-        """No more news: what was announced stays. Idempotent."""
+        """No more notices; those so far stay. Idempotent."""
         while self._on_close:
             self._on_close.pop()()
 
     def _nearest(self) -> Notice | None:
-        """The notice that counts; "at any moment" is nearer than every date."""
+        # "at any moment" is nearer than every date
         known = [notice for notice in self.notices if notice.kind != "advice"]
         return min(known, key=lambda notice: -math.inf if notice.at_s is None else notice.at_s, default=None)

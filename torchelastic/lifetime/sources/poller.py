@@ -1,4 +1,4 @@
-"""One daemon thread that asks all sources which have to be asked, each at its own pace."""
+"""One daemon thread that polls all sources, each at its own interval."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-#: Looks once, and returns in how many seconds to look again; None: never.
+#: Polls once, and returns the seconds until the next poll; None: never.
 Poll = Callable[[], "float | None"]
 
-#: A source with a fault of its own is asked again so much later.
-_AFTER_FAULT_S = 60.0
+#: A source that raises is polled again so much later.
+_AFTER_ERROR_S = 60.0
 
 
 class Poller:
-    """Calls functions again and again, one after the other, on one daemon thread. From any thread.
+    """Calls functions repeatedly, one after the other, on one daemon thread of this name. Methods: from any thread.
 
-    The thread lives while there is something to be called. A forked child has none: it goes on with what was known.
-
-    Args:
-        name: of the thread.
-        clock: monotonic seconds; real ones, as it waits by them.
+    The thread runs while there is something to poll. A forked child has none: it keeps what was known. `clock` is in
+    real monotonic seconds, as it waits by them.
     """
 
     def __init__(self, name: str = "torchelastic-deadlines", clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +33,7 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, poll: Poll, after_s: float = 0.0) -> None:
-        """Call it in so many seconds, and then as it says. One that is known already is called at that time instead."""
+        """Call it in so many seconds, and then as it returns. A known one is called at that time instead."""
         if os.getpid() != self._pid:
             return  # the lock may have been held in the moment of the fork
         with self._changed:
@@ -47,7 +44,7 @@ class Poller:
             self._changed.notify()
 
     def remove(self, poll: Poll) -> None:
-        """Do not call it any more; one call may still be under way. Unknown ones are ignored."""
+        """Do not call it any more; one call may still be running. Unknown ones are ignored."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -56,7 +53,7 @@ class Poller:
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The thread; None while there is nothing to be called."""
+        """The thread; None while there is nothing to poll."""
         return self._thread
 
     def _run(self) -> None:
@@ -84,5 +81,5 @@ class Poller:
         try:  # one source must not silence the others
             return poll()
         except Exception:
-            log.exception("a source of deadlines failed; asking it again in %.0f s", _AFTER_FAULT_S)
-            return _AFTER_FAULT_S
+            log.exception("a source of deadlines failed; polling it again in %.0f s", _AFTER_ERROR_S)
+            return _AFTER_ERROR_S

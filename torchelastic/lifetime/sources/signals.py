@@ -1,6 +1,6 @@
-"""Signals that announce the end: SIGTERM, and those that a scheduler is told to send (`sbatch --signal`).
+"""Signals that announce the end: SIGTERM, and those that a scheduler sends (`sbatch --signal`).
 
-A handler here only notes the moment. What is done about it is decided in the training loop, which asks the deadline.
+A handler here only records the time. The training loop, which samples the deadline, decides what to do.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 #: From SIGTERM to SIGKILL: torchrun's, SLURM's (KillWait) and Kubernetes' default. Others give less (`docker stop` 10
 #: s, pods on spot nodes of GKE 15 s), so where nobody has said it this is a guess: see `Notice.unsure_since_s`.
 TERM_GRACE_S = 30.0
-#: sbatch(1): a signal of `--signal` comes 60 s before the end if no time is given, and up to 60 s earlier than told.
+#: sbatch(1): a signal of `--signal` comes 60 s before the end if no time is given, and up to 60 s earlier than set.
 USER_GRACE_S = 60.0
-#: A scheduler signals every process of a job, and a launcher passes its own on: all that is one notice.
+#: A scheduler signals every process of a job, and a launcher forwards its own: all that is one notice.
 SAME_WITHIN_S = 5.0
 #: An end that the scheduler knows of is what a signal announces, if it is no farther than this.
 ANNOUNCED_WITHIN_S = 900.0
 #: The second of these ends the process, as it would without this.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: The scheduler can be asked what these are about.
+#: The scheduler knows the reason of these.
 FROM_SCHEDULER = (signal.SIGUSR1, signal.SIGUSR2)
 
 _ORDINARY = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
@@ -43,9 +43,7 @@ _live: weakref.WeakSet[SignalNotices] = weakref.WeakSet()
 def parse_signals(text: str, term_grace_s: float = TERM_GRACE_S) -> dict[signal.Signals, float]:
     """Signals with their grace in seconds, from `SIGTERM=30,SIGUSR1`; `none` for none.
 
-    Args:
-        text: names, each with or without a grace.
-        term_grace_s: grace of those without, except SIGUSR1 and SIGUSR2, which have `USER_GRACE_S`.
+    Those without a grace have `term_grace_s`, except SIGUSR1 and SIGUSR2, which have `USER_GRACE_S`.
 
     Raises:
         ValueError: a name or a number is none; or the signal cannot be handled.
@@ -70,7 +68,7 @@ def parse_signals(text: str, term_grace_s: float = TERM_GRACE_S) -> dict[signal.
 
 
 def signals_with_grace(text: str) -> set[signal.Signals]:
-    """Those for which the text of `parse_signals` says the grace.
+    """The signals whose grace is in the text of `parse_signals`.
 
     >>> signals_with_grace("SIGTERM=30,SIGUSR1")
     {<Signals.SIGTERM: 15>}
@@ -93,37 +91,39 @@ def _check(graces: Mapping[signal.Signals, float]) -> None:
 def signal_notice(
     source: str, number: signal.Signals, at_s: float, grace_s: float, known_end_s: float | None, *, is_sure: bool = True
 ) -> Notice | None:
-    """What a signal means; None if it announces an end that is known exactly.
+    """The notice of a signal; None if it announces an end that is known exactly.
 
     Args:
-        source: for the notice.
+        source: of the notice.
         number: the signal.
-        at_s: when it came, monotonic.
-        grace_s: after which the process is ended.
+        at_s: when it was received, monotonic.
+        grace_s: after which the process is killed.
         known_end_s: the end of the job as the scheduler knows it, monotonic; None: not known.
-        is_sure: whether somebody has said that this is the grace.
+        is_sure: whether the grace was given, and is no guess.
     """
     if number in FROM_SCHEDULER and known_end_s is not None and known_end_s - at_s <= ANNOUNCED_WITHIN_S:
         return None
-    said = "of grace" if is_sure else "of grace are a guess: nobody has said how many there are"
-    return Notice(source, "signal", at_s + grace_s, f"{number.name}, {grace_s:g} s {said}", None if is_sure else at_s)
+    of_grace = "of grace" if is_sure else "of grace are a guess: nobody has said how many there are"
+    return Notice(
+        source, "signal", at_s + grace_s, f"{number.name}, {grace_s:g} s {of_grace}", None if is_sure else at_s
+    )
 
 
 class SignalNotices(Notices):
     """Signals to this process, each with a grace after which it will be killed.
 
-    A handler that was there before is called too. A second SIGTERM, SIGINT or SIGHUP does what it would have done
-    without this: a SIGINT at once, the others if they come `SAME_WITHIN_S` after the first or later. Forked children
-    (data loaders, pools) have the handlers of before.
+    The previous handler is called too. A second SIGTERM, SIGINT or SIGHUP does what it would have done without this: a
+    SIGINT at once, the others if they come `SAME_WITHIN_S` after the first or later. Forked children (data loaders,
+    pools) have the previous handlers.
 
     Args:
         graces_s: by signal, the seconds from it to the end.
-        scheduler: knows the end of the job: SIGUSR1 and SIGUSR2 then only say that it is near. It is asked anew
+        scheduler: knows the end of the job: SIGUSR1 and SIGUSR2 then only say that it is near. It is polled again
             when a signal comes (`look_again`, if it has that): a job that is preempted has another end.
         clock: monotonic seconds; that of the deadline.
-        gives_way: whether the signals are taken only for want of somebody who knows better what to do about them:
-            then whoever comes later may put a handler on top, and call this one where it has nothing to do.
-        guessed: the signals whose grace nobody has said: the process may be ended earlier.
+        gives_way: whether the signals are handled only by default: a later handler may be put on top, and call this one
+            where it has nothing to do.
+        guessed: the signals whose grace is a guess: the process may be killed earlier.
 
     Raises:
         ValueError: this is not the main thread, a signal cannot be handled, or a grace is none.
@@ -171,17 +171,15 @@ class SignalNotices(Notices):
         for number, at_s in came:
             if (number, at_s) not in self._seen:  # not in the handler: it may have interrupted whoever holds a lock
                 self._seen.add((number, at_s))
-                log.warning("%s came", number.name)
-                look_again = getattr(self._scheduler, "look_again", None)
-                if look_again is not None:
-                    look_again()
-        told = self._told(came, now_s)
-        if told != self._notices:
-            self.tell(told)
+                log.warning("received %s", number.name)
+                getattr(self._scheduler, "look_again", lambda: None)()
+        notices = self._notices_of(came, now_s)
+        if notices != self._notices:
+            self.tell(notices)
         return super().remaining_s(now_s)
 
-    def _told(self, came: Iterable[tuple[signal.Signals, float]], now_s: float) -> tuple[Notice, ...]:
-        """A signal that has announced the end of the job once does so for good, wherever that end is moved to."""
+    def _notices_of(self, came: Iterable[tuple[signal.Signals, float]], now_s: float) -> tuple[Notice, ...]:
+        """A signal that has once announced the known end of the job stays explained, wherever that end is moved to."""
         left_s = None if self._scheduler is None else self._scheduler.remaining_s(now_s)
         end_s = None if left_s is None else now_s + left_s
         notices = []
@@ -197,7 +195,7 @@ class SignalNotices(Notices):
         return tuple(notices)
 
     def close(self) -> None:
-        """Restore the handlers of before, where nobody has put another one on top. Idempotent.
+        """Restore the previous handlers, unless another one is on top. Idempotent.
 
         On another thread than the main one, or below a handler on top, the next signal does so.
         """
@@ -234,7 +232,7 @@ class SignalNotices(Notices):
 
 
 def notices_instead_of_default(number: signal.Signals) -> SignalNotices | None:
-    """Whose handler a signal has, if that has taken the place of the default action; else None."""
+    """The source that handles a signal in place of the default action; None: another handler, or none."""
     owner = getattr(signal.getsignal(number), "__self__", None)
     if not isinstance(owner, SignalNotices):
         return None
@@ -251,7 +249,7 @@ def _restore_in_child() -> None:
 
 
 def _outlive_late_notices() -> None:
-    """While the interpreter ends it gives signals their default action back: a late notice would kill the process."""
+    """While the interpreter ends it restores default actions: a late notice would kill the process."""
     for source in tuple(_live):
         for number in source.graces_s:
             if number in FROM_SCHEDULER and signal.getsignal(number) == source._handle:

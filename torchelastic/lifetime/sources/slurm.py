@@ -1,10 +1,9 @@
-"""SLURM: the end of the job, from `SLURM_JOB_END_TIME` at once and from `squeue` now and then, as it may be moved.
+"""SLURM: the end of the job, from `SLURM_JOB_END_TIME` at once and from `squeue` periodically, as it may be moved.
 
 From SLURM's manual pages: sbatch(1) (`SLURM_JOB_END_TIME`, Unix seconds, since 23.02), squeue(1) (`%A` job id, a value
 of its own for each element of an array; `%e` end of the job; `%T` state; `SLURM_TIME_FORMAT`, a format of strftime(3)).
-A job that is preempted has its end moved to the end of its grace, and `scontrol update` moves it both ways. One that is
-cancelled is COMPLETING, and has the present as its end, though its processes have KillWait seconds from then on: these
-are announced by SIGTERM.
+The end of a preempted job is moved to the end of its grace, and `scontrol update` moves it both ways. A cancelled job
+is COMPLETING and ends at present, though its processes have KillWait seconds left, which SIGTERM announces.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from torchelastic.lifetime.deadline import CapacityBlock
-from torchelastic.lifetime.sources.notice import NonsenseError, Notice, Notices
+from torchelastic.lifetime.sources.notice import InvalidAnswerError, Notice, Notices
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +26,11 @@ END_VARIABLE = "SLURM_JOB_END_TIME"
 JOB_VARIABLE = "SLURM_JOB_ID"
 #: The controller may be busy; a squeue that takes longer is ended.
 SQUEUE_TIMEOUT_S = 10.0
-#: All processes of the job together ask the controller at most so often.
-_BETWEEN_QUESTIONS_S = 1.0
-#: One process asks so often, and up to so often near the end: it may have been moved.
-_INTERVAL_S = 60.0
-_INTERVAL_NEAR_S = 10.0
-#: When all are told at once to look again, they do so within this much per process.
+#: Least seconds between two polls of all processes of the job together,
+_LEAST_INTERVAL_S = 1.0
+#: and of one process, while the end is far and near: it may have been moved.
+_INTERVAL_S, _INTERVAL_NEAR_S = 60.0, 10.0
+#: When all processes are to poll soon, they spread over this much per process.
 _SPREAD_S = 0.01
 _NO_END = ("N/A", "NONE", "UNKNOWN", "INVALID")
 
@@ -49,16 +47,11 @@ class NoCommandError(CommandError):
 
 
 def run_command(command: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> str:
-    """Run a command and return what it prints.
-
-    Args:
-        command: its words.
-        variables: environment variables to add to those of this process.
-        timeout_s: after which it is killed.
+    """Run a command, with more environment variables, and return its output. See `Runner`.
 
     Raises:
         NoCommandError: it is not installed here.
-        CommandError: it failed, or did not end in time.
+        CommandError: it failed, or was killed after `timeout_s`.
     """
     environment = {**os.environ, **variables}
     try:
@@ -75,58 +68,56 @@ def run_command(command: Sequence[str], variables: Mapping[str, str], timeout_s:
 
 
 def squeue_command(job_id: str) -> list[str]:
-    """The command that prints id, end and state of a job; the first element of an array has the others printed too."""
+    """The command that prints id, end and state of a job; for the first element of an array also of the others."""
     return ["squeue", "--noheader", "--jobs", job_id, "--format", "%A %e %T"]
 
 
 def is_being_ended(output: str, job_id: str) -> bool:
-    """Whether `squeue_command` says that the job is over but for its last processes: its end no longer means theirs."""
+    """Whether only the last processes of the job are left (`squeue_command`): its end is no longer theirs."""
     return any(
         words[0] == job_id and words[2:] == ["COMPLETING"] for words in map(str.split, output.splitlines()) if words
     )
 
 
 def parse_end_time(output: str, job_id: str) -> float | None:
-    """The end of a job in Unix seconds, from what `squeue_command` prints; None: it has none (no limit, or pending).
+    """The end of a job in Unix seconds, from the output of `squeue_command`; None: it has none (no limit, or pending).
 
-    Args:
-        output: one line for each job, with Unix seconds or the local time in ISO 8601; its state may follow.
-        job_id: of the job.
+    The output has one line for each job, with Unix seconds or the local time in ISO 8601; its state may follow.
 
     Raises:
-        NonsenseError: the job is not in it, or its end is no date.
+        InvalidAnswerError: the job is not in it, or its end is no date.
     """
     ends = [words[1] for words in map(str.split, output.splitlines()) if len(words) in (2, 3) and words[0] == job_id]
     if not ends:
-        raise NonsenseError(f"squeue does not list job {job_id}: {output[:60]!r}")
+        raise InvalidAnswerError(f"squeue does not list job {job_id}: {output[:60]!r}")
     text = ends[0]
     if text.upper() in _NO_END:
         return None
     try:
         seconds = float(text) if text.isdecimal() else datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
-        raise NonsenseError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date") from None
+        raise InvalidAnswerError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date") from None
     if not 1e9 < seconds < 1e11:
-        raise NonsenseError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date of these days")
+        raise InvalidAnswerError(f"squeue says that job {job_id} ends at {text[:60]!r}, which is no date of these days")
     return seconds
 
 
 def interval_s(processes: int, left_s: float | None = None) -> float:
-    """Seconds between two questions of one process: a minute, less near the end, more in a large job.
+    """Seconds between two polls of one process: a minute, less near the end, more in a large job.
 
     Args:
-        processes: of the job, whose questions the controller has to bear.
-        left_s: until the end of the job, as far as it is known.
+        processes: of the job, all of which poll the controller.
+        left_s: until the end of the job, if that is known.
 
     >>> interval_s(8), interval_s(8, left_s=50.0), interval_s(1024, left_s=50.0)
     (60.0, 25.0, 1024.0)
     """
     wanted_s = _INTERVAL_S if left_s is None else min(_INTERVAL_S, max(_INTERVAL_NEAR_S, left_s / 2))
-    return max(wanted_s, _BETWEEN_QUESTIONS_S * processes)
+    return max(wanted_s, _LEAST_INTERVAL_S * processes)
 
 
 class SlurmDeadline(Notices):
-    """The end of the SLURM job that this process belongs to. `poll` asks for it; have a `Poller` call that.
+    """The end of the SLURM job that this process belongs to. `poll` updates it; have a `Poller` call that.
 
     Args:
         job_id: of the job.
@@ -182,16 +173,16 @@ class SlurmDeadline(Notices):
         return cls(job_id, end=end, processes=processes, runner=runner, clock=clock, wall_clock=wall_clock)
 
     def when_asked_again(self, look_again: Callable[[float], None]) -> None:
-        """What `look_again` calls: it has to have `poll` called in so many seconds."""
+        """Set what `look_again` calls: it has to have `poll` called in so many seconds."""
         self._look_again = look_again
 
     def look_again(self) -> None:
-        """Something has happened: ask squeue soon, on the polling thread. Any thread may call it."""
+        """Poll soon, on the polling thread: something has happened. Any thread may call it."""
         if self._look_again is not None:
             self._look_again(random.uniform(0.0, _SPREAD_S * self._processes))
 
     def poll(self) -> float | None:
-        """Ask squeue once. See `poller.Poll`."""
+        """Run squeue once. See `poller.Poll`."""
         if not self.job_id:
             return None
         try:
@@ -203,10 +194,10 @@ class SlurmDeadline(Notices):
             level = logging.DEBUG if self.notices else logging.WARNING
             log.log(level, "SLURM: %s, so the end of job %s is only known from %s", error, self.job_id, END_VARIABLE)
             return None
-        except (CommandError, NonsenseError) as error:
+        except (CommandError, InvalidAnswerError) as error:
             self._failures += 1
             if self._failures == 1:
-                log.warning("SLURM: the end of job %s was not to be had; trying on: %s", self.job_id, error)
+                log.warning("SLURM: the end of job %s is not known; retrying: %s", self.job_id, error)
             return self._following_s()
         self._failures = 0
         self._take(end_s)

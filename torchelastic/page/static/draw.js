@@ -71,8 +71,8 @@ export function bar(node, amounts) {
   keyed(node, ACCOUNTS, (label) => label, (label) => el("i", { class: `a-${label}` }), (part, label) => {
     part.style.width = total ? `${(100 * (amounts[label] ?? 0)) / total}%` : "0";
   });
-  const told = ACCOUNTS.filter((label) => total && amounts[label] / total >= 5e-4);
-  const text = told.map((label) => `${label} ${percent(amounts[label] / total)}`).join(", ");
+  const shown = ACCOUNTS.filter((label) => total && amounts[label] / total >= 5e-4);
+  const text = shown.map((label) => `${label} ${percent(amounts[label] / total)}`).join(", ");
   setAttribute(node, "role", "img");
   setAttribute(node, "aria-label", text || "nothing yet");
   setAttribute(node, "title", text);
@@ -81,14 +81,14 @@ export function bar(node, amounts) {
 
 /** A line of [when, value], without axes: the shape. */
 export function spark(points) {
-  const picture = svg("svg", { class: "spark", viewBox: "0 0 100 26", preserveAspectRatio: "none", "aria-hidden": "true" });
-  if (points.length < 2) return picture;
+  const chart = svg("svg", { class: "spark", viewBox: "0 0 100 26", preserveAspectRatio: "none", "aria-hidden": "true" });
+  if (points.length < 2) return chart;
   const [first, last] = [points[0][0], points.at(-1)[0]];
   const values = points.map((point) => point[1]);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const x = (at) => (100 * (at - first)) / (last - first || 1);
   const y = (value) => (high === low ? 13 : 24 - (22 * (value - low)) / (high - low));
   const path = points.map(([at, value], n) => `${n ? "L" : "M"}${x(at).toFixed(2)} ${y(value).toFixed(2)}`).join("");
-  picture.append(svg("path", { d: path }));
-  return picture;
+  chart.append(svg("path", { d: path }));
+  return chart;
 }

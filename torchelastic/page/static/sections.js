@@ -53,9 +53,9 @@ export function drawNotes(run) {
     notes.push({ kind: "warn", text: `etcd does not answer since ${clock(run.page.etcd_away_s)}: training goes on${others}` });
   }
   const away = Object.values(run.hosts).filter((host) => host.is_etcd_away).map((host) => host.host);
-  if (away.length && !run.page.etcd_away_s) notes.push({ kind: "warn", text: `out of sight of etcd: ${away.join(", ")}` });
+  if (away.length && !run.page.etcd_away_s) notes.push({ kind: "warn", text: `etcd is unreachable from: ${away.join(", ")}` });
   if (silent.length) {
-    const names = silent.map((host) => host.at_s ? `${host.host} for ${duration(Math.round(run.at_s - host.at_s))}` : `${host.host} (has told nothing yet)`);
+    const names = silent.map((host) => host.at_s ? `${host.host} for ${duration(Math.round(run.at_s - host.at_s))}` : `${host.host} (has reported nothing yet)`);
     notes.push({ kind: "bad", text: `silent: ${names.join(", ")}` });
   }
   keyed(byId("notes"), notes, (note) => note.kind + note.text.split(" ")[0], (note) => el("p", { class: "note", "data-kind": note.kind }),
@@ -91,8 +91,8 @@ export function drawLedger(run) {
   const node = byId("ledger");
   if (!node.firstElementChild) node.append(el("div", { class: "bar" }), el("ul", { class: "keys" }));
   const amounts = run.seen.amounts_ns, total = bar(node.firstElementChild, amounts);
-  const told = ACCOUNTS.filter((label) => amounts[label] > 0);
-  keyed(node.lastElementChild, told, (label) => label,
+  const shown = ACCOUNTS.filter((label) => amounts[label] > 0);
+  keyed(node.lastElementChild, shown, (label) => label,
     (label) => el("li", {}, el("span", { class: `swatch a-${label}`, "aria-hidden": "true" }), el("span")),
     (item, label) => setText(item.lastElementChild, `${label} ${percent(amounts[label] / total)} · ${duration(amounts[label] / 1e9)}`));
   setText(byId("ledger-sum"), `${duration(total / 1e9)} of ${number(run.seen.workers)} workers' lives, in ${duration(run.seen.wall_ns / 1e9)}`);
@@ -130,8 +130,8 @@ function table(node, caption, columns, rows, keyOf, classOf) {
   keyed(node.tBodies[0], rows, keyOf, make, (row, item) => {
     setAttribute(row, "class", classOf(item));
     columns.forEach(([, value], n) => {
-      const told = value(item, row.cells[n]);
-      if (told !== undefined) { setText(row.cells[n], told); setAttribute(row.cells[n], "title", String(told).length > 30 ? told : ""); }
+      const shown = value(item, row.cells[n]);
+      if (shown !== undefined) { setText(row.cells[n], shown); setAttribute(row.cells[n], "title", String(shown).length > 30 ? shown : ""); }
     });
   });
 }
@@ -182,7 +182,7 @@ export function drawHosts(run) {
   const workers = Object.values(run.workers);
   const columns = [
     ["host", (one) => one.host],
-    ["told", (one) => (one.at_s ? `${duration(Math.max(0, Math.round(run.at_s - one.at_s)))} ago` : "nothing yet")],
+    ["reported", (one) => (one.at_s ? `${duration(Math.max(0, Math.round(run.at_s - one.at_s)))} ago` : "nothing yet")],
     ["workers", (one) => workers.filter((worker) => worker.host === one.host).length, "number"],
     ["etcd", (one) => (one.isSilent ? "silent" : one.is_etcd_away ? "away" : "in sight")],
     ["page", (one) => one.address],

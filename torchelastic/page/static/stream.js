@@ -59,7 +59,7 @@ export class Stream {
     }
   }
 
-  /** Read one stream to its end; [state, text] where that says how it stands. */
+  /** Read one stream to its end; [state, text] where it gives the state. */
   async read() {
     const abort = new AbortController();
     let timer = setTimeout(() => abort.abort(), SILENT_MS);

@@ -10,31 +10,31 @@ const LANES = ["rounds", "failures", "saves", "other", "etcd"];
 export const isBad = (event) =>
   ["failure", "loss"].includes(event.kind) || (event.kind === "end" && event.text.startsWith("lost"));
 
-/** All events that this page has seen, also those that their hosts tell no more. */
+/** All events that this page has seen, also those that their hosts no longer report. */
 export class Events {
   constructor() { this.known = new Map(); this.before = new Set(); }
 
-  take(told) {
-    // what a host tells of one moment grows while more workers tell of it: the shorter one goes
-    const gone = [...this.before].filter((key) => !(key in told));
-    const oldest = Math.min(...Object.values(told).map((event) => event.at_s));
+  take(events) {
+    // the line of a moment grows while more workers report it: the shorter one goes
+    const gone = [...this.before].filter((key) => !(key in events));
+    const oldest = Math.min(...Object.values(events).map((event) => event.at_s));
     for (const key of gone) if (this.known.get(key)?.at_s >= oldest) this.known.delete(key);
-    for (const [key, event] of Object.entries(told)) this.known.set(key, event);
-    this.before = new Set(Object.keys(told));
+    for (const [key, event] of Object.entries(events)) this.known.set(key, event);
+    this.before = new Set(Object.keys(events));
     while (this.known.size > MOST_EVENTS) this.known.delete(this.known.keys().next().value);
   }
 
   all() { return [...this.known.values()].sort((one, other) => one.at_s - other.at_s); }
 }
 
-/** [{number, world, from, until}] of what events tell, and of the present round. */
+/** [{number, world, from, until}] of what events report, and of the present round. */
 export function rounds(events, run) {
   const found = new Map();
   for (const event of events) {
     if (event.round < 0 || !["join", "re_form"].includes(event.kind)) continue;
     const round = found.get(event.round) ?? { number: event.round, from: event.at_s, world: 0 };
     round.from = Math.min(round.from, event.at_s);
-    round.world = Number(/ of (\d+)/.exec(event.text)?.[1] ?? round.world);
+    round.world = Number(/ (?:of|world size) (\d+)/.exec(event.text)?.[1] ?? round.world);
     found.set(event.round, round);
   }
   const now = run.round;
@@ -74,21 +74,21 @@ export function drawTimeline(node, events, run, windowS) {
   const middle = Object.fromEntries(lanes.map((lane, n) => [lane, LANE * n + LANE / 2 + 2]));
   const height = LANE * lanes.length + 24;
   const text = `${all.length} rounds, ${bad.length} failures and losses, ${saves.length} saves in ${duration(until - from)}; each is in the list of events`;
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": text });
+  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": text });
   for (const lane of lanes) {
-    picture.append(svg("text", { x: 0, y: middle[lane] + 4 }, lane));
-    picture.append(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: middle[lane], y2: middle[lane] }));
+    chart.append(svg("text", { x: 0, y: middle[lane] + 4 }, lane));
+    chart.append(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: middle[lane], y2: middle[lane] }));
   }
-  drawAxis(picture, from, until, x, width, height);
-  all.forEach((round, n) => picture.append(drawRound(round, n, x, middle.rounds)));
-  for (const event of bad) picture.append(mark(event, "path", { class: "bad", d: cross(x(event.at_s), middle.failures) }));
-  for (const event of saves) picture.append(mark(event, "circle", { class: "save", cx: x(event.at_s), cy: middle.saves, r: 4 }));
-  for (const event of others) picture.append(mark(event, "circle", { class: "other", cx: x(event.at_s), cy: middle.other, r: 3.5 }));
+  drawAxis(chart, from, until, x, width, height);
+  all.forEach((round, n) => chart.append(drawRound(round, n, x, middle.rounds)));
+  for (const event of bad) chart.append(mark(event, "path", { class: "bad", d: cross(x(event.at_s), middle.failures) }));
+  for (const event of saves) chart.append(mark(event, "circle", { class: "save", cx: x(event.at_s), cy: middle.saves, r: 4 }));
+  for (const event of others) chart.append(mark(event, "circle", { class: "other", cx: x(event.at_s), cy: middle.other, r: 3.5 }));
   for (const one of away) {
     const box = { class: "outage", x: x(one.from), y: middle.etcd - 6, width: Math.max(3, x(one.until) - x(one.from)), height: 12, rx: 3 };
-    picture.append(svg("rect", box, svg("title", {}, one.text)));
+    chart.append(svg("rect", box, svg("title", {}, one.text)));
   }
-  node.replaceChildren(picture);
+  node.replaceChildren(chart);
 }
 
 function drawRound(round, n, x, y) {
@@ -102,12 +102,12 @@ function drawRound(round, n, x, y) {
   return group;
 }
 
-function drawAxis(picture, from, until, x, width, height) {
+function drawAxis(chart, from, until, x, width, height) {
   const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 28_800, 86_400];
   const step = steps.find((one) => (until - from) / one <= Math.max(2, width / 130)) ?? 172_800;
   for (let at = Math.ceil(from / step) * step; at < until; at += step) {
     if (x(at) > width - RIGHT - 24 || x(at) < LEFT + 20) continue;
-    picture.append(svg("text", { x: x(at), y: height - 6, "text-anchor": "middle" }, clock(at)));
+    chart.append(svg("text", { x: x(at), y: height - 6, "text-anchor": "middle" }, clock(at)));
   }
 }
 

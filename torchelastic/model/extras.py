@@ -1,0 +1,241 @@
+"""The auxiliary state of a model: objects with a state of their own (a GradScaler, an EMA), and its snapshots.
+
+The object stays the one that the user's code holds; only its state is copied, restored, sent and saved. A small state
+is copied before each step. A large one (an EMA is as large as the weights) is not: like the weights it may change in a
+step only after an optimizer has begun to step, and then it is synchronized together with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchelastic.model.one_or_many import OneOrMany, is_stateful
+from torchelastic.model.optimizers import Optimizers
+from torchelastic.model.random_state import RandomState
+from torchelastic.model.transfer import Packed, synchronize
+
+log = logging.getLogger(__name__)
+
+#: States with more bytes of tensors than this are not copied before each step.
+SMALL_BYTES = 64 * 1024
+#: Types of immutable values.
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+class Copied(NamedTuple):
+    """The user's values before a step: plain ones, objects, and the states of those whose state was copied."""
+
+    plain: dict[str, Any]
+    objects: dict[str, Any]
+    states: dict[str, Any]
+    order: tuple[str, ...]
+
+
+class Snapshot(NamedTuple):
+    """What undoes a step. Its size does not grow with the weights, except for `full`."""
+
+    step: int
+    epoch: int
+    buffers: tuple[torch.Tensor, ...]
+    random: RandomState
+    groups: tuple[tuple[dict[str, Any], ...], ...]
+    scheduler: Any
+    sampler: Any
+    extra: Copied
+    full: Packed | None
+    replaced: int
+
+
+def copied(state: Any) -> Any:
+    """A deep copy. Quick for a dict of plain values, as samplers' states are: it is made before every step."""
+    if type(state) is dict and _PLAIN.issuperset(map(type, state.values())):
+        return dict(state)
+    return copy.deepcopy(state)
+
+
+class Extras:
+    """The values of `ModelState.extra`, plain ones and objects with a state of their own.
+
+    Args:
+        values: the user's dict; it stays the same object.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self._large: set[int] = set()
+        self._kept: dict[str, Any] = {}
+
+    def objects(self) -> dict[str, Any]:
+        """The objects with a state of their own, by name."""
+        return {name: value for name, value in self.values.items() if is_stateful(value)}
+
+    def measure(self) -> None:
+        """Find out which objects are large; when a group forms, because measuring walks through the whole state."""
+        objects = self.objects().values()
+        self._large = {id(value) for value in objects if tensor_bytes(value.state_dict()) > SMALL_BYTES}
+
+    # --- undoing a step ---------------------------------------------------------------------------
+
+    def capture(self, *, everything: bool = False) -> Copied:
+        """Copy what undoes a step.
+
+        Args:
+            everything: the states of large objects too.
+        """
+        if not self.values:
+            return Copied({}, {}, {}, ())
+        objects = self.objects()
+        states = {}
+        for name, value in objects.items():
+            if not everything and id(value) in self._large:
+                continue
+            state = value.state_dict()
+            if not everything and tensor_bytes(state) > SMALL_BYTES:
+                self._large.add(id(value))  # it was empty when the group formed, and has grown
+                continue
+            states[name] = copy.deepcopy(state)
+        plain = copy.deepcopy({name: value for name, value in self.values.items() if name not in objects})
+        return Copied(plain, objects, states, tuple(self.values))
+
+    def restore(self, copied: Copied) -> None:
+        """Go back to what `capture` returned, as far as it goes."""
+        plain = copy.deepcopy(copied.plain)
+        self.values.clear()
+        self.values.update(
+            {name: copied.objects[name] if name in copied.objects else plain[name] for name in copied.order}
+        )
+        for name, state in copied.states.items():
+            _load(copied.objects[name], copy.deepcopy(state))
+
+    def keep_large(self) -> None:
+        """Copy the large states: an optimizer is going to step, and another one later in the same train step."""
+        objects = self.objects()
+        self._kept = {
+            name: _copied(value.state_dict(), self._kept.get(name))
+            for name, value in objects.items()
+            if id(value) in self._large
+        }
+
+    def restore_large(self) -> None:
+        """Undo what has happened to the large states since `keep_large`."""
+        objects = self.objects()
+        for name, state in self._kept.items():
+            _load(objects[name], copy.deepcopy(state))
+
+    # --- as part of a state -----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All values by name; an object's is its state. Tensors are not copied."""
+        return {name: value.state_dict() if is_stateful(value) else value for name, value in self.values.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse. An object that the state does not know keeps its own, and that is logged."""
+        objects = self.objects()
+        missing = {name: value for name, value in objects.items() if name not in state}
+        if missing:
+            log.warning("extra: the state that is loaded has nothing for %s: kept as built", ", ".join(missing))
+        self.values.clear()
+        self.values.update({name: objects.get(name, value) for name, value in state.items()})
+        self.values.update(missing)
+        for name, value in objects.items():
+            if name not in missing:
+                _load(value, state[name])
+
+    def states(self) -> dict[str, Any]:
+        """The states of the objects alone, by name."""
+        return {name: value.state_dict() for name, value in self.objects().items()}
+
+    def load_states(self, states: Mapping[str, Any]) -> None:
+        """The inverse of `states`."""
+        objects = self.objects()
+        for name, state in states.items():
+            _load(objects[name], state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["values"])  # type: ignore[misc]  # ids of another process mean nothing here
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Bytes of all tensors in a nested state."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tree))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _load(value: Any, state: Any) -> None:
+    value.load_state_dict(state)
+    # A GradScaler notes outside its state which optimizers it has unscaled or stepped in this step. A step that
+    # failed between that and update() would leave that behind, and the repeated step would raise.
+    if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+        value._per_optimizer_states.clear()
+
+
+def _copied(tree: Any, into: Any) -> Any:
+    """A copy of a state, in the tensors of an earlier copy where they fit."""
+    if isinstance(tree, torch.Tensor):
+        fits = isinstance(into, torch.Tensor) and (into.shape, into.dtype) == (tree.shape, tree.dtype)
+        return into.copy_(tree.detach()) if fits else tree.detach().clone()
+    if isinstance(tree, Mapping):
+        earlier = into if isinstance(into, Mapping) else {}
+        return {key: _copied(value, earlier.get(key)) for key, value in tree.items()}
+    return copy.deepcopy(tree)
+
+
+def synchronize_auxiliary(
+    optimizers: Optimizers,
+    schedulers: OneOrMany,
+    extras: Extras,
+    *,
+    source: int,
+    equals: Sequence[int],
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> None:
+    """Synchronize hyperparameters, schedulers and objects after a failed step whose weights are final, on every rank.
+
+    All optimizers had stepped, so the weights are equal; but the steps failed at different places after that: one rank
+    may have stepped its scheduler, or updated its EMA, where another had not.
+
+    Args:
+        optimizers: whose hyperparameters are sent; their tensors are in sync.
+        schedulers: all of them.
+        extras: whose objects are sent; plain values stay each rank's own.
+        source: rank from which they are taken.
+        equals: ranks that take them; equal on all ranks; may be empty.
+        rank: of this process.
+        world_size: of the group.
+        device: where messages must lie for the group's backend.
+
+    Raises:
+        RuntimeError: a peer is lost; nothing has changed here.
+    """
+    if not equals:
+        return
+    tree = {
+        "settings": optimizers.settings(),
+        "scheduler": schedulers.state_dict(),
+        "objects": extras.states(),
+    }
+    received = synchronize(tree, source=source, stale=equals, rank=rank, world_size=world_size, device=device)
+    if received is not None:
+        optimizers.load_settings(received["settings"])
+        schedulers.load_state_dict(received["scheduler"])
+        extras.load_states(received["objects"])

@@ -1,0 +1,74 @@
+"""One object or many of a kind (optimizers, schedulers) as the user gave them, kept as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OneOrMany:
+    """One object, or a list, a tuple or a dict of them, with one state_dict and load_state_dict.
+
+    One object's state is its own, so that checkpoints do not change; that of many is a dict by name, where those
+    of a list are called by their numbers. Load all or nothing is not promised: the parts are loaded one by one.
+
+    Args:
+        what: "optimizer", "scheduler": for messages.
+        given: one object, a list, a tuple or a dict of such; None for none.
+
+    Attributes:
+        names: of the objects, in order; [""] for a single one.
+        objects: the objects themselves.
+
+    Raises:
+        ValueError: an object cannot be kept, or an empty list.
+    """
+
+    def __init__(self, what: str, given: Any) -> None:
+        self._what = what
+        self.is_single = not isinstance(given, (list, tuple, dict))
+        if isinstance(given, dict):
+            named = {str(name): value for name, value in given.items()}
+        elif self.is_single:
+            named = {} if given is None else {"": given}
+        else:
+            named = {str(number): value for number, value in enumerate(given)}
+        if not self.is_single and not named:
+            raise ValueError(f"{what} is an empty {type(given).__name__}: leave it out, or give at least one")
+        for name, value in named.items():
+            check_stateful(f"{what} {name}".rstrip(), value)
+        self.names: list[str] = list(named)
+        self.objects: list[Any] = list(named.values())
+
+    def state_dict(self) -> Any:
+        """The single object's own, a dict of them by name, or None for no object."""
+        if self.is_single:
+            return self.objects[0].state_dict() if self.objects else None
+        return {name: value.state_dict() for name, value in zip(self.names, self.objects, strict=True)}
+
+    def load_state_dict(self, state: Any) -> None:
+        """The inverse. Raises ValueError, before anything is changed, if the state is of other objects."""
+        if not self.objects:
+            return
+        if self.is_single:
+            self.objects[0].load_state_dict(state)
+            return
+        if not isinstance(state, dict) or set(state) != set(self.names):
+            held = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(
+                f"the state of {self._what}s {', '.join(self.names)} was expected, and this one has {held}"
+            )
+        for name, value in zip(self.names, self.objects, strict=True):
+            value.load_state_dict(state[name])
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether an object can be kept: it has state_dict and load_state_dict."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def check_stateful(name: str, value: Any) -> None:
+    """Raise ValueError for an object that is there and cannot be kept."""
+    if value is not None and not is_stateful(value):
+        raise ValueError(
+            f"{name} is a {type(value).__name__} without state_dict and load_state_dict: it cannot be kept"
+        )
