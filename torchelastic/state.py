@@ -11,7 +11,7 @@ from torchelastic.errors import NonRetryableException
 from torchelastic.rendezvous.records import Standing
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.tiered.restoring import StoredParts
+    from torchelastic.checkpoint.tiered.reading import StoredParts
 
 
 class State(ABC):

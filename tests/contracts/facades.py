@@ -121,6 +121,9 @@ class Tiered(Facade):
 class Training(Facade):
     words = "BCPState"
 
+    def __init__(self, tier: Callable[[Path], DiskTier | MemoryTier | DurableTier] | None = None) -> None:
+        self._tier = tier
+
     def save(self, folder: Path, step: int) -> None:
         module, state = self._state(folder)
         module.weights.data.copy_(weights_at(step))
@@ -136,11 +139,12 @@ class Training(Facade):
         finally:
             state.close()
 
-    @staticmethod
-    def _state(folder: Path) -> tuple[Any, BCPState]:
+    def _state(self, folder: Path) -> tuple[Any, BCPState]:
         module = torch.nn.Module()
         module.weights = torch.nn.Parameter(weights_at(0))
-        return module, BCPState(module, None, default_ckpt_path=folder, keep=1)
+        if self._tier is None:
+            return module, BCPState(module, None, default_ckpt_path=folder, keep=1)
+        return module, BCPState(module, None, tiers=[self._tier(folder)])
 
 
 class Local(Facade):
@@ -210,6 +214,8 @@ KINDS: Mapping[str, Facade] = {
 VARIANTS: Mapping[str, tuple[str, Facade]] = {
     "private disk": ("tiered", Tiered(lambda folder: DiskTier(folder, KeepLast(1), shared=False))),
     "memory tier": ("tiered", Tiered(MemoryTier)),
+    "training-memory": ("training", Training(MemoryTier)),
+    "training-durable": ("training", Training(lambda folder: DurableTier(folder.as_uri(), KeepLast(1)))),
     "durable": ("tiered", Tiered(lambda folder: DurableTier(folder.as_uri(), KeepLast(1)))),
 }
 

@@ -27,10 +27,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchelastic.checkpoint import BCPState
+from torchelastic.checkpoint import BCPState, MemoryTier
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.testing.disk_faults import DiskFault, FaultyDisk, full_at, kill_at
+from torchelastic.testing.disk_faults import FaultyDisk, full_at, kill_at
 
 TIMEOUT_S = 20.0
 
@@ -61,7 +61,8 @@ class Job:
             seeding(1000 + 10 * seed + self.rank)
         framework = "fsdp2" if kind == "fsdp2" else "ddp"
         arguments = {"timeout_s": TIMEOUT_S, **more}
-        self.state = BCPState(self.model, self.optimizer, framework, self.extra, folder, disk=disk, **arguments)
+        where = None if "tiers" in more else folder
+        self.state = BCPState(self.model, self.optimizer, framework, self.extra, where, disk=disk, **arguments)
 
     def extra(self) -> dict[str, Any]:
         return {"iteration": self.iteration, "rank": self.rank, "digest": self.digest(), "next": torch.ones(3)}
@@ -193,41 +194,28 @@ def full_on_rank_1(folder: str, *, sync: bool) -> tuple[tuple[str, str], tuple[s
     return at_save, at_wait, extra["iteration"]
 
 
-class AbandonedDisk(FaultyDisk):
-    """Before the call `at`, another rank gives the save up: it removes its folder as `collection.abandon` does."""
+def after_a_host_is_lost(folder: str, kind: str) -> tuple[int, int, bool]:
+    """Each rank saves on a host of its own, into memory, with a copy on the other; then the host of rank 1 is lost."""
+    rank = dist.get_rank()
 
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self._root, self.at = root, -1
+    def places(life: int) -> dict[str, Any]:
+        memory = Path(folder) / (f"host{rank}" if rank == 0 else f"host{rank}-{life}")
+        return {"tiers": [MemoryTier(memory)], "replicas": 1, "host": memory.name}
 
-    def _reach(self, name: str, path: Path | None) -> DiskFault | None:
-        if len(self.calls) == self.at:
-            for staged in self._root.glob(".tmp-step-*"):
-                staged.rename(self._root / f"gone-{self.at}")
-        return super()._reach(name, path)
-
-
-def given_up_at_each_call(folder: str) -> list[tuple[str, str]]:
-    """Of rank 0's calls to the disk in a background save; what its `wait` raised for each at which the folder went."""
-    root = Path(folder)
-    disk = AbandonedDisk(root)
-    job = Job(root, "ddp", disk=disk if dist.get_rank() == 0 else REAL_DISK)
-    job.state.save()
-    begin = len(disk.calls)
-    job.state.save()
-    told = []
-    for call in range(1, 6):  # 0 makes the folder; after these it is published
-        dist.barrier()
-        disk.at = len(disk.calls) + call
-        job.state.save(sync=False)
-        kind, text = attempt(job.state.wait)
-        if dist.get_rank() == 0:
-            gone = root / f"gone-{disk.at}"
-            assert gone.exists(), f"nothing was removed at call {call}: {disk.calls[begin:]}"
-            shutil.rmtree(gone)
-            told.append((kind, text))
+    job = Job(Path(folder), kind, **places(0))
+    for sync in (True, False):
+        job.train(1)
+        job.state.save(sync=sync)
+    job.state.wait()
     job.state.close()
-    return told
+    again = Job(Path(folder), kind, seed=5, **places(1))
+    extra = again.resume()
+    assert extra is not None
+    assert extra["digest"] == again.digest() == job.digest()
+    again.train(1)
+    again.state.save()
+    again.state.close()
+    return extra["iteration"], extra["rank"], (Path(folder) / "host1-1").exists()
 
 
 def damaged_for_rank_1(folder: str) -> tuple[int, int, bool, list[str]]:

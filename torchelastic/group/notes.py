@@ -12,9 +12,13 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchelastic.checkpoint.errors import OutOfStepError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 #: How often a note is looked for that is not there yet: soon at first, then ever more rarely.
 FIRST_LOOK_S = 0.002
@@ -54,6 +58,38 @@ class Drawer:
     def drop(self, key: str) -> None:
         """See `Mailbox`."""
         self._notes.pop(key, None)
+
+
+class StoreMailbox:
+    """See `Mailbox`; keys of a c10d store under `note/`, on a connection of their own, so that no wait holds them up.
+
+    Connects at the first use: where the names of addresses are looked up slowly, torch takes seconds for that, and
+    forming a group must not.
+
+    Args:
+        store: of this group alone.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._of_group = store
+
+    @cached_property
+    def _store(self) -> Store:
+        clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
+        return self._of_group if clone is None else clone()
+
+    def post(self, key: str, words: bytes) -> None:
+        """See `Mailbox`."""
+        self._store.set(f"note/{key}", words)  # type: ignore[arg-type]  # bytes are taken too
+
+    def look(self, key: str) -> bytes | None:
+        """See `Mailbox`."""
+        full = f"note/{key}"
+        return self._store.get(full) if self._store.check([full]) else None
+
+    def drop(self, key: str) -> None:
+        """See `Mailbox`."""
+        self._store.delete_key(f"note/{key}")
 
 
 @dataclass

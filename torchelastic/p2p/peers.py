@@ -7,21 +7,17 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.group.messages import all_gather_texts
+from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
 from torchelastic.group.naming import listed
-from torchelastic.group.notes import Mailbox
+from torchelastic.group.notes import Mailbox, StoreMailbox
 
 log = logging.getLogger(__name__)
-
-#: How much one message carries: each has to arrive within the time-out of collectives.
-CHUNK_BYTES = 64 * 2**20
 
 
 #: While another rank works (rank 0 writes a checkpoint), a waiting rank checks this often whether it still is a member.
@@ -71,16 +67,12 @@ class GroupPeers:
         return bool(flag[0])
 
     def send(self, data: memoryview, rank: int) -> None:
-        """Send bytes to one rank, in messages of at most `CHUNK_BYTES`."""
-        for begin in range(0, data.nbytes, CHUNK_BYTES):
-            # a copy: what is sent may be a read-only map of a file
-            chunk = _as_tensor(memoryview(bytearray(data[begin : begin + CHUNK_BYTES])))
-            dist.send(chunk, group=self._group, group_dst=rank)
+        """Give bytes to one rank."""
+        send_bytes(self._group, data, rank)
 
     def receive(self, into: memoryview, rank: int) -> None:
-        """Receive as many bytes from one rank."""
-        for begin in range(0, into.nbytes, CHUNK_BYTES):
-            dist.recv(_as_tensor(into[begin : begin + CHUNK_BYTES]), group=self._group, group_src=rank)
+        """Take as many bytes from one rank."""
+        receive_bytes(self._group, into, rank)
 
     def barrier(self) -> None:
         """Wait for all on a key of the store, not in a collective, whose time-out a slow disk would exceed."""
@@ -107,42 +99,7 @@ class GroupPeers:
 
     def mailbox(self) -> Mailbox:
         """Messages in the store of the round, on a connection of their own, so that no wait blocks them."""
-        return _StoreMailbox(self._store)
-
-
-class _StoreMailbox:
-    """See `Mailbox`; keys of the store under `note/`.
-
-    Connects at the first use: where name resolution is slow, torch takes seconds for that, and
-    forming a group must not.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._of_round = store
-
-    @cached_property
-    def _store(self) -> Store:
-        clone = getattr(self._of_round, "clone", None)  # torch 2.7 and later
-        return self._of_round if clone is None else clone()
-
-    def post(self, key: str, words: bytes) -> None:
-        self._store.set(f"note/{key}", words)  # type: ignore[arg-type]  # bytes are taken too
-
-    def look(self, key: str) -> bytes | None:
-        full = f"note/{key}"
-        return self._store.get(full) if self._store.check([full]) else None
-
-    def drop(self, key: str) -> None:
-        self._store.delete_key(f"note/{key}")
-
-
-def _waited(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-
-
-def _as_tensor(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
+        return StoreMailbox(self._store)
 
 
 def wait_for_key(
@@ -180,4 +137,8 @@ def wait_for_key(
             raise RuntimeError(f"waited {waited_s:.0f} s for {waited_for()}")
         if waited_s >= next_log_s:
             log.warning("waiting for %s, for %.0f s so far", waited_for(), waited_s)
-            next_log_s *= 2
+
+
+def _waited(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.tiered.restoring import StoredParts
+from torchelastic.checkpoint.tiered.reading import StoredParts
 from torchelastic.errors import NonRetryableException
 from torchelastic.sharded.built import PARAMETERS, Built, plain
 from torchelastic.sharded.commit_rule import ChosenState

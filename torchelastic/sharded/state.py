@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from torchelastic.checkpoint.tiered.restoring import StoredParts
+from torchelastic.checkpoint.tiered.reading import StoredParts
 from torchelastic.errors import NonRetryableException, RetryableException
 from torchelastic.metrics import publish_metric
 from torchelastic.model import random_state, wrapping

@@ -53,7 +53,11 @@ def over_batches(
     if threads == 1:
         return list(itertools.chain.from_iterable(map(work, runs)))
     with ThreadPoolExecutor(threads) as pool:
-        return list(itertools.chain.from_iterable(pool.map(work, runs)))
+        try:
+            running = [pool.submit(work, run) for run in runs]
+        except RuntimeError:  # the interpreter ends: executors take no work any more
+            return list(itertools.chain.from_iterable(map(work, runs)))
+        return list(itertools.chain.from_iterable(each.result() for each in running))
 
 
 def checksums_in(

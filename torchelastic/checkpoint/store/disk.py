@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.store.folder import FolderTier
@@ -85,7 +84,7 @@ class DiskTier(FolderTier):
     def prune(self) -> list[SaveId]:
         """See `Tier`."""
         if self.is_shared:
-            return prune(self._root, self.keep, self._disk, kind=Kind.TIERED)
+            return prune(self._root, self.keep, self._disk, kind=self.kind)
         return super().prune()
 
     def _retire(self, path: Path) -> None:

@@ -99,7 +99,7 @@ class DurableTier(Tier):
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
-        require_own(Kind.TIERED, by_kind(self._sizes(self._root), self._kind_of), self.where)
+        require_own(self.kind, by_kind(self._sizes(self._root), self._kind_of), self.where)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -228,7 +228,7 @@ class DurableTier(Tier):
         return sorted((name for name in names if name is not None), reverse=True)
 
     def _own_names(self) -> list[SaveId]:
-        return [name for name in self._names() if self._kind_of(name.folder_name) in (Kind.TIERED, None)]
+        return [name for name in self._names() if self._kind_of(name.folder_name) in (self.kind, None)]
 
     def _sizes(self, folder: str) -> dict[str, int | None]:
         """What is directly in a folder, and how long it is."""

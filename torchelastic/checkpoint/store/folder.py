@@ -15,7 +15,7 @@ from abc import abstractmethod
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.kinds import Kind, require_own_folder
+from torchelastic.checkpoint.kinds import require_own_folder
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
@@ -69,7 +69,7 @@ class FolderTier(Tier):
 
     def require_own(self) -> None:
         """See `Tier`."""
-        require_own_folder(self._root, Kind.TIERED)
+        require_own_folder(self._root, self.kind)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -143,7 +143,7 @@ class FolderTier(Tier):
 
     def _own_checkpoints(self) -> list[CheckpointInfo]:
         """Those that tiers have saved, newest first; `BCPState` names its folders alike."""
-        return list_checkpoints(self._root, kind=Kind.TIERED, whole=self.is_shared)
+        return list_checkpoints(self._root, kind=self.kind, whole=self.is_shared)
 
     def _may_remove(self, name: SaveId, rank: int, path: Path) -> bool:  # noqa: ARG002 - `MemoryTier` looks at it
         return self._context is None or name.token < self._context.token or rank == self._context.rank

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepPolicy, SavePolicy
 from torchelastic.checkpoint.restore_plan import Held
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -134,6 +135,7 @@ class Tier(ABC):
         keep: which checkpoints `prune` leaves.
         every: how rarely this tier takes part; None: in each save.
         where: the place, for people; without credentials.
+        kind: of the checkpoints that are saved here; others are neither loaded nor removed. Its manager sets it.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Tier(ABC):
     keep: KeepPolicy
     every: SavePolicy | None
     where: str
+    kind: Kind = Kind.TIERED
 
     def require_own(self) -> None:  # noqa: B027 - a tier of another package may have no way to tell
         """Refuses a place that holds only what something else than tiers has saved; a warning names it beside own ones.

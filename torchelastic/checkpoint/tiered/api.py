@@ -11,7 +11,7 @@ from torchelastic.checkpoint.policy import SavePolicy
 from torchelastic.group.peers import Peers
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.tiered.restoring import StoredParts
+    from torchelastic.checkpoint.tiered.reading import StoredParts
 
 
 class ElasticState(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -43,6 +44,8 @@ class TieredSave:
         committed: the names of the tiers in which it is durable by now.
         abandoned: the tiers in which it will not be published, as it stands.
         is_stage_published: whether a tier has made the stage its own, which then comes back by `prune`.
+        failure: the first reason for which a tier that takes part does not have it; None: all of them have it.
+        ended: when all of this is over; raises `failure`.
     """
 
     name: SaveId
@@ -58,6 +61,19 @@ class TieredSave:
     committed: list[str] = field(default_factory=list)
     abandoned: list[Tier] = field(default_factory=list)
     is_stage_published: bool = False
+    failure: Exception | None = None
+    ended: Future[None] = field(default_factory=Future)
+
+    def failed(self, error: Exception) -> None:
+        """A tier does not have it."""
+        self.failure = self.failure or error
+
+    def end(self) -> None:
+        """Nothing more is done for it."""
+        if self.failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(self.failure)
 
 
 class Finisher:
@@ -89,6 +105,7 @@ class Finisher:
             for name in save.agreement.choose_tiers(save.name, save.tiers):
                 self._publish(save, self._tiers[name], shard)
         except Exception as error:  # noqa: BLE001 - reported; training goes on
+            save.failed(error)
             self._on_failure(str(save.name), error)
         finally:
             # not before: the memory of what is abandoned may be used by the next save at once
@@ -98,6 +115,7 @@ class Finisher:
             if not save.is_stage_published:
                 save.pool.give_back(save.stage)
             self._say_done(save)
+            save.end()
 
     def _say_done(self, save: TieredSave) -> None:
         try:
@@ -122,6 +140,7 @@ class Finisher:
         try:
             self._put_and_commit(save, tier, shard)
         except Exception as error:  # noqa: BLE001 - reported; training goes on
+            save.failed(error)
             self._on_failure(f"{save.name} in the {tier.name} tier", error)
             return
         durable_s = self._monotonic() - save.began_s

@@ -8,10 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
 
 from torchelastic.checkpoint.api import Checkpoint
 from torchelastic.checkpoint.errors import CheckpointError, OutOfStepError
-from torchelastic.checkpoint.kinds import ForeignCheckpointsError
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import EverySeconds, OnSignal, SavePolicy
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
@@ -19,13 +23,14 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import SaveId
-from torchelastic.checkpoint.store.tier import Tier, TierContext, agree_epoch
-from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
+from torchelastic.checkpoint.store.tier import Tier, TierContext
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement, agree_on_epoch
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.finishing import Finisher, TieredSave
+from torchelastic.checkpoint.tiered.reading import PartsWhereTheyAre, Reading, WholeOnRank0
 from torchelastic.checkpoint.tiered.replicas import Replicas
-from torchelastic.checkpoint.tiered.restoring import Restoring
+from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.checkpoint.tiered.streams import (
     STREAMS,
     TREE,
@@ -42,6 +47,9 @@ from torchelastic.group.peers import Alone, Peers
 from torchelastic.metrics import publish_metric
 
 log = logging.getLogger(__name__)
+
+#: Lays a shard out, given what its header is to state; see `TieredCheckpointManager.save_shard`.
+LayOut = Callable[[Mapping[str, Any]], tuple[Header, Sequence[torch.Tensor]]]
 
 #: How many failures `failures` remembers.
 MAX_FAILURES = 20
@@ -68,6 +76,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         grace_s: how long it still waits when the group has changed meanwhile.
         slot_wait_s: how long `save_step` waits where two saves are still being finished.
         end_wait_s: how long the end of the run waits for the last save.
+        kind: what the checkpoints are; of other kinds none is loaded or removed.
         monotonic: a clock in seconds that never goes back.
 
     Attributes:
@@ -91,12 +100,15 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         grace_s: float = 5.0,
         slot_wait_s: float = 60.0,
         end_wait_s: float = 600.0,
+        kind: Kind = Kind.TIERED,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"the tiers are named {names}: give at least one, each with a name of its own")
         self.tiers = tuple(tiers)
+        for tier in self.tiers:
+            tier.kind = kind
         self.policy = policy
         self.failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._run_id = run_id or os.environ.get("TORCHELASTIC_RUN_ID") or "run"
@@ -121,10 +133,10 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     # --- a group ------------------------------------------------------------------------------------------------------
 
     def enter_group(self, peers: Peers) -> None:
-        """A new group stands; see `ElasticCheckpointManager`."""
+        """A new group stands; see `ElasticCheckpointManager`. Raises besides: CheckpointError, on all ranks alike."""
         if self._agreement is not None:
             self._agreement.patience.shorten(self._grace_s)
-        epoch = self._agree_epoch(peers)
+        epoch, self._generation = agree_on_epoch(self.tiers, peers, self._run_id, self._epoch, self._generation)
         if self._replicas is not None:
             self._replicas.enter_group(peers)
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
@@ -132,29 +144,6 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._epoch, self._peers = epoch, peers
         self._agreement = SaveAgreement(context, notes)
         self._background.submit(lambda: self._prepare(context), holds_slot=False)
-
-    def _agree_epoch(self, peers: Peers) -> int:
-        is_new = self._epoch is None
-        foreign = _foreign_in(self.tiers) if is_new else ""
-        known = [tier.known_epoch(self._run_id) for tier in self.tiers] if is_new else []
-        peers.barrier()  # a place may be slow to answer
-        mine = {"epoch": self._epoch, "known": known, "generation": self._generation, "foreign": foreign}
-        said = peers.all_gather(mine)
-        for one in said:
-            if one["foreign"]:
-                raise ForeignCheckpointsError(one["foreign"])  # the same on all ranks
-        current = max((one["epoch"] for one in said if one["epoch"] is not None), default=None)
-        epoch = agree_epoch(current, [number for one in said for number in one["known"]])
-        self._generation = max(one["generation"] for one in said)
-        if current is not None:
-            return epoch
-        if peers.rank == 0:
-            owner = f"process {os.getpid()}"
-            for tier in self.tiers:
-                if tier.is_shared:
-                    epoch = max(epoch, tier.claim(self._run_id, owner, epoch))
-        peers.barrier()
-        return int(peers.all_gather(epoch)[0])
 
     def _prepare(self, context: TierContext) -> None:
         """In the background: after the saves of the group before, before those of this one."""
@@ -172,26 +161,48 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     def restore(self, state: ElasticState, peers: Peers) -> int | None:
         """Set the state of rank 0 from the newest checkpoint that is intact; see `ElasticCheckpointManager`."""
         began_s = self._monotonic()
-        if not self._background.wait(self._patience_s):
-            places = ", ".join(tier.where for tier in self.tiers)
-            raise CheckpointError(
-                f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
-                f"not answer: {places}?"
-            )
-        as_parts = state.loads_parts
-        restored = Restoring(self.tiers, peers, allow_pickles=self._allow_pickles, as_parts=as_parts).run()
+        reading = (PartsWhereTheyAre if state.loads_parts else WholeOnRank0)(self._allow_pickles)
+        restored = self.restore_shards(reading, peers)
         if restored is None:
             if peers.rank == 0:
                 log.info("no checkpoint yet: starting afresh")
             return None
-        self._turns.begin(restored.name.step)
-        if as_parts or peers.rank == 0:
+        if state.loads_parts or peers.rank == 0:
             load_restored(state, restored)
         if peers.rank == 0:
             log.info("checkpoint %s loaded from %s", restored.name, ", ".join(restored.tiers))
         peers.barrier()  # it may take its time
         publish_metric("torchelastic", "checkpoint.restore.duration.ms", 1000 * (self._monotonic() - began_s))
         return restored.name.step
+
+    def restore_shards(
+        self, reading: Reading, peers: Peers, on_damage: Callable[[str], None] | None = None
+    ) -> Restored | None:
+        """Find the newest checkpoint that is intact, and read it; `restore` with other readers. On every rank.
+
+        Args:
+            reading: who wants which shard, and what becomes of it.
+            peers: the group.
+            on_damage: see `Restoring`.
+
+        Returns:
+            None if there is no checkpoint at all.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints, and none of them is intact; on every rank.
+            CheckpointError: what was saved cannot be read, or `reading` does not take it; on every rank.
+            RuntimeError: a peer is lost.
+        """
+        if not self._background.wait(self._patience_s):
+            places = ", ".join(tier.where for tier in self.tiers)
+            raise CheckpointError(
+                f"the save before is not done after {self._patience_s:g} s, so nothing was restored: does one of these "
+                f"not answer: {places}?"
+            )
+        restored = Restoring(self.tiers, peers, reading, on_damage).run()
+        if restored is not None:
+            self._turns.begin(restored.name.step)
+        return restored
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -206,12 +217,50 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Copy this rank's share of the state; see `ElasticCheckpointManager`."""
+
+        def lay_out(meta: Mapping[str, Any]) -> tuple[Header, Sequence[torch.Tensor]]:
+            tree, layout, kind = state.checkpoint_tree(), self._layout, TREE
+            if tree is None:
+                # streams have no form that recurs
+                tree, layout, kind = streams_of(state, peers.rank), RecurringLayout(), STREAMS
+            meta, rank, world_size = {"kind": kind, **meta}, peers.rank, peers.world_size
+            return layout.lay_out(tree, meta, replicated=state.replicated, rank=rank, world_size=world_size)
+
+        self.save_shard(lay_out, step, peers, everywhere=everywhere, observe=observe, metrics=metrics)
+
+    def save_shard(
+        self,
+        lay_out: LayOut,
+        step: int,
+        peers: Peers,
+        *,
+        everywhere: bool = False,
+        observe: Observe | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Future[None]:
+        """Copy one shard per rank, however its state is laid out; `save_step` with other states. On every rank.
+
+        Args:
+            lay_out: given what the header is to state of the checkpoint, returns the header of this rank's shard,
+                without checksums, and the tensors to copy, in the order of its entries.
+            step: committed steps of the run; as the rest, see `ElasticCheckpointManager.save_step`.
+            peers: of the group.
+            everywhere: in every tier.
+            observe: hears of the costs.
+            metrics: for the manifest.
+
+        Returns:
+            Done when the save is over on this rank; raises why a tier that takes part does not have it.
+
+        Raises:
+            CheckpointError: there is no memory or no room for the shard, or both slots stay busy.
+        """
         began_s = self._monotonic()
-        agreement = self._agreement_with(peers)
+        agreement = self.join(peers)
         name = self._next_name(agreement, step)  # counted on every rank, whatever happens to this one now
         tiers = self._turns.next(step, everywhere=everywhere) if peers.rank == 0 else None
         try:
-            header, stage = self._copied(state, name, peers)
+            header, stage = self._copied(lay_out, name, peers)
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._background.submit(lambda: self._finisher.decline(name, agreement, why), holds_slot=False)
@@ -220,8 +269,10 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         publish_metric("torchelastic", "checkpoint.stall.duration.ms", 1000 * stall_s)
         save = TieredSave(name, header, stage, self._pool, agreement, tiers, began_s, stall_s, observe, metrics or {})
         self._background.submit(lambda: self._finish(save), holds_slot=True)
+        return save.ended
 
-    def _agreement_with(self, peers: Peers) -> SaveAgreement:
+    def join(self, peers: Peers) -> SaveAgreement:
+        """`enter_group`, unless this is the group of the last one."""
         if self._agreement is None or peers is not self._peers:
             self.enter_group(peers)
         assert self._agreement is not None
@@ -231,18 +282,11 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         self._generation += 1
         return SaveId(agreement.context.epoch, agreement.context.round, self._generation, step)
 
-    def _copied(self, state: ElasticState, name: SaveId, peers: Peers) -> tuple[Header, Stage]:
+    def _copied(self, lay_out: LayOut, name: SaveId, peers: Peers) -> tuple[Header, Stage]:
         """All that stops the training. Takes a slot of the background, which is freed when the save is finished."""
         self._reserve(name)
         try:
-            tree, layout, kind = state.checkpoint_tree(), self._layout, TREE
-            if tree is None:
-                # streams have no form that recurs
-                tree, layout, kind = streams_of(state, peers.rank), RecurringLayout(), STREAMS
-            meta = {"kind": kind, "checkpoint": str(name), "rank": peers.rank}
-            header, sources = layout.lay_out(
-                tree, meta, replicated=state.replicated, rank=peers.rank, world_size=peers.world_size
-            )
+            header, sources = lay_out({"checkpoint": str(name), "rank": peers.rank})
             stage = self._stage_for(header)
             try:
                 stage.copy(sources)
@@ -367,16 +411,6 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
         assert self._agreement is not None
         return SaveId(*self._agreement.context.token, self._generation, step)
-
-
-def _foreign_in(tiers: Sequence[Tier]) -> str:
-    """What is wrong with a place that others have saved in; "" for nothing."""
-    try:
-        for tier in tiers:
-            tier.require_own()
-    except ForeignCheckpointsError as error:
-        return str(error)
-    return ""
 
 
 def _replicas_of(tiers: Sequence[Tier], copies: int, host: str | None) -> Replicas | None:

@@ -1,7 +1,8 @@
-"""How a group finds the newest checkpoint that it can put together, and brings all of it to rank 0.
+"""How a group finds the newest checkpoint that it can put together, and brings each shard to the ranks that want it.
 
-All ranks say what they can read and compute the same plan. Who has a shard that rank 0 cannot read itself sends its
-bytes. Rank 0 checks and reads; where a shard proves damaged, all agree on another copy of it or on an older checkpoint.
+All ranks say what they can read and compute the same plan. Who has a shard that another rank wants and cannot read
+itself sends its bytes. Who gets it checks and reads; where a shard proves damaged, all agree on another copy of it or
+on an older checkpoint.
 """
 
 from __future__ import annotations
@@ -9,25 +10,24 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
-
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.restore_plan import Candidate, ShardSource, candidates, plan_reads
-from torchelastic.checkpoint.shards.header import Entry
-from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.shards.tree import tensor_names, unflatten
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier, TierEntry
+from torchelastic.checkpoint.tiered.reading import Reading
 from torchelastic.group.peers import Peers
 
 log = logging.getLogger(__name__)
+
+#: How many damaged checkpoints an error names.
+_SHOWN = 5
 
 TierCandidate = Candidate[SaveId, int]
 
@@ -40,24 +40,13 @@ class Read:
         shard_rank: whose shard it is, counted in the group that wrote it.
         reader: the rank that reads it from the tier, counted in the group that restores.
         tier: the name of the tier.
+        target: the rank that wants it.
     """
 
     shard_rank: int
     reader: int
     tier: str
-
-
-@dataclass(frozen=True)
-class StoredParts:
-    """The tensors of one shard, or the parts of tensors that it holds.
-
-    Attributes:
-        entries: by name: of which tensor, and which part.
-        tensors: by name.
-    """
-
-    entries: Mapping[str, Entry]
-    tensors: Mapping[str, torch.Tensor]
+    target: int
 
 
 @dataclass(frozen=True)
@@ -67,17 +56,14 @@ class Restored:
     Attributes:
         name: which checkpoint it is.
         tiers: where its shards were read.
-        kind: what the writer said that it is; None on the other ranks, but where parts were wanted.
-        tree: the state; None on the other ranks. Where parts were wanted: on the rank that has read the first shard,
-            with empty tensors on the meta device in place of those of which that shard holds a part at most.
-        parts: where they were wanted: what this rank has read.
+        kind: what the writer said that it is.
+        content: what `Reading.take` made of the shards that this rank wanted; None if it wanted none.
     """
 
     name: SaveId
     tiers: tuple[str, ...]
     kind: str | None
-    tree: Any
-    parts: tuple[StoredParts, ...] = ()
+    content: Any
 
 
 @dataclass(frozen=True)
@@ -97,8 +83,8 @@ class FailedRead:
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> FailedRead:
         """Out of what another rank has sent."""
-        shard_rank, reader, tier, is_damage, why = plain
-        return cls(Read(int(shard_rank), int(reader), str(tier)), bool(is_damage), str(why))
+        shard_rank, reader, tier, target, is_damage, why = plain
+        return cls(Read(int(shard_rank), int(reader), str(tier), int(target)), bool(is_damage), str(why))
 
 
 class Restoring:
@@ -107,24 +93,24 @@ class Restoring:
     Args:
         tiers: freshest first, the same on all ranks.
         peers: the group.
-        allow_pickles: see `flatten`.
-        as_parts: leave the shards with the ranks that read them, instead of bringing all to rank 0: for a state of
-            which no rank can hold the whole.
+        reading: who wants which shard, and what becomes of them.
+        on_damage: called with each checkpoint that is passed over, in words; on every rank alike. None: rank 0 logs it.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], peers: Peers, *, allow_pickles: bool = False, as_parts: bool = False
+        self, tiers: Sequence[Tier], peers: Peers, reading: Reading, on_damage: Callable[[str], None] | None = None
     ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._peers = peers
-        self._allow_pickles, self._as_parts = allow_pickles, as_parts
+        self._reading = reading
+        self._on_damage = self._log_damage if on_damage is None else on_damage
         self._damages: list[str] = []
 
     def run(self) -> Restored | None:
         """Find the newest checkpoint that is intact.
 
         Returns:
-            The same on all ranks, but for the tree; None if there is no checkpoint at all.
+            The same on all ranks, but for the content; None if there is no checkpoint at all.
 
         Raises:
             CorruptCheckpointError: there are checkpoints, and none is complete and intact; on every rank.
@@ -139,9 +125,10 @@ class Restoring:
         if restored is not None:
             return restored
         if self._damages:
+            more = f"; and {len(self._damages) - _SHOWN} more" if len(self._damages) > _SHOWN else ""
             raise CorruptCheckpointError(
-                f"no checkpoint can be loaded: {'; '.join(self._damages)}. Restore one of them from a copy; to start "
-                f"from scratch instead, move away what lies in {self._places()}"
+                f"no checkpoint can be loaded, and nothing was changed: {'; '.join(self._damages[:_SHOWN])}{more}. "
+                f"Restore one of them from a copy; to start from scratch, move away what lies in {self._places()}"
             )
         if unreadable:
             raise CheckpointError(f"it cannot be told whether there is a checkpoint: {'; '.join(unreadable)}")
@@ -161,7 +148,7 @@ class Restoring:
         self._peers.barrier()
         said = self._peers.all_gather([mine, unreadable])
         inventories = [[(str(name), TierEntry.from_plain(plain)) for name, plain in entries] for entries, _ in said]
-        if self._as_parts:  # rank 0 has only looked for all: each reads its share
+        if self._reading.is_on_every_rank:  # rank 0 has only looked for all: each reads what it wants
             shared = [(name, entry) for name, entry in inventories[0] if self._tiers[name].is_shared]
             inventories[1:] = [[*inventory, *shared] for inventory in inventories[1:]]
         return inventories, [text for _, texts in said for text in texts]
@@ -169,15 +156,20 @@ class Restoring:
     def _note_incomplete(self, entries: Sequence[TierEntry], found: Sequence[TierCandidate]) -> None:
         """What was published once and cannot be put together any more is damage, as far as this group can tell."""
         for candidate in found:
+            why = [entry.damage for entry in entries if entry.name == candidate.save and entry.damage]
             if candidate.is_committed and candidate.missing:
-                why = [entry.damage for entry in entries if entry.name == candidate.save and entry.damage]
                 missing = ", ".join(map(str, candidate.missing))
                 self._damage(
                     "".join([f"{candidate.save} lacks the shards of rank(s) {missing}", *map(": {}".format, why)])
                 )
+            elif why and not candidate.is_committed:
+                self._damage(f"{candidate.save}: {'; '.join(why)}")
 
     def _damage(self, text: str) -> None:
         self._damages.append(text)
+        self._on_damage(text)
+
+    def _log_damage(self, text: str) -> None:
         if self._peers.rank == 0:
             log.warning("%s; trying what else there is", text)
 
@@ -191,10 +183,7 @@ class Restoring:
             with ExitStack() as stack:
                 opened, new_faults = self._open(candidate, reads, stack)
                 if not new_faults:
-                    if self._as_parts:
-                        restored, new_faults = self._read_parts(candidate, reads, opened)
-                    else:
-                        restored, new_faults = self._read(candidate, reads, self._bring(reads, opened, stack))
+                    restored, new_faults = self._take(candidate, reads, self._bring(reads, opened, stack))
                     if restored is not None:
                         return restored
             for fault in new_faults:
@@ -204,8 +193,10 @@ class Restoring:
     def _reads(self, candidate: TierCandidate, faults: Sequence[FailedRead]) -> list[Read]:
         """Who reads each shard from where, in the order of the shards, passing over what has failed."""
         bad = {(fault.read.shard_rank, ShardSource(fault.read.reader, fault.read.tier)) for fault in faults}
+        # what is damaged in a shared place is so for whoever reads it
+        shared = {(fault.read.shard_rank, fault.read.tier) for fault in faults if self._is_shared_damage(fault)}
         left = {
-            shard: [source for source in sources if (shard, source) not in bad]
+            shard: [each for each in sources if (shard, each) not in bad and (shard, each.place) not in shared]
             for shard, sources in candidate.sources.items()
         }
         if not all(left.values()):
@@ -218,39 +209,51 @@ class Restoring:
         def distance(reader: int, _: int, source: ShardSource) -> tuple[int, bool]:
             return order.index(source.place), source.rank != reader
 
+        wanted = self._reading.wanted(list(left), self._peers.world_size)
         # what stays with whoever reads it is best read by the rank of its own number
-        wanted = {shard: [shard] for shard in left} if self._as_parts else {0: list(left)}
-        plan = plan_reads(left, wanted, distance=distance)
+        plan = plan_reads(left, {shard: [shard] for shard in left} if wanted is None else wanted, distance=distance)
         return sorted(
-            Read(shard, best.rank, best.place) for each in plan.values() for shard, (best, *_) in each.items()
+            Read(shard, best.rank, best.place, best.rank if wanted is None else target)
+            for target, each in plan.items()
+            for shard, (best, *_) in each.items()
         )
+
+    def _is_shared_damage(self, fault: FailedRead) -> bool:
+        return fault.is_damage and self._tiers[fault.read.tier].is_shared
 
     def _open(
         self, candidate: TierCandidate, reads: Sequence[Read], stack: ExitStack
-    ) -> tuple[dict[Read, ShardReader], list[FailedRead]]:
-        opened: dict[Read, ShardReader] = {}
+    ) -> tuple[dict[tuple[int, str], ShardReader], list[FailedRead]]:
+        """What this rank reads, for itself or for others, by shard and tier."""
+        opened: dict[tuple[int, str], ShardReader] = {}
         faults = []
         for read in reads:
-            if read.reader != self._peers.rank:
+            key = (read.shard_rank, read.tier)
+            if read.reader != self._peers.rank or key in opened:
                 continue
             try:
-                opened[read] = stack.enter_context(self._tiers[read.tier].open(candidate.save, read.shard_rank))
+                opened[key] = stack.enter_context(self._tiers[read.tier].open(candidate.save, read.shard_rank))
             except CheckpointError as error:
                 faults.append(FailedRead(read, isinstance(error, CorruptCheckpointError), str(error)))
         return opened, self._told(candidate, faults)[0]
 
-    def _bring(self, reads: Sequence[Read], opened: dict[Read, ShardReader], stack: ExitStack) -> list[ShardReader]:
-        """All shards on rank 0, in the order of the reads; on the others nothing."""
-        shards = []
+    def _bring(
+        self, reads: Sequence[Read], opened: dict[tuple[int, str], ShardReader], stack: ExitStack
+    ) -> dict[Read, ShardReader]:
+        """The shards that this rank wants, in the order of the reads, which is the same on all ranks."""
+        shards = {}
         for read in reads:
-            if read.reader == 0:
-                shards += [opened[read]] if self._peers.rank == 0 else []
-            elif read.reader == self._peers.rank:
-                with opened[read].view() as view:
-                    self._peers.send(memoryview(view.nbytes.to_bytes(8, "little")), 0)
-                    self._peers.send(view, 0)
-            elif self._peers.rank == 0:
-                shards.append(self._receive(read, stack))
+            is_wanted = read.target == self._peers.rank
+            if read.reader == self._peers.rank:
+                shard = opened[read.shard_rank, read.tier]
+                if is_wanted:
+                    shards[read] = shard
+                    continue
+                with shard.view() as view:
+                    self._peers.send(memoryview(view.nbytes.to_bytes(8, "little")), read.target)
+                    self._peers.send(view, read.target)
+            elif is_wanted:
+                shards[read] = self._receive(read, stack)
         return shards
 
     def _receive(self, read: Read, stack: ExitStack) -> ShardReader:
@@ -265,38 +268,22 @@ class Restoring:
             self._peers.receive(view, read.reader)
         return stack.enter_context(ShardReader(f"/proc/self/fd/{descriptor}"))
 
-    def _read(
-        self, candidate: TierCandidate, reads: Sequence[Read], shards: Sequence[ShardReader]
+    def _take(
+        self, candidate: TierCandidate, reads: Sequence[Read], shards: dict[Read, ShardReader]
     ) -> tuple[Restored | None, list[FailedRead]]:
-        kind, tree, faults, why = None, None, [], ""
-        if self._peers.rank == 0:
-            try:
-                kind = str(shards[0].header.meta.get("kind", ""))
-                tree = read_tree(shards, allow_pickles=self._allow_pickles)
-            except CorruptCheckpointError as error:
-                faults = _damaged(reads, shards)
-                why = "" if faults else str(error)
-            except CheckpointError as error:
-                why = str(error)
-        told, _ = self._told(candidate, faults, why)
-        return None if told else Restored(candidate.save, _tiers_of(reads), kind, tree), told
-
-    def _read_parts(
-        self, candidate: TierCandidate, reads: Sequence[Read], opened: dict[Read, ShardReader]
-    ) -> tuple[Restored | None, list[FailedRead]]:
-        kind, tree, faults, why, parts = None, None, [], "", []
-        for read, shard in opened.items():
-            try:
-                parts.append(StoredParts({entry.name: entry for entry in shard.header.entries}, shard.read()))
-                if shard.header.structure is not None and tree is None:
-                    kind = str(shard.header.meta.get("kind", ""))
-                    tree = _tree_around(shard.header.structure, parts[-1], allow_pickles=self._allow_pickles)
-            except CorruptCheckpointError as error:
-                faults.append(FailedRead(read, True, f"shard {read.shard_rank} in the {read.tier} tier: {error}"))
-            except CheckpointError as error:
-                why = str(error)
+        content, kind, faults, why = None, None, [], ""
+        try:
+            if shards:
+                stated = (shard for shard in shards.values() if shard.header.structure is not None)
+                kind = next((str(shard.header.meta.get("kind", "")) for shard in stated), None)
+                content = self._reading.take(list(shards.values()))
+        except CorruptCheckpointError as error:
+            faults = _damaged(shards)
+            why = "" if faults else str(error)
+        except CheckpointError as error:
+            why = f"rank {self._peers.rank}: {error}"
         told, kind = self._told(candidate, faults, why, kind)
-        return None if told else Restored(candidate.save, _tiers_of(reads), kind, tree, tuple(parts)), told
+        return None if told else Restored(candidate.save, _tiers_of(reads), kind, content), told
 
     def _told(
         self, candidate: TierCandidate, faults: Sequence[FailedRead], why: str = "", kind: str | None = None
@@ -314,27 +301,15 @@ class Restoring:
         return ", ".join(tier.where for tier in self._tiers.values())
 
 
-def _tree_around(structure: Any, parts: StoredParts, *, allow_pickles: bool) -> Any:
-    """The state, with the tensors that these parts hold whole, and empty ones for the others."""
-    tensors = {name: torch.empty(0, device="meta") for name in tensor_names(structure)}
-    for name, entry in parts.entries.items():
-        is_whole = entry.box.sizes == entry.shape
-        tensors[name] = parts.tensors[name] if is_whole else torch.empty(entry.shape, device="meta")
-    return unflatten(structure, tensors, allow_pickles=allow_pickles, in_place=tensors)
-
-
-def _damaged(reads: Sequence[Read], shards: Sequence[ShardReader]) -> list[FailedRead]:
+def _damaged(shards: dict[Read, ShardReader]) -> list[FailedRead]:
     """Which of the shards it is; for the rare case that one is."""
     faults = []
-    for read, shard in zip(reads, shards, strict=True):
+    for read, shard in shards.items():
         try:
             shard.verify()
         except CorruptCheckpointError as error:
-            faults.append(
-                FailedRead(
-                    read, True, f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}"
-                )
-            )
+            text = f"shard {read.shard_rank} in the {read.tier} tier of rank {read.reader}: {error}"
+            faults.append(FailedRead(read, True, text))
     return faults
 
 

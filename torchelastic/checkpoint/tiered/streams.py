@@ -14,7 +14,8 @@ from torchelastic.checkpoint.restore_plan import Candidate, candidates
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier
 from torchelastic.checkpoint.tiered.api import ElasticState
-from torchelastic.checkpoint.tiered.restoring import Restored, Restoring, StoredParts
+from torchelastic.checkpoint.tiered.reading import StoredParts, WholeOnRank0
+from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.group.peers import Alone
 
 #: What a shard says that its checkpoint holds: a state as a tree, or named streams of bytes.
@@ -74,11 +75,12 @@ def load_restored(state: ElasticState, restored: Restored) -> None:
             "each rank holds a part cannot be loaded from it"
         )
     if state.loads_parts:
-        state.load_checkpoint_parts(restored.tree, restored.parts, restored.name.step)
+        tree, parts = restored.content if restored.content is not None else (None, ())
+        state.load_checkpoint_parts(tree, parts, restored.name.step)
     elif restored.kind == STREAMS:
-        state.load(io.BytesIO(restored.tree[DEFAULT_KEY]))
+        state.load(io.BytesIO(restored.content[DEFAULT_KEY]))
     else:
-        state.load_checkpoint_tree(restored.tree)
+        state.load_checkpoint_tree(restored.content)
 
 
 class NewCheckpoint(Checkpoint):
@@ -140,15 +142,15 @@ class StoredCheckpoint(Checkpoint):
             CorruptCheckpointError: what is stored is not what was saved.
             CheckpointError: there is no such stream.
         """
-        restored = Restoring(self._tiers, Alone(), allow_pickles=self._allow_pickles).restore_one(self._candidate)
-        if restored.kind == STREAMS and key in restored.tree:
-            return io.BytesIO(restored.tree[key])
+        restored = Restoring(self._tiers, Alone(), WholeOnRank0(self._allow_pickles)).restore_one(self._candidate)
+        if restored.kind == STREAMS and key in restored.content:
+            return io.BytesIO(restored.content[key])
         if restored.kind == TREE and key == DEFAULT_KEY:
             stream = io.BytesIO()
-            torch.save(restored.tree, stream)
+            torch.save(restored.content, stream)
             stream.seek(0)
             return stream
-        there = sorted(restored.tree) if restored.kind == STREAMS else [DEFAULT_KEY]
+        there = sorted(restored.content) if restored.kind == STREAMS else [DEFAULT_KEY]
         raise CheckpointError(f"the checkpoint {self.name} has no stream {key!r}; it has {', '.join(map(repr, there))}")
 
     def open_output_stream(self, key: str) -> BinaryIO:

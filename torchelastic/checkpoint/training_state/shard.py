@@ -7,7 +7,7 @@ numbers, buffers that nobody keeps equal) is in its shard, the structure of it i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +23,6 @@ VERSION = 1
 _REPLICATED = ("model/parameters/", "optimizers/")
 
 
-@dataclass(frozen=True)
-class StateLayout:
-    """A shard that is to be written: its header without checksums, and the tensors to copy, in the entries' order."""
-
-    header: Header
-    sources: Sequence[torch.Tensor]
-
-
 class ShardMaker:
     """Lays out one rank's shard again and again; used on the training thread.
 
@@ -43,11 +35,19 @@ class ShardMaker:
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
 
     def lay_out(
-        self, shared: Mapping[str, Any], own: Mapping[str, Any], rank: int, world_size: int, *, is_replicated: bool
-    ) -> StateLayout:
-        """The shard of now; copies nothing.
+        self,
+        meta: Mapping[str, Any],
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
+        rank: int,
+        world_size: int,
+        *,
+        is_replicated: bool,
+    ) -> tuple[Header, Sequence[torch.Tensor]]:
+        """The shard of now: its header without checksums, and the tensors to copy in the entries' order.
 
         Args:
+            meta: what its header states besides.
             shared: the tree of `TrainingObjects`.
             own: what only this rank holds.
             rank: of the group that saves.
@@ -68,9 +68,9 @@ class ShardMaker:
         begin = align(common.data_bytes, ALIGNMENT_BYTES)
         own_entries = [replace(e, offset_bytes=e.offset_bytes + begin) for e in place(flat.tensors)]
         devices = {named.name: named.tensor.device.type for named in flat.tensors if named.tensor.device.type != "cpu"}
-        meta = {"kind": KIND, "version": VERSION, "rank": rank, "own": flat.structure, "devices": devices}
-        header = Header(common.structure, (*common.entries, *own_entries), meta)
-        return StateLayout(header, [*sources, *(named.tensor for named in flat.tensors)])
+        stated = {"kind": KIND, "version": VERSION, "rank": rank, "own": flat.structure, "devices": devices}
+        header = Header(common.structure, (*common.entries, *own_entries), {**meta, **stated})
+        return header, [*sources, *(named.tensor for named in flat.tensors)]
 
 
 def require_kind(shard: ShardReader) -> None:

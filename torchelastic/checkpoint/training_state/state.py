@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -14,29 +13,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.kinds import Kind, require_own_folder
+from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.kinds import Kind
 from torchelastic.checkpoint.policy import KeepLast
-from torchelastic.checkpoint.restore import newest_readable
+from torchelastic.checkpoint.replication.topology import address_among, network_id
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.checkpoint.shards.pool import SlotPool
-from torchelastic.checkpoint.store.fence import Fence
-from torchelastic.checkpoint.store.manifest import ShardRecord
-from torchelastic.checkpoint.store.reading import names_in
+from torchelastic.checkpoint.shards.header import Header
+from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.disk import DiskTier
+from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
+from torchelastic.checkpoint.store.reading import names_in, open_checkpoint
 from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import Tier
+from torchelastic.checkpoint.tiered.manager import TieredCheckpointManager
+from torchelastic.checkpoint.tiered.reading import AllOnEachRank
 from torchelastic.checkpoint.training_state import random_numbers
 from torchelastic.checkpoint.training_state.objects import OptimizerOrSeveral, TrainingObjects
-from torchelastic.checkpoint.training_state.reading import Loaded, find, read
-from torchelastic.checkpoint.training_state.shard import ShardMaker, StateLayout
-from torchelastic.checkpoint.training_state.writing import StateSave, Writer, record_as_plain
+from torchelastic.checkpoint.training_state.reading import Loaded, read
+from torchelastic.checkpoint.training_state.shard import ShardMaker
+from torchelastic.group.peers import Alone, Peers
+from torchelastic.group.program_peers import ProgramPeers
 from torchelastic.group.rank_group import RankGroup, begun
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 log = logging.getLogger(__name__)
-
-_SHOWN = 5
 
 
 class BCPState:
@@ -55,7 +57,12 @@ class BCPState:
             position, state dicts of a scheduler or scaler.
         default_ckpt_path: the folder of checkpoints where a method is given none; all ranks must see the same. Default:
             `.velastic/checkpoint`. With an `IterManager`, give `manager.velastic_dir / "checkpoint"`.
-        keep: how many complete checkpoints stay, 1 or more. With 2, one that a disk damages has a predecessor.
+        tiers: save here instead of in a folder: `MemoryTier`, `DiskTier`, `DurableTier`, freshest and fastest first,
+            each with a policy of what it keeps. All ranks give the same.
+        replicas: on how many other hosts the `MemoryTier` of each rank is copied.
+        host: names this host for that: ranks that give the same name are lost together. Default: the host name.
+        keep: how many complete checkpoints stay in a folder, 1 or more. With 2, one that a disk damages has a
+            predecessor.
         timeout_s: for how long a rank that does not come is waited for.
         process_group: whose ranks save together; None: the default one.
         run_id: names the run. If given, a folder in which another run is alive is refused (`OwnedError`); if not, a job
@@ -78,6 +85,9 @@ class BCPState:
         get_extra_fn: Callable[[], Mapping[str, Any]] | None = None,
         default_ckpt_path: str | os.PathLike[str] | None = None,
         *,
+        tiers: Sequence[Tier] | None = None,
+        replicas: int = 0,
+        host: str | None = None,
         keep: int = 2,
         timeout_s: float = 600.0,
         process_group: dist.ProcessGroup | None = None,
@@ -87,24 +97,30 @@ class BCPState:
     ) -> None:
         if keep < 1 or timeout_s <= 0:
             raise ValueError(f"keep={keep} and timeout_s={timeout_s}: give 1 or more, and more than 0 seconds")
+        if tiers is None and replicas:
+            raise ValueError(f"replicas={replicas} copies a MemoryTier: give one in tiers")
+        if tiers is not None and default_ckpt_path is not None:
+            raise ValueError("default_ckpt_path and tiers both say where to save: give one of them")
         if get_extra_fn is not None and not callable(get_extra_fn):
             raise ValueError(f"get_extra_fn is a {type(get_extra_fn).__name__}: give a function without arguments")
         self._objects = TrainingObjects(model, optimizer, framework)
         self._get_extra_fn = get_extra_fn
         self._default_path = Path(self.DEFAULT_PATH if default_ckpt_path is None else default_ckpt_path)
+        self._tiers, self._replicas, self._host, self._keep = tiers, replicas, host, keep
         self._timeout_s = timeout_s
         self._run_id = run_id
         self._allow_pickles = allow_pickles
         self._disk = disk
         self._ranks = RankGroup(process_group, timeout_s)
+        self._source: dist.ProcessGroup | None = None
+        self._group: Peers | None = None
         self._maker = ShardMaker(allow_pickles=allow_pickles)
-        self._pool = SlotPool(None)
-        # half of it: rank 0 is to give up before the others give up rank 0
-        self._writer = Writer(self._pool, disk, KeepLast(keep), timeout_s / 2)
+        self._managers: dict[Path | None, TieredCheckpointManager] = {}
         self._running: Future[None] | None = None
         self._failure: BaseException | None = None
-        self._fences: dict[Path, tuple[Fence, int]] = {}
-        self._generation = 0
+        self._step = 0
+        if tiers is not None:
+            self._place(None)  # refuses what cannot be
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -129,33 +145,15 @@ class BCPState:
             TypeError, ValueError: something cannot be saved; names it. Nothing was written.
             OutOfStepError: a rank does not come; names it.
         """
-        path = self._path(ckpt_path)
-        call = f"save(ckpt_path={str(path)!r}, sync={bool(sync)})"
-        save = self._begin(call, path, self._settle())
-        fence = self._fences[path][0] if save.rank == 0 else None
-        try:
-            self._ranks.run_on_all(f"{call}, beginning", lambda: self._writer.begin(save))
-            if sync:
-                self._finish_on_all(call, save, fence)
-        except BaseException:
-            if save.rank == 0:
-                self._writer.abandon(save)
-            self._pool.give_back(save.stage)
-            raise
+        manager, path = self._place(ckpt_path)
+        call = f"save(ckpt_path={path!r}, sync={bool(sync)})"
+        running = self._begin(call, manager, self._settle())
         if sync:
-            self._pool.give_back(save.stage)
+            self._ranks.run_on_all(f"{call}, publishing", lambda: self._ended(running))
             return
-
-        def job() -> None:
-            try:
-                self._writer.finish(save, fence)
-            except Exception as error:
-                log.error("%s could not be saved; training goes on: %s", save.name, error)
-                raise
-            finally:
-                self._pool.give_back(save.stage)
-
-        self._running = begun(job, is_waited_for=True)
+        self._running = running
+        # the interpreter does not end before it is published, nor rank 0, which may have the store, before the others
+        begun(lambda: manager.end_run(), is_waited_for=True)
 
     def wait(self) -> None:
         """Returns when the save in the background is published. Called on all ranks.
@@ -175,10 +173,9 @@ class BCPState:
     def close(self) -> None:
         """Waits for this rank's part of a save, and gives memory and locks back. Not a collective; may be repeated."""
         self._settle()
-        for fence, _ in self._fences.values():
-            fence.release()
-        self._fences.clear()
-        self._pool.close()
+        for manager in self._managers.values():
+            manager.close()
+        self._managers.clear()
         self._ranks.close()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
@@ -203,16 +200,16 @@ class BCPState:
             CheckpointError: it does not fit this model or these optimizers, or cannot be read; on all ranks.
             OutOfStepError: a rank does not come; names it.
         """
-        path = self._path(ckpt_path)
-        extra = self._resume(f"maybe_resume_from_ckpt({str(path)!r})", path)
+        _, path = self._place(ckpt_path)
+        extra = self._resume(f"maybe_resume_from_ckpt({path!r})", ckpt_path)
         if extra is None and self._ranks.rank == 0:
             log.info("no checkpoint in %s yet: starting afresh", path)
         return extra
 
     def load(self, ckpt_path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """The same where there must be a checkpoint. Raises besides: CheckpointError if there is none."""
-        path = self._path(ckpt_path)
-        extra = self._resume(f"load({str(path)!r})", path)
+        _, path = self._place(ckpt_path)
+        extra = self._resume(f"load({path!r})", ckpt_path)
         if extra is None:
             raise CheckpointError(
                 f"there is no checkpoint in {path}: give the ckpt_path that was saved to; maybe_resume_from_ckpt "
@@ -222,8 +219,36 @@ class BCPState:
 
     # --- how ----------------------------------------------------------------------------------------------------------
 
-    def _path(self, ckpt_path: str | os.PathLike[str] | None) -> Path:
-        return self._default_path if ckpt_path is None else Path(ckpt_path)
+    def _place(self, ckpt_path: str | os.PathLike[str] | None) -> tuple[TieredCheckpointManager, str]:
+        """Who saves to a folder, or to the tiers that were given; and where that is, alike on all ranks."""
+        folder = None if ckpt_path is None and self._tiers is not None else Path(ckpt_path or self._default_path)
+        if folder not in self._managers:
+            tiers = self._tiers if folder is None else [DiskTier(folder, KeepLast(self._keep), disk=self._disk)]
+            assert tiers is not None
+            self._managers[folder] = TieredCheckpointManager(
+                tiers,
+                policy=None,
+                replicas=self._replicas if folder is None else 0,
+                host=self._host,
+                run_id=self._run_id or "any",
+                patience_s=self._timeout_s / 2,  # rank 0 is to give up before the others give up rank 0
+                slot_wait_s=self._timeout_s,
+                end_wait_s=2 * self._timeout_s,
+                kind=Kind.TRAINING_STATE,
+            )
+        manager = self._managers[folder]
+        return manager, "/".join(tier.name for tier in manager.tiers) if folder is None else str(folder)
+
+    def _peers(self) -> Peers:
+        """The ranks, after a first call of all of them."""
+        if self._group is None or self._source is not self._ranks.source:
+            self._source = self._ranks.source
+            if self._ranks.world_size == 1:
+                self._group = Alone()
+            else:
+                networks = self._ranks.all_gather("meeting", network_id()) if self._replicas else [""]
+                self._group = ProgramPeers(self._ranks, address_among(networks))
+        return self._group
 
     def _extra(self) -> dict[str, Any]:
         if self._get_extra_fn is None:
@@ -236,120 +261,106 @@ class BCPState:
     def _settle(self) -> BaseException | None:
         """Waits for this rank's part of the save before; what failed in it and was not raised yet."""
         if self._running is not None:
-            if not wait([self._running], 2 * self._timeout_s).done:
-                raise CheckpointError(
-                    f"the save before is not done after {2 * self._timeout_s:g} s: the disk does not answer"
-                )
-            self._failure = self._running.exception() or self._failure
+            try:
+                self._ended(self._running)
+            except CheckpointError as error:
+                if not self._running.done():
+                    raise
+                self._failure = error
             self._running = None
         return self._failure
 
-    def _begin(self, call: str, path: Path, before: BaseException | None) -> StateSave:
-        """Copies what this rank saves; all ranks agree on the name. Nothing is kept if one of them fails."""
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        copied: list[StateSave] = []
-
-        def prepare() -> list[Any]:
-            layout = self._layout(rank, world_size)
-            epoch = self._claimed(path) if rank == 0 else 0
-            stage = self._pool.take(layout.header)
-            name = SaveId(0, 0, 0, 0)  # not known yet
-            copied.append(StateSave(path, name, self._run_id or "", rank, world_size, layout.header, stage))
-            stage.copy(layout.sources)
-            is_checked = world_size > 1 and not self._objects.is_sharded and not self._objects.is_kept_equal
-            return [epoch, self._generation, self._objects.digest() if is_checked else ""]
-
+    def _ended(self, running: Future[None]) -> None:
+        """Waits for a save. Raises: CheckpointError."""
         try:
-            answers = self._ranks.run_on_all(call, prepare)
-            odd = [number for number, (_, _, digest) in enumerate(answers) if digest != answers[0][2]]
-            if odd:
-                raise ValueError(
-                    f"framework='ddp', but model or optimizer of rank {odd[0]} differ from those of rank 0: wrap the "
-                    "model in DistributedDataParallel, or let each group of equal ranks have a process_group; nothing "
-                    "was saved"
-                )
-        except BaseException:
-            for save in copied:
-                self._pool.give_back(save.stage)
-            raise
+            running.result(2 * self._timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"the save before is not done after {2 * self._timeout_s:g} s: the disk does not answer"
+            ) from None
+
+    def _begin(self, call: str, manager: TieredCheckpointManager, before: BaseException | None) -> Future[None]:
+        """Copies what this rank saves; nothing is published if a rank fails."""
+        is_checked = self._ranks.world_size > 1 and not self._objects.is_sharded and not self._objects.is_kept_equal
+
+        def prepare() -> tuple[int, str]:
+            return self._step, self._objects.digest() if is_checked else ""
+
+        answers = self._ranks.run_on_all(call, prepare)
+        odd = [number for number, (_, digest) in enumerate(answers) if digest != answers[0][1]]
+        if odd:
+            raise ValueError(
+                f"framework='ddp', but model or optimizer of rank {odd[0]} differ from those of rank 0: wrap the "
+                "model in DistributedDataParallel, or let each group of equal ranks have a process_group; nothing "
+                "was saved"
+            )
         if before is not None:
             warnings.warn(f"the save before failed on this rank: {before}", RuntimeWarning, stacklevel=3)
             self._failure = None
-        self._generation = max(int(generation) for _, generation, _ in answers) + 1
-        (save,) = copied
-        save.name = SaveId(int(answers[0][0]), 0, self._generation, self._generation)
-        return save
+        peers, step = self._peers(), max(step for step, _ in answers) + 1
+        manager.join(peers)
+        copied: list[Future[None]] = []
+        try:
+            self._ranks.run_on_all(
+                f"{call}, copying", lambda: copied.append(manager.save_shard(self._lay_out, step, peers))
+            )
+        except BaseException:
+            wait(copied, 2 * self._timeout_s)  # a rank has told the others that it takes no part
+            raise
+        self._step = step
+        return copied[0]
 
-    def _layout(self, rank: int, world_size: int) -> StateLayout:
+    def _lay_out(self, meta: Mapping[str, Any]) -> tuple[Header, Sequence[torch.Tensor]]:
+        rank, world_size = self._ranks.rank, self._ranks.world_size
         own: dict[str, Any] = {"random": random_numbers.capture(), "extra": self._extra()}
         tree = self._objects.tree()
         if world_size > 1 and self._objects.has_own_buffers:
             own["others"] = tree["model"].pop("others")
-        return self._maker.lay_out(tree, own, rank, world_size, is_replicated=not self._objects.is_sharded)
+        return self._maker.lay_out(meta, tree, own, rank, world_size, is_replicated=not self._objects.is_sharded)
 
-    def _claimed(self, path: Path) -> int:
-        """On rank 0: the epoch in which this job writes into a folder. Raises: CheckpointError."""
-        if path not in self._fences:
-            require_own_folder(path, Kind.TRAINING_STATE)
-            fence = Fence(path, self._disk)
-            epoch = fence.claim(self._run_id or "any", f"BCPState on {socket.gethostname()}")
-            self._fences[path] = (fence, epoch)
-            names = filter(None, map(SaveId.find, names_in(path)))
-            self._generation = max([self._generation, *(name.generation for name in names)])
-        fence, epoch = self._fences[path]
-        fence.check(epoch, 0)
-        return epoch
-
-    def _finish_on_all(self, call: str, save: StateSave, fence: Fence | None) -> None:
-        records = self._ranks.run_on_all(f"{call}, writing", lambda: record_as_plain(self._writer.write(save)))
-
-        def publish() -> None:
-            if fence is not None:
-                self._writer.publish(save, [ShardRecord(**record) for record in records], fence)
-
-        self._ranks.run_on_all(f"{call}, publishing", publish)
-
-    def _resume(self, call: str, path: Path) -> dict[str, Any] | None:
+    def _resume(self, call: str, ckpt_path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         failure = self._settle()
         if failure is not None:
             log.warning("the save before failed on this rank: %s", failure)
-        rank = self._ranks.rank
+        manager, path = self._place(ckpt_path)
+        is_folder = self._tiers is None or ckpt_path is not None
 
         def look() -> list[Any]:
-            if rank != 0:
-                return [[], {}, []]
-            found = find(path)
-            return [found.folders, found.damaged, found.unfinished]
+            if is_folder and (Path(path) / MANIFEST_NAME).exists():
+                return [True, []]  # of one checkpoint
+            for tier in manager.tiers:
+                tier.require_own()
+            staged = map(SaveId.find_staged, names_in(Path(path)) if is_folder else [])
+            return [False, sorted(name.folder_name for name in staged if name is not None)]
 
-        folders, damaged, unfinished = self._ranks.run_on_all(call, look)[0]
-        damages = [f"{folder}: {damage}" for folder, damage in damaged.items()]
-        self._warn([*damages, *(f"{name} in {path} was never finished: its job was stopped" for name in unfinished)])
+        is_one, unfinished = self._ranks.run_on_all(call, look)[0]
+        self._warn([f"{name} in {path} was never finished: its job was stopped" for name in unfinished])
+        rank = self._ranks.rank
 
-        def attempt(folder: str) -> tuple[Path, Loaded]:
-            work = partial(read, Path(folder), self._objects, rank, allow_pickles=self._allow_pickles)
-            return Path(folder), self._ranks.own_on_all(f"{call}, reading {Path(folder).name}", work)
+        def take(shards: Sequence[ShardReader]) -> Loaded:
+            return read(shards, self._objects, rank, allow_pickles=self._allow_pickles)
 
-        def pass_over(folder: str, error: CorruptCheckpointError) -> None:
-            damages.append(f"{folder}: {error}")
-            self._warn(damages[-1:])
+        if is_one:
 
-        if found := newest_readable(folders, attempt, pass_over):
-            self._apply(call, *found)
-            return dict(found[1].own["extra"])
-        if damages:
-            more = f"; and {len(damages) - _SHOWN} more" if len(damages) > _SHOWN else ""
-            raise CorruptCheckpointError(
-                f"no checkpoint in {path} can be loaded, and nothing was changed: {'; '.join(damages[:_SHOWN])}{more}. "
-                "Restore one from a copy; to start from scratch, move the folder away"
-            )
-        return None
+            def read_one() -> Loaded:
+                with open_checkpoint(path) as checkpoint:
+                    return take(checkpoint.shards)
+
+            self._apply(call, path, loaded := self._ranks.own_on_all(f"{call}, reading", read_one))
+            return dict(loaded.own["extra"])
+        restored = manager.restore_shards(AllOnEachRank(take), self._peers(), lambda text: self._warn([text]))
+        if restored is None:
+            return None
+        self._step = max(self._step, restored.name.step)
+        self._apply(call, f"{restored.name} in {path}", restored.content)
+        return dict(restored.content.own["extra"])
 
     def _warn(self, texts: list[str]) -> None:
         if self._ranks.rank == 0:
             for text in texts:
                 warnings.warn(f"passed over: {text}", RuntimeWarning, stacklevel=4)
 
-    def _apply(self, call: str, folder: Path, loaded: Loaded) -> None:
+    def _apply(self, call: str, folder: str, loaded: Loaded) -> None:
         try:
             self._ranks.run_on_all(f"{call}, applying", partial(self._objects.apply, loaded.shared, loaded.shapes))
         except Exception as error:
