@@ -21,7 +21,6 @@ from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
-from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier, TierContext
 from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement, agree_on_epoch
@@ -29,7 +28,7 @@ from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, Elastic
 from torchelastic.checkpoint.tiered.background import Background
 from torchelastic.checkpoint.tiered.finishing import Finisher, TieredSave
 from torchelastic.checkpoint.tiered.reading import PartsWhereTheyAre, Reading, WholeOnRank0
-from torchelastic.checkpoint.tiered.replicas import Replicas
+from torchelastic.checkpoint.tiered.replicas import replicas_of
 from torchelastic.checkpoint.tiered.restoring import Restored, Restoring
 from torchelastic.checkpoint.tiered.streams import (
     STREAMS,
@@ -119,7 +118,7 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         pools = [pool for tier in self.tiers if isinstance(pool := getattr(tier, "pool", None), SlotPool)]
         self._pool = pools[0] if pools else SlotPool(None)
         self._background = Background(monotonic=monotonic)
-        self._replicas = _replicas_of(self.tiers, replicas, host)
+        self._replicas = replicas_of(self.tiers, replicas, host)
         self._finisher = Finisher(self.tiers, self._failed, monotonic, self._replicas)
         self._turns = TierTurns(self.tiers, monotonic)
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
@@ -411,12 +410,3 @@ class TieredCheckpointManager(ElasticCheckpointManager):
             raise CheckpointError(f"the checkpoint was not saved everywhere: {'; '.join(self.failures)}")
         assert self._agreement is not None
         return SaveId(*self._agreement.context.token, self._generation, step)
-
-
-def _replicas_of(tiers: Sequence[Tier], copies: int, host: str | None) -> Replicas | None:
-    memory = next((tier for tier in tiers if isinstance(tier, MemoryTier)), None)
-    if copies < 0 or (copies and memory is None):
-        raise ValueError(
-            f"replicas is {copies}: give 0, or how many copies there are to be of a MemoryTier among tiers"
-        )
-    return Replicas(memory, copies, host) if copies and memory is not None else None

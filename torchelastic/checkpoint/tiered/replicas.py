@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+from collections.abc import Sequence
 
 from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, partners
 from torchelastic.checkpoint.store.memory import MemoryTier
 from torchelastic.checkpoint.store.save_id import ShardId
-from torchelastic.checkpoint.store.tier import SealedShard
+from torchelastic.checkpoint.store.tier import SealedShard, Tier
 from torchelastic.group.peers import Peers
 
 log = logging.getLogger(__name__)
@@ -80,3 +81,22 @@ class Replicas:
         self._token = token
         self._server = ReplicaServer(self.tier.shelf, token, host=address, timeout_s=self._timeout_s)
         self._server.start()
+
+
+def replicas_of(tiers: Sequence[Tier], copies: int, host: str | None) -> Replicas | None:
+    """The copies of the first memory tier; None where there are to be none.
+
+    Args:
+        tiers: of one manager.
+        copies: on how many other hosts.
+        host: see `Replicas`.
+
+    Raises:
+        ValueError: copies of a memory tier that is not there.
+    """
+    memory = next((tier for tier in tiers if isinstance(tier, MemoryTier)), None)
+    if copies < 0 or (copies and memory is None):
+        raise ValueError(
+            f"replicas is {copies}: give 0, or how many copies there are to be of a MemoryTier among tiers"
+        )
+    return Replicas(memory, copies, host) if copies and memory is not None else None
