@@ -25,7 +25,7 @@ def local(root: Path, rank: int) -> dict[str, Any]:
     )
     manager.save(BasicTensorAwareStateDict({"weights": torch.full((1000,), float(rank))}), 7)
     files = [path.name for path in manager.local_ckpt_dir.iterdir()]
-    return {"shards": sum(name.startswith("iter_") for name in files)}
+    return {"shards": sum(name.startswith("step-") for name in files)}
 
 
 def memory(root: Path, rank: int) -> dict[str, Any]:

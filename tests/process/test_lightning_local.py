@@ -189,7 +189,7 @@ def test_by_time_the_clock_decides(tmp_path: Path) -> None:
     manager = LocalCheckpointManager(tmp_path / "local")
     assert manager.load()[0].to_tree()["global_step"] == 12
     (file,) = manager.local_ckpt_dir.glob("*.shard")
-    assert "_gen_00000003_" in file.name, "it was saved at steps 3, 6, 9 and 12"
+    assert ".g3." in file.name, "it was saved at steps 3, 6, 9 and 12"
 
 
 def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: str) -> N
         assert "allow_pickles=True to the MemoryStorageWriter" in answer["refused"]
         assert "allow_pickles=True" in answer["safe"]
         assert answer["trusting"]
-        assert "without running what it says" in answer["common"]
+        assert "without running code in it" in answer["common"]
         assert answer["megatrons"], "with the variable set, Megatron's own strategy runs it"
         assert "/nowhere/common.pt does not exist" in answer["nowhere"]
 
