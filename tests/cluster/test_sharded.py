@@ -168,10 +168,11 @@ def test_each_rank_in_turn_with_groups_of_four_three_two_and_four(jobs: list[Sha
     faults = [
         Fault("kill", "backward", rank=0, step=5),
         Fault("kill", "optimizer", rank=2, step=6),
-        Fault("kill", "drawn", rank=3, step=14, incarnation=None),
+        Fault("kill", "drawn", rank=3, step=16, incarnation=None),
         Fault("kill", "forward", rank=1, step=17, incarnation=None),
     ]
-    job = start(jobs, tmp_path, *faults, wait_for_newcomer_at=[11], full_world=4)
+    # the two that are started again may come one after the other: each is waited for
+    job = start(jobs, tmp_path, *faults, wait_for_newcomer_at=[11, 13], full_world=4)
     job.run(4, "--max-restarts=4")
     job.check()
     worlds = [world for _, world in sorted(job.rounds().items())]
