@@ -477,6 +477,7 @@ def test_what_is_sharded_otherwise_is_refused_with_the_remedy(crew: Crew, folder
         ("ValueError", "use torch.distributed.fsdp.fully_shard (FSDP2)"),
         ("ValueError", "say framework='fsdp2'"),
         ("ValueError", "some parameters are DTensors, and '1.weight' is not"),
+        ("ValueError", "ZeroRedundancyOptimizer cannot be saved by all ranks together"),
         ("TypeError", "extra/w' is a part of a tensor (a DTensor): save its full_tensor()"),
     ]
     for answers in succeeded(crew.run(jobs.refused, str(folder), ranks=2)):

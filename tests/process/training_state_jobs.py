@@ -250,11 +250,16 @@ def refused(folder: str) -> list[tuple[str, str]]:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     partly = net(0, buffers=False)
     fully_shard(partly[0], mesh=init_device_mesh("cpu", (2,)))
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second
+
+    plain = net(0)
+    zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1)
     in_extra = BCPState(sharded, None, "fsdp", lambda: {"w": sharded[0].weight}, folder, timeout_s=TIMEOUT_S)
     return [
         attempt(lambda: BCPState(first, None, "fsdp")),
         attempt(lambda: BCPState(sharded, None, "ddp")),
         attempt(lambda: BCPState(partly, None, "fsdp2")),
+        attempt(lambda: BCPState(plain, zero)),
         attempt(in_extra.save),
     ]
 

@@ -9,13 +9,13 @@ its state looks like: that is read from the checkpoint.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -230,9 +230,15 @@ def _as_list(optimizer: OptimizerOrSeveral) -> list[torch.optim.Optimizer]:
             raise ValueError(
                 f"optimizer is of type {type(one).__name__}: give the torch.optim.Optimizer, or several of them"
             )
-        if isinstance(one, ZeroRedundancyOptimizer):
+        if _is_zero_redundancy(one):
             raise ValueError("ZeroRedundancyOptimizer cannot be saved by all ranks together: use FSDP2 (fully_shard)")
     return several
+
+
+def _is_zero_redundancy(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer; there is none where nobody has imported it, which takes a second."""
+    imported = sys.modules.get("torch.distributed.optim")
+    return imported is not None and isinstance(optimizer, imported.ZeroRedundancyOptimizer)
 
 
 def _check(model: torch.nn.Module, ddp: DistributedDataParallel | None, framework: str) -> None:
