@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.kinds import Kind
@@ -34,9 +35,6 @@ from torchelastic.checkpoint.training_state.shard import ShardMaker
 from torchelastic.group.peers import Alone, Peers
 from torchelastic.group.program_peers import ProgramPeers
 from torchelastic.group.rank_group import RankGroup, begun
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
