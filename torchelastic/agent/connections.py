@@ -272,9 +272,9 @@ class Connections:
                 "--rdzv-id)",
                 "?" if told.local_rank is None else told.local_rank, told.run,
             )  # fmt: skip
-        self._publish(events.WorkerSaid(events.Said.ASKS, told.pid, told.local_rank))
+        self._publish(events.WorkerSaid(events.Statement.ASKS, told.pid, told.local_rank))
         if told.closed:
-            self._publish(events.WorkerSaid(events.Said.CAME_LATE, told.pid, told.local_rank))
+            self._publish(events.WorkerSaid(events.Statement.CAME_LATE, told.pid, told.local_rank))
 
     def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> Connection:
         self._count += 1
@@ -325,10 +325,10 @@ class Connections:
         elif op == "stop":
             self._stop(connection)
         elif op == "fail_for_good":
-            self._publish(events.WorkerSaid(events.Said.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
+            self._publish(events.WorkerSaid(events.Statement.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
         elif op == "done":
             connection.waiting_since_s = None
-            self._publish(events.WorkerSaid(events.Said.FINISHED, connection.pid, connection.local_rank))
+            self._publish(events.WorkerSaid(events.Statement.FINISHED, connection.pid, connection.local_rank))
             connection.member = finishes(connection.member, self.round, checked(op, message, wire.Done).step)
             self._publish(events.MemberDeclared(connection.member))
             await self._until_written()
@@ -348,7 +348,7 @@ class Connections:
             patience_s=min(told.patience_s, MAX_SECONDS),
         )
         connection.waiting_since_s = self._clock()
-        self._publish(events.WorkerSaid(events.Said.ASKS, connection.pid, connection.local_rank))
+        self._publish(events.WorkerSaid(events.Statement.ASKS, connection.pid, connection.local_rank))
         connection.member = member
         if not self._let_go(connection):
             self._publish(events.MemberDeclared(connection.member))

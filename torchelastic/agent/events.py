@@ -71,7 +71,7 @@ class WaitTimedOut:
 # --- workers, by their processes --------------------------------------------------------------------------------------
 
 
-class Said(enum.Enum):
+class Statement(enum.Enum):
     """What a worker has said of itself."""
 
     ASKS = enum.auto()  # for a group, whether it gets one or not
@@ -84,7 +84,7 @@ class Said(enum.Enum):
 class WorkerSaid:
     """A worker, or a process that it has started to train in its place, with its place on this host, if known."""
 
-    said: Said
+    said: Statement
     pid: int
     local_rank: int | None
 
