@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from torchelastic.agent.causes import Failed
+from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.events import Event, Publish, Statement, WorkerFailed, WorkerSaid, ignore
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
@@ -46,7 +46,7 @@ def supervise(
     asyncio.run(run())
 
 
-def failures_into(failures: list[Failed]) -> Publish:
+def failures_into(failures: list[FailedWorker]) -> Publish:
     """What to publish to: keeps what has failed."""
 
     def keep(event: Event) -> None:

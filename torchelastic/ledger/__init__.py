@@ -14,7 +14,7 @@ from torchelastic.lazy_names import lazily
 if TYPE_CHECKING:
     from torchelastic.ledger.accounts import Account, Amounts
     from torchelastic.ledger.counters import Counters, Tally
-    from torchelastic.ledger.events import Event, LedgerFormatError
+    from torchelastic.ledger.events import LedgerEvent, LedgerFormatError
     from torchelastic.ledger.figures import Figure, Figures, Seen, figures_of, seen
     from torchelastic.ledger.host_ledger import Book, HostLedger
     from torchelastic.ledger.journal import Head, Journal, JournalWriter, read_journals
@@ -26,13 +26,13 @@ __all__ = [
     "Amounts",
     "Book",
     "Counters",
-    "Event",
     "Figure",
     "Figures",
     "Head",
     "HostLedger",
     "Journal",
     "JournalWriter",
+    "LedgerEvent",
     "LedgerFormatError",
     "Seen",
     "Tally",
@@ -47,7 +47,7 @@ __all__ = [
 _MODULES = {
     "accounts": ("Account", "Amounts"),
     "counters": ("Counters", "Tally"),
-    "events": ("Event", "LedgerFormatError"),
+    "events": ("LedgerEvent", "LedgerFormatError"),
     "figures": ("Figure", "Figures", "Seen", "figures_of", "seen"),
     "host_ledger": ("Book", "HostLedger"),
     "journal": ("Head", "Journal", "JournalWriter", "read_journals"),

@@ -16,7 +16,7 @@ from torchelastic.lifetime.deadline import (
     time_limit_s,
 )
 from torchelastic.lifetime.deadline_monitor import Lifetime
-from torchelastic.lifetime.decision import StopDecision, Tier, decide, part_of_risk
+from torchelastic.lifetime.decision import SaveTarget, StopDecision, decide, part_of_risk
 from torchelastic.lifetime.group_monitor import Agreement, GroupAgreement, RankMissingError, SoloAgreement
 from torchelastic.lifetime.iter_manager import IterManager
 from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
@@ -40,10 +40,10 @@ __all__ = [
     "Nearest",
     "RankMissingError",
     "Requeue",
+    "SaveTarget",
     "SoloAgreement",
     "StopDecision",
     "StoppedEarly",
-    "Tier",
     "automatic_deadlines",
     "close_all",
     "decide",
