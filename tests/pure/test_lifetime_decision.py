@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.lifetime import Bound, SaveTarget, StopDecision, decide, guess, part_of_risk, step_bound, upper_bound
+from torchelastic.lifetime.bounds import Bound, guess, step_bound, upper_bound
+from torchelastic.lifetime.decision import SaveTarget, StopDecision, decide, part_of_risk
 
 DURABLE, DISK, MEMORY = (
     SaveTarget(name, guess(s, "given"), s / 2) for name, s in (("durable", 60), ("disk", 8), ("ram", 1))

@@ -24,7 +24,8 @@ from torchelastic.page.listening import parse_address
 from torchelastic.page.logs import last_lines
 from torchelastic.page.peers import uid_in
 from torchelastic.page.source import with_own_host
-from torchelastic.report import html_page, report_of
+from torchelastic.report.building import report_of
+from torchelastic.report.page import html_page
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine, combined
 from torchelastic.status.status_format import run_to_plain

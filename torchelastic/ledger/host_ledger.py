@@ -310,7 +310,3 @@ def ledger_from_dict(fields: object) -> HostLedger:
     if wrong:
         raise LedgerFormatError(f"a book that does not sum up: {wrong}")
     return ledger
-
-
-#: Its earlier name.
-Book = HostLedger

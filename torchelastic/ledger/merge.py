@@ -65,7 +65,3 @@ def _here(journal: Journal, other: Journal, at_ns: int) -> int:
 def _ended(ledger: HostLedger, at_ns: int) -> HostLedger:
     living = [name for name, life in ledger.lives.items() if life.ended_ns is None]
     return ledger.after_all(End(at_ns=at_ns, worker=name, cause="its agent was lost") for name in living)
-
-
-#: Its earlier name.
-books_together = merged_ledgers
