@@ -122,8 +122,7 @@ class Container:
         joined = self.joined[1] if self.joined[0] == group else 0
         if joined:
             self.fence.check(joined, 0)
-        saves = [shard.name for step in self.steps() for shard in step.shards]
-        return joined, max([self.fence.known_epoch(self._run_id), *(save.epoch for save in saves)])
+        return joined, max([self.fence.known_epoch(self._run_id), *(save.epoch for save in self.saves())])
 
     def join(self, group: str, epoch: int) -> None:
         """From now on nothing is completed here that was saved in an earlier epoch. Raises: FencedError."""
@@ -242,11 +241,11 @@ class Container:
         """The newest checkpoint that is complete here."""
         return max((step.commit.name for step in self.steps() if step.commit), default=None)
 
-    def generation_in_use(self) -> int:
-        """The highest generation of anything on this host, complete or not; -1 if there is nothing."""
+    def saves(self) -> set[SaveId]:
+        """The saves of which anything is on this host, complete or not."""
         steps = self.steps()
-        of_commits = [step.commit.name.generation for step in steps if step.commit is not None]
-        return max([*of_commits, *(shard.name.generation for step in steps for shard in step.shards)], default=-1)
+        of_commits = {step.commit.name for step in steps if step.commit is not None}
+        return of_commits | {shard.name for step in steps for shard in step.shards}
 
     def tidy(self) -> list[int]:
         """Removes what the newest commit has replaced, as far as it is this process's to remove.

@@ -124,7 +124,7 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
         save.about,
         rank,
         host,
-        max(slots.container.generation_in_use(), slots.generation),
+        max([slots.generation, *(known.generation for known in slots.container.saves())]),
         slots.container.epochs(group),
         needed_bytes,
         copied_bytes(),

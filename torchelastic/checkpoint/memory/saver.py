@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, FencedError
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, storage_data_of
 from torchelastic.checkpoint.memory.ids import (
     CheckpointContainerId,
@@ -257,6 +257,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
 
         Raises:
             TypeError, ValueError: something in the plan is not stored.
+            FencedError: these ranks were replaced.
         """
         save = self.save
         try:
@@ -264,6 +265,8 @@ class DefaultCheckpointSaver(CheckpointSaver):
             results = self.write_data(save.staged)
             self.skipped.publish_held(self._homes.at(save.base).container.root)
             return results
+        except FencedError:
+            raise
         except CheckpointError as error:
             ticket = save.ticket
             decided = ticket.skipped if ticket is not None else None  # by the coordinator, of whichever rank
