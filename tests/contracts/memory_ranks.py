@@ -25,6 +25,7 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
 from torchelastic.checkpoint.replication import ReplicationManager
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 
 dcp: Any = torch.distributed.checkpoint  # its names are not exported explicitly
 SIZES = (300, 500)
@@ -46,9 +47,9 @@ def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _parts(host: int) -> Iterator[tuple[MemoryStorageWriter, DefaultCheckpointLoader]]:
+def _parts(host: int, disk: Disk = REAL_DISK) -> Iterator[tuple[MemoryStorageWriter, DefaultCheckpointLoader]]:
     os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{host}"
-    objects, replication = CheckpointObjectManager(), ReplicationManager()
+    objects, replication = CheckpointObjectManager(disk=disk), ReplicationManager()
     replication.initialize(objects)
     saver = DefaultCheckpointSaver(ckpt_obj_manager=objects, replication_manager=replication)
     try:
@@ -57,11 +58,17 @@ def _parts(host: int) -> Iterator[tuple[MemoryStorageWriter, DefaultCheckpointLo
         replication.shutdown()
 
 
-def save(root: Path, step: int) -> None:
+def save(root: Path, step: int, disk: Disk = REAL_DISK) -> None:
     """Save a step on all ranks, replicated."""
-    rank = dist.get_rank()
-    with _parts(rank) as (writer, _):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with _parts(rank, disk) as (writer, _):
         dcp.save(state_of(rank, step), checkpoint_id=str(folder_of(root, rank, step)), storage_writer=writer)
+
+
+def candidates(root: Path) -> list[str]:
+    """The checkpoints that a rank without others can recover, newest first."""
+    with _parts(0) as (_, loader):
+        return [found.name for found in loader.get_candidate_checkpoints(container_of(root, 0))]
 
 
 def recover(root: Path) -> tuple[int | None, bool]:

@@ -32,7 +32,7 @@ def memory(root: Path, rank: int) -> dict[str, Any]:
     """With DCP into memory."""
     memory_ranks.save(root, 7)
     files = [path.name for path in memory_ranks.folder_of(root, rank, 7).iterdir()]
-    return {"shards": sum(name.startswith("rank-") for name in files)}
+    return {"shards": sum(".shard-" in name for name in files)}
 
 
 def main() -> None:

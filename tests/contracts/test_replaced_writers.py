@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.cluster.conftest import jobs as jobs
 from tests.cluster.harness import Job, pause, process_tree, resume, wait_until
+from tests.contracts import memory_ranks
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.rendezvous import EtcdServer
+from torchelastic.testing.disk_faults import FaultyDisk
 from torchelastic.testing.faults import Fault
 
 #: The step that is being saved when its writer is paused, and the one that the others have come to when it goes on.
@@ -50,3 +56,39 @@ def test_a_host_that_was_paused_in_its_save_does_not_publish_the_newest_checkpoi
     assert "was replaced while it saved" in job.output()
     job.open_gate(OTHERS_AT + 1)
     job.wait()
+
+
+OTHERS = """
+import sys
+from pathlib import Path
+from tests.contracts import memory_ranks
+root = Path(sys.argv[1])
+assert memory_ranks.recover(root) == (5, True)
+memory_ranks.save(root, 10)
+"""
+
+
+class StoppedBeforeItPublishes(FaultyDisk):
+    """The process does nothing from the moment before its checkpoint is complete until others have saved one."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+        self.is_replaced = False
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name == "commit.shard" and not self.is_replaced:
+            self.is_replaced = True
+            subprocess.run([sys.executable, "-c", OTHERS, str(self._root)], check=True)
+        super().rename(source, target)
+
+
+def test_a_writer_into_memory_that_was_replaced_in_the_moment_before_it_publishes_leaves_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    memory_ranks.save(tmp_path, 5)
+    disk = StoppedBeforeItPublishes(tmp_path)
+    with pytest.raises(CheckpointException, match="was replaced"):
+        memory_ranks.save(tmp_path, 20, disk)
+    assert disk.is_replaced
+    assert memory_ranks.candidates(tmp_path) == ["step-10_ckpt"]

@@ -27,7 +27,7 @@ def test_two_shards_that_have_changed_their_names_are_replaced_or_all_ranks_step
         if not folder_of(tmp_path, host, OLDER).exists():
             shutil.copytree(tmp_path / f"older-{host}", folder_of(tmp_path, host, OLDER))
     for host in hosts:
-        first, second = sorted(folder_of(tmp_path, host, NEWER).glob("rank-*.shard"))
+        first, second = sorted(folder_of(tmp_path, host, NEWER).glob("*.shard-*.shard"))
         first.rename(tmp_path / "aside")
         second.rename(first)
         (tmp_path / "aside").rename(second)

@@ -13,10 +13,10 @@ import torch
 
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.checkpoint.command.main import main
-from torchelastic.checkpoint.local.names import file_name_of, header_meta
+from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.shards import ShardOf, save_tree
 from torchelastic.checkpoint.store import Manifest, SaveId
-from torchelastic.checkpoint.store.save_id import ShardId
+from torchelastic.checkpoint.store.save_id import ShardId, file_name_of
 from torchelastic.checkpoint.store.writing import begin, commit, write_shard
 
 Capture = pytest.CaptureFixture[str]

@@ -30,12 +30,13 @@ from torchelastic.checkpoint.memory import (
     DefaultCheckpointSaver,
     MemoryStorageWriter,
 )
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE
 from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.testing.disk_faults import DiskFault, FaultyDisk, fail_at, kill_at
 
 OLD, NEW = 10, 20
@@ -102,7 +103,7 @@ def strike(verb: str) -> None:
 def kind_of(path: Path | None) -> str:
     """The name of a file, without what differs from save to save."""
     name = "" if path is None else path.name
-    for pattern, kind in ((r"rank-(\d+)-.*", "shard"), (r"\.tmp-.*", "hidden"), (r"commit\.\w{8}\.new", "commit.new")):
+    for pattern, kind in ((r"step-.*\.shard-.*", "shard"), (r"\.fence\..*", "fence"), (r"\.tmp-.*", "hidden")):
         name = re.sub(pattern, kind, name)
     return name
 
@@ -304,13 +305,13 @@ def copy_of(root: Path, name: str) -> Path:
 
 
 def newest_commit(root: Path, hosts: str) -> tuple[int, int]:
-    """Generation and step of the newest commit on any of these hosts, settled or not; (-1, -1) if there is none."""
+    """Generation and step of the newest commit on any of these hosts; (-1, -1) if there is none."""
     found = [(-1, -1)]
     for host in set(hosts):
-        for name in (COMMIT_FILE, PENDING_FILE):
-            for path in base_of(root, host).glob(f"step-*_ckpt/{name}"):
-                with ShardReader(path) as shard:
-                    found.append((shard.header.meta["generation"], shard.header.meta["step"]))
+        for path in base_of(root, host).glob(f"step-*_ckpt/{COMMIT_FILE}"):
+            with ShardReader(path) as shard:
+                save = SaveId.parse(shard.header.meta["save"])
+                found.append((save.generation, save.step))
     return max(found)
 
 

@@ -58,7 +58,7 @@ def dead_job(base: Path, run_id: str | None = None, size_bytes: int = 4096) -> P
     """A container with one step, which no process uses."""
     step = base / "step-20_ckpt"
     step.mkdir(parents=True)
-    (step / "rank-00000-of-00001.5f0c1a2b.shard").write_bytes(b"x" * size_bytes)
+    (step / "step-000000020.e1.r0.g0.5f0c1a2b.shard-00000-of-00001.shard").write_bytes(b"x" * size_bytes)
     (base / ".tmp-1-slot").write_bytes(b"y" * size_bytes)
     claim(base, run_id).close()  # last, so that tmpfs lists it first
     return base

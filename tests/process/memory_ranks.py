@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem
 from torchelastic.checkpoint.memory.container import Container
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, meta_of_shard
 from torchelastic.checkpoint.memory.loader import DefaultCheckpointLoader
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import ReplicationManager, ReplicationRetryConfig
@@ -21,6 +21,7 @@ from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, lay_out
 from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.tree import flatten
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
 
 SIZE = 5000
 JOB = "job7"
@@ -81,14 +82,22 @@ def value_of(rank: int, step: int) -> torch.Tensor:
     return torch.arange(SIZE, dtype=torch.float32) + 1000 * step + rank
 
 
-def publish(each: Member, step: int, save_id: str) -> Path:
+def save_of(step: int, generation: int) -> SaveId:
+    return SaveId(1, 0, generation, step, "00000007")
+
+
+def shard_file(rank: int, world_size: int, step: int, generation: int) -> str:
+    return file_name_of(ShardId(save_of(step, generation), rank, world_size))
+
+
+def publish(each: Member, step: int, generation: int) -> Path:
     """The own shard of a step, without replicas."""
     flat = flatten({"w": value_of(each.rank, step)})
-    name = ShardName(each.rank, each.replication.world_size, save_id)
-    header = lay_out(flat, name.meta(step))
+    shard = ShardId(save_of(step, generation), each.rank, each.replication.world_size)
+    header = lay_out(flat, meta_of_shard(shard))
     stage = each.container.pool.take(header)
     checksums = stage.copy_and_hash([named.tensor for named in flat.tensors])
-    return each.container.publish(stage, header.with_checksums(checksums), step, name)
+    return each.container.publish(stage, header.with_checksums(checksums), step, file_name_of(shard))
 
 
 def push(each: Member, step: int, path: Path) -> int:
@@ -97,28 +106,26 @@ def push(each: Member, step: int, path: Path) -> int:
     return each.replication.push(str(ObjectName(JOB, step, path.name)), content)
 
 
-def commit_of(world_size: int, step: int, generation: int, save_id: str) -> Commit:
-    files = tuple(str(ShardName(rank, world_size, save_id)) for rank in range(world_size))
+def commit_of(world_size: int, step: int, generation: int) -> Commit:
+    files = tuple(shard_file(rank, world_size, step, generation) for rank in range(world_size))
     storage = {MetadataIndex(f"w{rank}"): StoredItem(file, "w") for rank, file in enumerate(files)}
     metadata = Metadata({}, storage_data=storage)
-    return Commit(generation, step, save_id, world_size, files, metadata, {"common.pt": b"common"})
+    return Commit(save_of(step, generation), world_size, files, metadata, {"common.pt": b"common"})
 
 
 def save(each: Member, step: int, generation: int, *, replicate: bool = True, spread: bool = True) -> None:
     """A whole checkpoint; with `spread` false its commit is on the host of rank 0 only."""
-    save_id = save_id_of(generation, 7)
-    path = publish(each, step, save_id)
+    path = publish(each, step, generation)
     if replicate:
         push(each, step, path)
     each.meet()
     if each.rank == 0:
-        commit = commit_of(each.replication.world_size, step, generation, save_id)
-        written = each.container.write_commit(commit, is_settled=False)
+        commit = commit_of(each.replication.world_size, step, generation)
+        written = each.container.write_commit(commit)
         if spread:
             content = sealed_bytes(written)
             assert content is not None
             assert each.replication.spread(str(ObjectName(JOB, step, COMMIT_FILE)), content) == []
-            each.container.settle(step)
     each.meet()
 
 

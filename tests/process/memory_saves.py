@@ -82,7 +82,11 @@ class Saving:
         )
 
     def inodes(self) -> set[int]:
-        return {path.stat().st_ino for path in self.base.rglob("*") if path.name.startswith((HIDDEN, "rank-"))}
+        return {
+            path.stat().st_ino
+            for path in self.base.rglob("*")
+            if path.name.startswith(HIDDEN) or ".shard-" in path.name
+        }
 
 
 def quietly(function: Any, *arguments: Any, **options: Any) -> Any:

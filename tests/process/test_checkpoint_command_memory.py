@@ -24,7 +24,7 @@ def base() -> Iterator[Path]:
 
 
 def shard_of(folder: Path) -> Path:
-    (shard,) = folder.glob("rank-*.shard")
+    (shard,) = folder.glob("*.shard-*.shard")
     return shard
 
 
@@ -50,7 +50,9 @@ def test_the_newest_is_that_of_the_highest_generation_whatever_its_step(base: Pa
     left_by_a_killed_job(base, 5, 10)  # the run had gone back; what is left of step 20 has not been removed yet
     older.rename(base / "step-20_ckpt")
     (base / "step-30_ckpt").mkdir()
-    (base / "step-30_ckpt" / "rank-00000-of-00002.0000000900000000.shard").write_bytes(b"being written")
+    (base / "step-30_ckpt" / "step-000000030.e1.r0.g9.00000000.shard-00000-of-00002.shard").write_bytes(
+        b"being written"
+    )
     listed = lines_of(capsys, "ls", base)
     assert [one["step"] for one in listed] == [10, 20, 30]
     assert [one["complete"] for one in listed] == [True, True, False]
@@ -72,7 +74,7 @@ def test_show_lists_tensors_values_and_whose_it_is(base: Path, capsys: Capture) 
     folder = left_by_a_killed_job(base, 20)
     (document,) = lines_of(capsys, "show", folder, "--tensors", "--values")
     assert document["facts"]["run"] == "job7"
-    assert document["facts"]["replaces older ones"] == "yes"
+    assert document["facts"]["save"].startswith("step-000000020.e1.r0.g0.")
     rows = {row["name"]: row for row in document["tensors"]}
     assert rows["w"]["shape"] == [4, 3]
     assert (rows["opt.m"]["dtype"], rows["opt.m"]["size_bytes"]) == ("int64", 24)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.memory.commit import Commit
-from torchelastic.checkpoint.memory.container import Container, commit_path, read_commit
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.memory.container import Container, read_commit
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.tree import flatten
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 WRITER = """
@@ -41,22 +42,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save(
-    container: Container, step: int, rank: int = 0, generation: int | None = None, value: float = 0.0
-) -> ShardName:
+    container: Container, step: int, rank: int = 0, generation: int | None = None, value: float = 0.0, epoch: int = 1
+) -> ShardId:
     """One rank's share of a save by two ranks."""
-    name = ShardName(rank, 2, save_id_of(step if generation is None else generation, 7))
+    name = ShardId(SaveId(epoch, 0, step if generation is None else generation, step, "00000007"), rank, 2)
     header = lay_out(flatten({"weight": torch.full((1000,), value)}), {"step": step})
     stage = container.pool.take(header)
     checksums = stage.copy_and_hash([torch.full((1000,), value)])
-    container.publish(stage, header.with_checksums(checksums), step, name)
+    container.publish(stage, header.with_checksums(checksums), step, file_name_of(name))
     return name
 
 
-def commit(container: Container, step: int, *names: ShardName, settled: bool = True) -> Commit:
-    files = tuple(sorted(map(str, names)))
+def commit(container: Container, step: int, *names: ShardId) -> Commit:
+    files = tuple(sorted(map(file_name_of, names)))
     metadata = Metadata({}, storage_data={})
-    made = Commit(names[0].generation, step, names[0].save_id, 2, files, metadata, {"common.pt": b"all of it"})
-    container.write_commit(made, is_settled=settled)
+    made = Commit(names[0].name, 2, files, metadata, {"common.pt": b"all of it"})
+    container.write_commit(made)
     return made
 
 
@@ -84,35 +85,20 @@ def test_a_step_is_complete_with_its_commit_and_not_before(base: Path) -> None:
     made = commit(container, 5, name)
     (step,) = container.steps()
     assert step.commit is not None
-    assert (step.commit.files, step.is_settled) == (made.files, True)
+    assert step.commit.files == made.files
     assert read_commit(container.folder_of(5)) == made
     assert (container.folder_of(5) / "common.pt").read_bytes() == b"all of it"
 
 
-def test_a_settled_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Path) -> None:
+def test_a_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Path) -> None:
     container = Container(base)
     seen = set()
     for step in range(6):
         commit(container, step, save(container, step))
-        seen |= {path.stat().st_ino for path in base.rglob("rank-*")}
+        seen |= {path.stat().st_ino for path in base.rglob("*.shard-*")}
         assert container.tidy() == ([step - 1] if step else [])
         assert [one.step for one in container.steps()] == [step]
     assert len(seen) == 2
-
-
-def test_a_pending_commit_is_complete_but_replaces_nothing(base: Path) -> None:
-    container = Container(base)
-    commit(container, 1, save(container, 1))
-    commit(container, 2, save(container, 2), settled=False)
-    assert container.tidy() == []
-    assert [(one.step, one.commit is not None, one.is_settled) for one in container.steps()] == [
-        (2, True, False),
-        (1, True, True),
-    ]
-    container.settle(2)
-    assert container.tidy() == [1]
-    names = [COMMIT_FILE, "common.pt", str(ShardName(0, 2, save_id_of(2, 7)))]
-    assert files(base) == [f"step-2_ckpt/{name}" for name in names]
 
 
 def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
@@ -120,7 +106,7 @@ def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
     commit(container, 1, save(container, 1))
     name = save(container, 2)
     assert container.tidy() == []
-    assert (container.folder_of(2) / str(name)).exists()
+    assert (container.folder_of(2) / file_name_of(name)).exists()
 
 
 def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
@@ -131,39 +117,47 @@ def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
     assert container.tidy() == [9, 1]
 
 
-def test_a_commit_of_an_older_save_that_comes_late_replaces_nothing(base: Path) -> None:
-    """Its process was stopped, and the step was saved anew meanwhile."""
+def test_a_commit_of_an_older_epoch_that_comes_late_replaces_nothing(base: Path) -> None:
+    """Its process was stopped, and the step was saved anew meanwhile, with another extra file."""
     container = Container(base)
     late = save(container, 1, generation=1)
-    commit(container, 1, save(container, 1, generation=2))
-    commit(container, 1, late, settled=False)
-    assert read_commit(container.folder_of(1)).generation == 2
-    assert container.steps()[0].is_settled
-    container.settle(1)
-    assert read_commit(container.folder_of(1)).generation == 2
-    assert [path.name for path in container.folder_of(1).glob("commit*")] == [COMMIT_FILE]
+    container.join("others", 2)
+    again = commit(container, 1, save(container, 1, generation=2, epoch=2))
+    with pytest.raises(FencedError, match="was replaced"):
+        commit(container, 1, late)
+    assert read_commit(container.folder_of(1)) == again
 
 
-def test_a_pending_commit_of_the_same_step_is_the_newer_one(base: Path) -> None:
-    container = Container(base)
-    commit(container, 1, save(container, 1, generation=1))
-    commit(container, 1, save(container, 1, generation=2), settled=False)
-    (step,) = container.steps()
-    assert step.commit is not None
-    assert (step.commit.generation, step.is_settled) == (2, False)
+class JoinedBesideDisk(FaultyDisk):
+    """Others take over when a commit has been written, and has not got its name."""
+
+    others: Container | None = None
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self.others is not None and target.name == COMMIT_FILE:
+            self.others.join("others", 2)
+        super().rename(source, target)
 
 
-@pytest.mark.parametrize("name", [COMMIT_FILE, "commit"])
-def test_a_damaged_commit_is_none(base: Path, name: str) -> None:
+def test_a_commit_is_not_published_by_who_is_replaced_in_the_moment_before_its_rename(base: Path) -> None:
+    disk = JoinedBesideDisk()
+    container = Container(base, disk=disk)
+    name, disk.others = save(container, 1), Container(base)
+    with pytest.raises(FencedError, match="was replaced"):
+        commit(container, 1, name)
+    assert container.steps()[0].commit is None
+    assert not [path for path in slots(base) if path.is_dir()]
+
+
+@pytest.mark.parametrize("cut", [0, -1])
+def test_a_damaged_commit_is_none(base: Path, cut: int) -> None:
     container = Container(base)
     commit(container, 1, save(container, 1))
-    path = commit_path(container.folder_of(1))
-    assert path is not None
-    path.write_bytes(path.read_bytes()[:-1] if name == "commit" else b"")
+    path = container.folder_of(1) / COMMIT_FILE
+    path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(CorruptCheckpointError):
         read_commit(container.folder_of(1))
-    if name == COMMIT_FILE:
-        assert container.steps()[0].commit is None
+    assert container.steps()[0].commit is None
 
 
 def test_a_commit_in_the_folder_of_another_step_is_damage(base: Path) -> None:
@@ -180,12 +174,12 @@ def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "saved\n"
         container = Container(base)
-        theirs = ShardName(1, 2, save_id_of(1, 7))
+        theirs = ShardId(SaveId(1, 0, 1, 1, "00000007"), 1, 2)
         commit(container, 1, theirs, save(container, 1))
         commit(container, 2, save(container, 2))
         assert container.tidy() == []
         assert container.steps()[1].commit is None
-        assert [path.name for path in container.folder_of(1).glob("rank-*")] == [str(theirs)]
+        assert [path.name for path in container.folder_of(1).glob("*.shard-*")] == [file_name_of(theirs)]
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         assert container.tidy() == [1]
@@ -221,7 +215,7 @@ def test_a_shard_that_cannot_be_published_gives_its_slot_back(base: Path) -> Non
     (free,) = slots(base)
     inode = free.stat().st_ino
     name = save(container, 2)
-    assert (container.folder_of(2) / str(name)).stat().st_ino == inode
+    assert (container.folder_of(2) / file_name_of(name)).stat().st_ino == inode
     assert not slots(base)
 
 
@@ -242,20 +236,20 @@ def test_a_folder_that_another_rank_has_just_tidied_away_is_made_again(base: Pat
     container = Container(base, disk=disk)
     name = save(container, 1)
     assert disk.times == 0
-    assert (container.folder_of(1) / str(name)).exists()
+    assert (container.folder_of(1) / file_name_of(name)).exists()
 
 
 def test_an_attempt_of_the_same_generation_that_failed_goes(base: Path) -> None:
     """A job that died in the middle of a save counts from the same checkpoint again."""
     container = Container(base)
-    left = ShardName(1, 2, save_id_of(1, 99))
-    save(container, 4, generation=1)
-    (container.folder_of(4) / str(ShardName(0, 2, save_id_of(1, 7)))).rename(container.folder_of(4) / str(left))
+    left = file_name_of(ShardId(SaveId(1, 0, 1, 4, "00000099"), 1, 2))
+    name = save(container, 4, generation=1)
+    (container.folder_of(4) / file_name_of(name)).rename(container.folder_of(4) / left)
     container.close()
     container = Container(base)
     commit(container, 4, save(container, 4, generation=1))
     container.tidy()
-    assert not (container.folder_of(4) / str(left)).exists()
+    assert not (container.folder_of(4) / left).exists()
 
 
 @pytest.mark.parametrize("name", ["a b", "x" * 129, "ä"])

@@ -96,7 +96,10 @@ def test_a_fork_that_closes_its_claim_does_not_end_the_parents(root: Path) -> No
 def test_a_container_in_which_somebody_reads_or_writes_without_a_claim_is_not_dead(root: Path) -> None:
     base = dead_job(root / "7")
     (dead,) = find_dead(root)
-    for name, operation in ((".tmp-1-slot", fcntl.LOCK_EX), ("step-20_ckpt/rank-00000-of-00001.5f0c1a2b.shard", 1)):
+    for name, operation in (
+        (".tmp-1-slot", fcntl.LOCK_EX),
+        ("step-20_ckpt/step-000000020.e1.r0.g0.5f0c1a2b.shard-00000-of-00001.shard", 1),
+    ):
         with (base / name).open("rb") as file:
             fcntl.flock(file, operation)
             assert find_dead(root) == []

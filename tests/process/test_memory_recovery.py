@@ -17,7 +17,7 @@ from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import Fetch
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE
 from torchelastic.checkpoint.memory.inventory import Retrieval, make_replicas
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
@@ -30,10 +30,6 @@ WAIT_S = 20
 def crew() -> Iterator[Crew]:
     with crew_of(3) as made:
         yield made
-
-
-def shard(rank: int, world_size: int, generation: int) -> str:
-    return str(ShardName(rank, world_size, save_id_of(generation, 7)))
 
 
 # --- what ranks do ----------------------------------------------------------------------------------------------------
@@ -88,9 +84,8 @@ def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
         assert [each["step"] for each in found] == [5] * world_size
         assert all(each["made"] for each in found)
         for rank in range(world_size):
-            copies = [
-                host for host in set(hosts) if (ranks.folder_of(root, host, 5) / shard(rank, world_size, 0)).exists()
-            ]
+            file = ranks.shard_file(rank, world_size, 5, 0)
+            copies = [host for host in set(hosts) if (ranks.folder_of(root, host, 5) / file).exists()]
             assert len(copies) >= 2
     found = succeeded(crew.run(recover, str(root), hosts, ranks=world_size))
     assert all(each["values"] == [True] * world_size for each in found)
@@ -101,10 +96,10 @@ def test_a_replaced_host_gets_the_commit_its_extra_files_and_the_shards_of_its_r
     shutil.rmtree(ranks.base_of(root, "b"))
     found = succeeded(crew.run(recover, str(root), "abc", ranks=3))
     assert ranks.folder_of(root, "b", 5).is_dir()
-    assert {COMMIT_FILE, "common.pt", shard(1, 3, 0)} <= set(found[1]["early"])
+    assert {COMMIT_FILE, "common.pt", ranks.shard_file(1, 3, 5, 0)} <= set(found[1]["early"])
     holders = [name for each in found for name in each["files"] if name.endswith(".shard") and name != COMMIT_FILE]
-    assert len([name for name in holders if name == shard(0, 3, 0)]) >= 2
-    assert len([name for name in holders if name == shard(1, 3, 0)]) >= 2
+    assert len([name for name in holders if name == ranks.shard_file(0, 3, 5, 0)]) >= 2
+    assert len([name for name in holders if name == ranks.shard_file(1, 3, 5, 0)]) >= 2
     assert all((ranks.folder_of(root, host, 5) / "common.pt").read_bytes() == b"common" for host in "abc")
 
 
@@ -123,7 +118,7 @@ def test_without_any_checkpoint_there_is_none(crew: Crew, root: Path) -> None:
 
 def test_a_damaged_shard_is_fetched_from_the_host_that_has_a_good_copy(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    ranks.damage(ranks.folder_of(root, "a", 5) / shard(0, 2, 0))
+    ranks.damage(ranks.folder_of(root, "a", 5) / ranks.shard_file(0, 2, 5, 0))
     found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
     assert [each["step"] for each in found] == [5, 5]
     assert [each["values"] for each in found] == [[True, True]] * 2
@@ -134,7 +129,7 @@ def test_a_shard_that_is_damaged_everywhere_makes_all_ranks_step_down_to_the_old
 ) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
     for host in "ab":
-        ranks.damage(ranks.folder_of(root, host, 9) / shard(0, 2, 1))  # R6
+        ranks.damage(ranks.folder_of(root, host, 9) / ranks.shard_file(0, 2, 9, 1))  # R6
     found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
     assert [each["step"] for each in found] == [5, 5]
     assert [each["values"] for each in found] == [[True, True]] * 2
@@ -166,7 +161,7 @@ def repair_one(root: str, hosts: str, file: str) -> list[bool]:
 
 def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    found = succeeded(crew.run(repair_one, str(root), "ab", shard(0, 2, 0), ranks=2))
+    found = succeeded(crew.run(repair_one, str(root), "ab", ranks.shard_file(0, 2, 5, 0), ranks=2))
     assert found == [[True, True]] * 2
 
 
@@ -187,7 +182,7 @@ def repair_hopeless(root: str, hosts: str, file: str) -> str:
 
 def test_a_shard_that_is_damaged_on_all_hosts_cannot_be_repaired(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    (text, _) = succeeded(crew.run(repair_hopeless, str(root), "ab", shard(0, 2, 0), ranks=2))
+    (text, _) = succeeded(crew.run(repair_hopeless, str(root), "ab", ranks.shard_file(0, 2, 5, 0), ranks=2))
     assert "is damaged" in text
     assert "on other hosts" in text
 
@@ -215,7 +210,7 @@ def fetch_from_several(root: str, hosts: str, file: str, damaged: list[str]) -> 
 @pytest.mark.parametrize("damaged", [["a"], ["a", "b"]])
 def test_a_copy_that_went_bad_after_it_was_verified_is_not_taken(crew: Crew, root: Path, damaged: list[str]) -> None:
     succeeded(crew.run(save_steps, str(root), "abc", [5], ranks=3))
-    file = shard(1, 3, 0)
+    file = ranks.shard_file(1, 3, 5, 0)
     for host in "abc":  # everybody has it, whoever the partners are
         target = ranks.folder_of(root, host, 5) / file
         if not target.exists():
@@ -249,7 +244,7 @@ def fetch_twice_at_once(root: str, hosts: str, file: str) -> list[int]:
 
 def test_what_two_processes_of_a_host_need_is_fetched_once(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", shard(0, 2, 0), ranks=2)) == [[], [1]]
+    assert succeeded(crew.run(fetch_twice_at_once, str(root), "ab", ranks.shard_file(0, 2, 5, 0), ranks=2)) == [[], [1]]
 
 
 def recover_without_room(root: str, hosts: str) -> list[Any]:
@@ -274,7 +269,7 @@ def replicas_made(root: str, hosts: str) -> list[bool]:
         each.meet()
         if rank == 1:
             return []
-        fetch = Fetch(shard(1, 2, 3), 0, (1,), 10)
+        fetch = Fetch(ranks.shard_file(1, 2, 5, 3), 0, (1,), 10)
         done = []
         for is_wanted in (True, False):
             done.append(make_replicas(retrieval, each.container, 5, [fetch], lambda wanted=is_wanted: wanted))  # type: ignore[misc]
@@ -291,14 +286,13 @@ def test_a_replica_that_cannot_be_made_is_told_to_who_waits_unless_it_is_not_wan
 # --- commits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_commit_that_only_one_host_has_is_given_to_the_others_and_settled(crew: Crew, root: Path) -> None:
+def test_a_commit_that_only_one_host_has_is_given_to_the_others(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    assert (ranks.folder_of(root, "a", 9) / PENDING_FILE).exists()
+    assert not (ranks.folder_of(root, "b", 9) / COMMIT_FILE).exists()
     found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
     assert [each["step"] for each in found] == [9, 9]
     for host in "ab":
         assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 9))
-        assert PENDING_FILE not in files_in(ranks.folder_of(root, host, 9))
         assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 5))  # not removed before something is saved
 
 
@@ -325,10 +319,8 @@ def test_a_newer_checkpoint_that_is_of_no_use_does_not_replace_the_older_one_tha
     crew: Crew, root: Path
 ) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    pending = ranks.folder_of(root, "a", 9) / PENDING_FILE
-    pending.rename(pending.with_name(COMMIT_FILE))
     for host in "ab":
-        ranks.damage(ranks.folder_of(root, host, 9) / shard(0, 2, 1))
+        ranks.damage(ranks.folder_of(root, host, 9) / ranks.shard_file(0, 2, 9, 1))
     for first, *rest in succeeded(crew.run(save_after_stepping_down, str(root), "ab", ranks=2)):
         assert first == "step-5_ckpt"
         before, after = rest[: rest.index("then")], rest[rest.index("then") + 1 :]
@@ -403,7 +395,7 @@ def look_around(root: str, hosts: str) -> list[Any]:
 
 def test_candidates_and_their_objects_are_told_by_rank(crew: Crew, root: Path) -> None:
     succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    shards = [shard(0, 2, 1), shard(1, 2, 1)]
+    shards = [ranks.shard_file(0, 2, 9, 1), ranks.shard_file(1, 2, 9, 1)]
     for names, by_rank in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
         assert names == ["step-9_ckpt", "step-5_ckpt"]
         assert by_rank == {0: [COMMIT_FILE, *shards], 1: shards}

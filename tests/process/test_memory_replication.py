@@ -21,7 +21,7 @@ from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ObjectName, ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager, new_registry, registered_in
 from torchelastic.checkpoint.replication import (
     AuthenticationError,
@@ -78,7 +78,7 @@ def in_turn(each: Member, rank: int, function: Any) -> Any:
 def push_and_compare(root: str, hosts: str) -> list[Any]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank) as each:
-        path = ranks.publish(each, 5, save_id_of(0, 7))
+        path = ranks.publish(each, 5, 0)
         made = ranks.push(each, 5, path)
         each.meet()
         here = sealed_bytes(path)
@@ -111,7 +111,7 @@ def save_often(root: str, hosts: str) -> list[Any]:
             ranks.save(each, 10 + generation, generation)
             each.container.tidy()
             each.meet()
-            inodes.append({path.stat().st_ino for path in each.container.root.rglob("*") if "rank-" in path.name})
+            inodes.append({path.stat().st_ino for path in each.container.root.rglob("*") if ".shard-" in path.name})
             each.meet()
         steps = sorted(path.name for path in each.container.root.iterdir() if "step" in path.name)
         return [steps, len(set().union(*inodes)), *map(len, inodes)]
@@ -122,7 +122,7 @@ def test_only_the_newest_checkpoint_is_kept_and_its_memory_is_used_again(crew: C
         assert steps == ["step-14_ckpt"]
         assert all_files == 4  # one that is kept and one that is written, of the own shards and of the partner's
         assert counts == [2] * 5
-    assert len(list(root.rglob("rank-*"))) == 4
+    assert len(list(root.rglob("*.shard-*"))) == 4
 
 
 def receive_for_another_process(root: str, hosts: str) -> list[Any]:
@@ -139,7 +139,7 @@ def receive_for_another_process(root: str, hosts: str) -> list[Any]:
             child.container.tidy()
             each.meet()
         slots = each.objects.container(base).received
-        count = len({path.stat().st_ino for path in base.rglob("*") if "rank-" in path.name or ".tmp-" in path.name})
+        count = len({path.stat().st_ino for path in base.rglob("*") if ".shard-" in path.name or ".tmp-" in path.name})
         each.meet()
         saving.teardown_pool()
         return [slots is not None, count]
@@ -165,12 +165,12 @@ TRICKS = (
 NOT_WANTED = (
     f"other/step-5_ckpt/{COMMIT_FILE}",
     f"{JOB}/step-5_ckpt/evil.pt",
-    f"{JOB}/step-5_ckpt/{PENDING_FILE}",
+    f"{JOB}/step-5_ckpt/other.shard",
     f"{JOB}/step-05_ckpt/{COMMIT_FILE}",
     f"{JOB}/step-5_ckpt/more/{COMMIT_FILE}",
     f"{JOB}/{COMMIT_FILE}",
-    f"{JOB}/step-5_ckpt/rank-00002-of-00002.0000000000000007.shard",
-    f"{JOB}/step-5_ckpt/rank-00000-of-00002.000000000000000G.shard",
+    f"{JOB}/step-5_ckpt/step-000000005.e1.r0.g0.00000007.shard-00002-of-00002.shard",
+    f"{JOB}/step-5_ckpt/step-000000005.e1.r0.g0.0000000G.shard-00000-of-00002.shard",
 )
 
 
@@ -182,7 +182,7 @@ def intrude(root: str, hosts: str) -> list[str]:
         outcomes: list[str] = []
 
         def try_all() -> None:
-            good = str(ObjectName(JOB, 5, str(ShardName(0, 2, save_id_of(0, 7)))))
+            good = str(ObjectName(JOB, 5, ranks.shard_file(0, 2, 5, 0)))
             topology = each.replication._topology
             assert topology is not None
             stranger = ReplicaClient(address_of(each, 1), "x" * 32, timeout_s=5, retry_s=0)
@@ -220,7 +220,7 @@ def test_strangers_and_objects_outside_of_the_container_write_nothing(crew: Crew
 def push_after_the_group_was_formed_anew(root: str, hosts: str, port: int) -> str:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank, port=port) as each:
-        path = ranks.publish(each, 5, save_id_of(0, 7))
+        path = ranks.publish(each, 5, 0)
         old = pickle.loads(pickle.dumps(each.replication))
         each.replication.initialize(each.objects, port, ReplicationRetryConfig(1, 5.0))
         content = sealed_bytes(path)
@@ -257,7 +257,7 @@ def restart_a_peer(root: str, hosts: str) -> list[Any]:
     with ranks.member(root, hosts, rank) as each:
         metrics = Metrics()
         configure(metrics, "torchelastic")
-        path = ranks.publish(each, 5, save_id_of(0, 7))
+        path = ranks.publish(each, 5, 0)
         before = address_of(each, 1)
         if rank == 1:
             each.replication.shutdown()
@@ -289,7 +289,7 @@ def test_a_peer_that_restarts_on_another_port_is_reached_again(crew: Crew, root:
 def push_to_a_stopped_peer(root: str, hosts: str) -> list[Any]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank, silent_s=1.0) as each:
-        path = ranks.publish(each, 5, save_id_of(0, 7))
+        path = ranks.publish(each, 5, 0)
         pids = each.replication.all_gather("pids", os.getpid())
         if rank == 1:
             each.meet()
@@ -411,9 +411,9 @@ def retrieve_bulk(root: str, hosts: str) -> list[Any]:
         containers: list[Any] = []
         ok, missing = False, True
         if rank == 1:
-            theirs = [step / str(ShardName(0, 2, save_id_of(0, 7)))]
+            theirs = [step / ranks.shard_file(0, 2, 5, 0)]
             ok = each.replication.sync_bulk_retrieve(0, theirs, [step], got, containers)
-            missing = each.replication.sync_bulk_retrieve(0, [step / str(ShardName(0, 2, save_id_of(1, 7)))])
+            missing = each.replication.sync_bulk_retrieve(0, [step / ranks.shard_file(0, 2, 5, 1)])
         each.meet()
         return [ok, missing, len(got), len(containers), sorted(path.name for path in step.iterdir())]
 
@@ -421,7 +421,7 @@ def retrieve_bulk(root: str, hosts: str) -> list[Any]:
 def test_a_whole_container_of_a_step_is_retrieved_from_one_rank(crew: Crew, root: Path) -> None:
     _, (ok, missing, got, containers, files) = succeeded(crew.run(retrieve_bulk, str(root), "ab", ranks=2))
     assert (ok, missing, got, containers) == (True, False, 1, 1)
-    assert files == sorted([COMMIT_FILE, "common.pt", *(str(ShardName(rank, 2, save_id_of(0, 7))) for rank in (0, 1))])
+    assert files == sorted([COMMIT_FILE, "common.pt", *(ranks.shard_file(rank, 2, 5, 0) for rank in (0, 1))])
 
 
 def forget_to_initialize(root: str) -> list[Any]:

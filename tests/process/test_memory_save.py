@@ -114,7 +114,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(alone: Saving) -> None:
     alone.save(state_of(1), 5)
     alone.save(state_of(2), 5)
     assert same(alone.load(blank(state_of(2)), 5), state_of(2))
-    assert len([name for name in alone.files() if name.startswith("rank-")]) == 1
+    assert len([name for name in alone.files() if ".shard-" in name]) == 1
 
 
 def test_attached_files_are_part_of_the_checkpoint(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_checkpoint_before(root: P
         assert not any(name.startswith(HIDDEN) for name in one.files())
         one.save(state_of(3), 3)
         assert (one.latest(), one.steps()) == (3, [3])
-        assert len([name for name in one.files() if name.startswith("rank-")]) == 1
+        assert len([name for name in one.files() if ".shard-" in name]) == 1
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def save_steps(root: str, hosts: str, steps: list[int], cached: bool = False) ->
             "latest": one.latest(),
             "steps": one.steps(),
             "same": same(whole_of(target), whole_of(sharded(steps[-1]))),
-            "files": len([name for name in one.files() if name.startswith("rank-")]),
+            "files": len([name for name in one.files() if ".shard-" in name]),
             "slots": len(one.inodes()),
         }
         one.replication.all_gather("done", None)

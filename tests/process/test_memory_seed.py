@@ -72,7 +72,7 @@ def hosts(memory: Path, number: int) -> list[Path]:
 
 
 def shards(base: Path) -> set[str]:
-    return {path.name for path in base.glob("step-21_ckpt/rank-*.shard")}
+    return {path.name for path in base.glob("step-21_ckpt/*.shard-*.shard")}
 
 
 @pytest.mark.long

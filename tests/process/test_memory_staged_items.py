@@ -88,7 +88,7 @@ def test_what_was_copied_may_be_written_elsewhere(alone: Saving, write: Callable
         alone.writer.attach("common.pt", b"common")
         state["w"].zero_()
         if write(staged):
-            assert not list(Path(alone.id(step)).glob("rank-*")), "only who staged it gives it its name"
+            assert not list(Path(alone.id(step)).glob("*.shard-*")), "only who staged it gives it its name"
             alone.writer.adopt(staged)
         alone.writer.finish(metadata, [staged.results])
         assert same(alone.load(blank(state_of(step)), step), state_of(step))
@@ -131,7 +131,7 @@ def test_an_abandoned_save_gives_its_memory_back(alone: Saving, write: Callable[
         alone.writer.abandon(staged)
         assert len(alone.inodes()) == 2
     assert alone.latest() == 1
-    assert [name for name in alone.files() if name.startswith("rank-")] != []
+    assert [name for name in alone.files() if ".shard-" in name] != []
     assert same(alone.load(blank(state_of(1)), 1), state_of(1))
 
 
@@ -165,7 +165,7 @@ def test_a_replica_that_cannot_be_made_raises_and_removes_the_shard(
     staged, _ = begin(alone, state_of(1), 1)
     with pytest.raises(ReplicationError, match="on fire"):
         staged.write()
-    assert not [name for name in alone.files() if name.startswith("rank-")]
+    assert not [name for name in alone.files() if ".shard-" in name]
 
 
 def test_a_save_without_room_raises_before_anything_is_copied(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:

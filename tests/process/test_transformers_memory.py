@@ -160,7 +160,7 @@ def test_lost_memory_falls_back_to_the_durable_checkpoint_and_then_to_a_fresh_st
 
 def test_damaged_memory_is_passed_over(crashed_alone: Run, run: Run) -> None:
     run = again(crashed_alone, run)
-    for shard in Path(run.base).glob("step-6_ckpt/rank-*"):
+    for shard in Path(run.base).glob("step-6_ckpt/*.shard-*"):
         content = bytearray(shard.read_bytes())
         content[-3000:-1000] = bytes(2000)
         shard.write_bytes(content)
@@ -262,7 +262,7 @@ def test_a_lost_host_is_served_by_its_peer(crashed_pair: Run, run: Run, undistur
 
 def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_pair: Run) -> None:
     written: list[dict[str, int]] = []
-    for shard in sorted((Path(crashed_pair.base).parent / "a" / "job7" / "step-6_ckpt").glob("rank-*")):
+    for shard in sorted((Path(crashed_pair.base).parent / "a" / "job7" / "step-6_ckpt").glob("*.shard-*")):
         with ShardReader(shard) as reader:
             written.append({entry.name: entry.size_bytes for entry in reader.header.entries})
     assert len(written) == 2, "its own, and the replica of the other host's"

@@ -20,7 +20,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.local.state_dict import BasicTensorAwareStateDict, leaves
 from torchelastic.checkpoint.memory.commit import StoredItem, storage_data_of
-from torchelastic.checkpoint.memory.ids import CheckpointId, ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import CheckpointId
 from torchelastic.checkpoint.memory.plans import Note, collect_notes, tensor_bytes
 from torchelastic.checkpoint.memory.room import Free, held_bytes
 from torchelastic.checkpoint.policy import EverySteps, KeepLast, SaveDecision, SaveMoment, SavePolicy
@@ -69,17 +69,6 @@ def test_a_local_shard_says_which_it_is_in_its_header() -> None:
         "generation": 7,
         "save_id": "0a1b2c3d",
     }
-
-
-def test_a_shard_in_memory_knows_the_generation_of_its_save() -> None:
-    assert ShardName(1, 2, save_id_of(12, 5)).generation == 12
-
-
-@pytest.mark.parametrize(("generation", "nonce"), [(-1, 0), (2**32, 0), (0, -1), (0, 2**32)])
-def test_a_save_has_an_id_of_fixed_length_or_none(generation: int, nonce: int) -> None:
-    assert len(save_id_of(2**32 - 1, 2**32 - 1)) == 16
-    with pytest.raises(ValueError, match="both must be 0 or more"):
-        save_id_of(generation, nonce)
 
 
 def test_an_id_of_a_checkpoint_is_a_path_to_whoever_opens_it() -> None:
@@ -191,7 +180,7 @@ def test_only_tensors_count_as_tensor_bytes() -> None:
 
 
 def test_notes_that_travel_in_the_plans_are_as_good_as_those_that_arrived() -> None:
-    notes = [Note("job/step-9", rank, "a", -1, 0, 0, 0, Free(None, 0)) for rank in range(2)]
+    notes = [Note("job/step-9", rank, "a", -1, (0, 0), 0, 0, 0, Free(None, 0)) for rank in range(2)]
     plans = [SavePlan([], storage_data=note) for note in notes]
     assert collect_notes("job/step-9", plans) == notes
     with pytest.raises(RuntimeError, match="rank 0 has said nothing about job/step-8"):

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchelastic.checkpoint.local.names import check_iteration, check_session_id, file_name_of, find_shard
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.local.names import check_iteration, check_session_id
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
 
 SHARD = ShardId(SaveId(epoch=0, round=0, generation=3, step=10, nonce="9f3a12cd"), 1, 4)
 NAME = "step-000000010.e0.r0.g3.9f3a12cd.shard-00001-of-00004.shard"

@@ -19,13 +19,14 @@ from torchelastic.checkpoint.memory.choice import (
     verification_share,
 )
 from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep, meta_of
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ShardName, save_id_of
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
 
 
 def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> CommitHead:
-    save_id = save_id_of(generation, 7)
-    files = tuple(str(ShardName(rank, world_size, save_id)) for rank in range(world_size))
-    return CommitHead(generation, step, save_id, world_size, files)
+    name = SaveId(1, 0, generation, step, "00000007")
+    files = tuple(file_name_of(ShardId(name, rank, world_size)) for rank in range(world_size))
+    return CommitHead(name, world_size, files)
 
 
 def step_of(commit: CommitHead, files: Sequence[str], sizes: Sequence[int]) -> StoredStep:

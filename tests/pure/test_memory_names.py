@@ -30,9 +30,11 @@ from torchelastic.checkpoint.memory.commit import (
     encode_metadata,
     meta_of,
 )
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ObjectName, ShardName, is_part
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, is_part, meta_of_shard, require_shard
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
 
 BASE = CheckpointContainerId("/dev/shm/jobs/145")
+SAVE = SaveId(1, 0, 3, 20, "5f0c1a2b")
 
 
 def test_an_id_is_a_path_without_slashes_at_its_end() -> None:
@@ -93,24 +95,9 @@ def test_a_step_is_a_whole_number(step: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "rank-00003-of-00003.000000035f0c1a2b.shard",
-        "rank-3-of-8.000000035f0c1a2b.shard",
-        "rank-000003-of-00008.000000035f0c1a2b.shard",
-        "rank-00003-of-00008.000000035F0C1A2B.shard",
-        "rank-00003-of-00008.shard",
-        COMMIT_FILE,
-    ],
-)
-def test_what_is_no_shard_has_no_rank(text: str) -> None:
-    assert ShardName.find(text) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
         "145/step-20_ckpt/../../etc/passwd",
         "145/step-20_ckpt/common.pt",
-        f"145/step-20_ckpt/{PENDING_FILE}",
+        "145/step-20_ckpt/other.shard",
         f"../step-20_ckpt/{COMMIT_FILE}",
         f".job/step-20_ckpt/{COMMIT_FILE}",
         f"145/step-20/{COMMIT_FILE}",
@@ -125,7 +112,7 @@ def test_only_shards_and_commits_have_names_between_hosts(text: str) -> None:
 
 
 def test_the_name_of_an_object_is_read_back() -> None:
-    for file in (COMMIT_FILE, str(ShardName(3, 8, "000000035f0c1a2b"))):
+    for file in (COMMIT_FILE, file_name_of(ShardId(SAVE, 3, 8))):
         name = ObjectName("job-7", 20, file)
         assert ObjectName.parse(str(name)) == name
 
@@ -149,9 +136,9 @@ def metadata() -> Metadata:
         {"model.weight": tensor_metadata(), "half": tensor_metadata(torch.float8_e4m3fn), "lr": BytesStorageMetadata()},
         planner_data={"model.weight": ("model", "weight"), "lr": ("groups", 0, "lr")},
         storage_data={
-            MetadataIndex("model.weight", [0, 0]): StoredItem(str(ShardName(0, 2, "000000035f0c1a2b")), "model.weight"),
-            MetadataIndex("model.weight", [2, 0]): StoredItem(str(ShardName(1, 2, "000000035f0c1a2b")), "model.weight"),
-            MetadataIndex("lr"): StoredItem(str(ShardName(0, 2, "000000035f0c1a2b")), "lr"),
+            MetadataIndex("model.weight", [0, 0]): StoredItem(file_name_of(ShardId(SAVE, 0, 2)), "model.weight"),
+            MetadataIndex("model.weight", [2, 0]): StoredItem(file_name_of(ShardId(SAVE, 1, 2)), "model.weight"),
+            MetadataIndex("lr"): StoredItem(file_name_of(ShardId(SAVE, 0, 2)), "lr"),
         },
         storage_meta=StorageMeta(checkpoint_id="/a/b", save_id="1"),
     )
@@ -160,8 +147,8 @@ def metadata() -> Metadata:
 
 
 def commit() -> Commit:
-    files = (str(ShardName(0, 2, "000000035f0c1a2b")), str(ShardName(1, 2, "000000035f0c1a2b")))
-    return Commit(3, 20, "000000035f0c1a2b", 2, files, metadata(), {"common.pt": b"\x00\x01", "empty": b""})
+    files = (file_name_of(ShardId(SAVE, 0, 2)), file_name_of(ShardId(SAVE, 1, 2)))
+    return Commit(SAVE, 2, files, metadata(), {"common.pt": b"\x00\x01", "empty": b""})
 
 
 def test_metadata_are_stored_without_pickles_and_read_back_equal() -> None:
@@ -179,7 +166,7 @@ def test_a_commit_is_read_back_equal() -> None:
 
 def test_what_a_commit_consists_of_is_known_without_its_content() -> None:
     made = commit()
-    assert candidate_from(meta_of(made)) == CommitHead(3, 20, made.save_id, 2, made.files)
+    assert candidate_from(meta_of(made)) == CommitHead(SAVE, 2, made.files)
 
 
 class Strange:
@@ -198,14 +185,12 @@ def test_metadata_that_cannot_be_stored_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": -1},
-        {"step": "20"},
-        {"generation": True},
-        {"save_id": "../etc"},
-        {"generation": 4},
+        {"save": "../etc"},
+        {"save": 20},
+        {"save": "step-000000020.e1.r0.g4.5f0c1a2b"},
         {"files": ["../../x"]},
-        {"files": ["rank-00000-of-00002.ffffffffffffffff.shard"]},
-        {"files": ["rank-00000-of-00003.000000035f0c1a2b.shard"]},
+        {"files": ["step-000000020.e1.r0.g3.ffffffff.shard-00000-of-00002.shard"]},
+        {"files": ["step-000000020.e1.r0.g3.5f0c1a2b.shard-00000-of-00003.shard"]},
         {"files": None},
         {"world_size": None},
     ],
@@ -230,9 +215,9 @@ def test_a_commit_of_a_newer_release_is_named_as_such() -> None:
 
 
 def test_a_shard_of_another_name_is_refused() -> None:
-    name = ShardName(1, 4, "0000000c5f0c1a2b")
-    name.require_in({**name.meta(7), "more": 1}, 7, "a file")
-    with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of 4 of step 7"):
-        name.require_in({**name.meta(7), "rank": 2}, 7, "a file")
+    shard = ShardId(SAVE, 1, 4)
+    require_shard(shard, {**meta_of_shard(shard), "more": 1}, "a file")
+    with pytest.raises(CorruptCheckpointError, match=r"a file holds another shard .* of rank 2 of 4 of step-000000020"):
+        require_shard(shard, {**meta_of_shard(shard), "rank": 2}, "a file")
     with pytest.raises(CorruptCheckpointError, match="renamed or replaced"):
-        name.require_in(name.meta(7), 8, "a file")
+        require_shard(shard, meta_of_shard(ShardId(SaveId(1, 0, 3, 21, "5f0c1a2b"), 1, 4)), "a file")

@@ -27,14 +27,15 @@ from torchelastic.checkpoint.memory.items import (
     resolve,
     unique_names,
 )
-from torchelastic.checkpoint.memory.plans import Note, NotSaved, NotSavedError, Ticket, refusal
+from torchelastic.checkpoint.memory.plans import Note, NotSaved, NotSavedError, Ticket, epoch_of, refusal
 from torchelastic.checkpoint.memory.room import DEFAULT_MARGIN_BYTES, Free
+from torchelastic.checkpoint.store.save_id import SaveId
 
 GIB = 2**30
 
 
 def note(rank: int = 0, host: str = "a", **changes: Any) -> Note:
-    return replace(Note("job/step-1_ckpt", rank, host, -1, GIB, 0, 0, Free(2 * GIB, 64 * GIB)), **changes)
+    return replace(Note("job/step-1_ckpt", rank, host, -1, (0, 0), GIB, 0, 0, Free(2 * GIB, 64 * GIB)), **changes)
 
 
 def item(fqn: str, *offset: int, sizes: tuple[int, ...] = (4,), of: tuple[int, ...] | None = None) -> WriteItem:
@@ -98,6 +99,21 @@ def test_plans_that_stand_for_cached_ones_say_nothing_of_shares() -> None:
     assert plans.shares_bytes([plan, SavePlan([], usable=False)]) == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [
+        ([(0, 0), (0, 0)], 1),
+        ([(3, 3), (3, 3)], 3),
+        ([(0, 3), (0, 3)], 4),  # after a start
+        ([(3, 3), (0, 3)], 4),  # one rank was replaced
+        ([(0, 0), (0, 3)], 4),  # a host has lost its memory
+        ([(3, 3), (3, 2)], 4),
+    ],
+)
+def test_ranks_of_which_one_is_new_save_in_an_epoch_of_their_own(epochs: list[tuple[int, int]], expected: int) -> None:
+    assert epoch_of([note(rank, epochs=each) for rank, each in enumerate(epochs)]) == expected
+
+
 # --- letters ----------------------------------------------------------------------------------------------------------
 
 
@@ -114,8 +130,8 @@ def test_notes_arrive_though_a_planner_has_dropped_them() -> None:
 
 
 def test_a_ticket_that_has_arrived_counts_more_than_an_old_one_in_the_plan() -> None:
-    old = Ticket("job/step-7_ckpt", 0, 1, "0" * 16)
-    new = sent(replace(old, save_id="1" * 16))
+    old = Ticket("job/step-7_ckpt", 0, 1, SaveId(1, 0, 0, 7))
+    new = sent(replace(old, save=SaveId(1, 0, 1, 7)))
     plan = SavePlan([], storage_data=old)
     assert plans.collect_ticket(old.about, plan) == new
     assert plans.collect_ticket(old.about, plan) == old
@@ -125,7 +141,7 @@ def test_a_ticket_that_has_arrived_counts_more_than_an_old_one_in_the_plan() -> 
 
 def test_letters_that_nobody_collects_are_few() -> None:
     for step in range(100):
-        plans.deliver(Ticket(f"job/step-{step}_ckpt", 0, 1, "0" * 16))
+        plans.deliver(Ticket(f"job/step-{step}_ckpt", 0, 1, SaveId(1, 0, 0, step)))
         plans.deliver(note(about=f"job/step-{step}_ckpt"))
     assert len(plans._letters) == plans._KEPT
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import find_shard
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, CheckpointContainerId, ShardName
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +23,6 @@ TRAINING_STATE = "training state"
 _SHARD_SUFFIX = ".shard"
 
 _STREAM = "default"
-_COMMITS = frozenset({COMMIT_FILE, PENDING_FILE})
 
 
 class Kind(Enum):
@@ -70,15 +68,16 @@ def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str |
     """
     if not may_hold_one(folder):
         return None
-    if any(find_shard(file) for file in files):
+    has_flat_names = any(find_shard(file) for file in files)
+    if CheckpointContainerId.parse_version_container_step(folder) is not None:
+        return Kind.MEMORY if has_flat_names or COMMIT_FILE in files else None
+    if has_flat_names:
         return Kind.LOCAL
     if SaveId.find(folder) is not None:
         stated = stated_kind()
         if stated is None:
             return None
         return Kind.TRAINING_STATE if stated == TRAINING_STATE else Kind.TIERED
-    if CheckpointContainerId.parse_version_container_step(folder) is not None:
-        return Kind.MEMORY if any(file in _COMMITS or ShardName.find(file) for file in files) else None
     return Kind.STREAMS if _STREAM in files or MANIFEST_NAME in files else None
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, FencedError
 from torchelastic.checkpoint.memory.staging import why_not
 from torchelastic.group.rank_group import RankGroup
 
@@ -135,6 +135,8 @@ class Ranks:
 
 
 def _reason_of(error: Exception) -> str | None:
+    if isinstance(error, FencedError):
+        return None  # these ranks were replaced: the program has to end
     if isinstance(error, CheckpointError):
         return why_not(error, 0).reason
     return "ram" if isinstance(error, MemoryError) else "disk" if isinstance(error, OSError) else None

@@ -13,11 +13,12 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, still_there
 from torchelastic.checkpoint.command.shard_checks import contents_of, damages_of, described_part
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX, find_shard
+from torchelastic.checkpoint.local.names import SUFFIX
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 #: Folders below the root: the session, and in it one folder per rank.
 _DEPTH = 2
@@ -115,6 +116,8 @@ def _readable(copies: Sequence[Path]) -> ShardReader:
 
 
 def _files(folder: Path, depth: int) -> Iterator[Path]:
+    if CheckpointContainerId.parse_version_container_step(folder.name) is not None:
+        return  # checkpoints in memory name their shards alike, each step in its container
     with explained("list the checkpoints", folder):
         for path in sorted(folder.iterdir()):
             if path.name.startswith("."):

@@ -13,9 +13,10 @@ from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
 from torchelastic.checkpoint.command.shard_checks import damages_of, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, CheckpointContainerId, ShardName
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
 from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -27,7 +28,7 @@ class MemorySteps(Format):
     kind = "memory"
 
     def find(self, path: Path) -> list[FoundCheckpoint]:
-        """One step, or all in the container of a job: by generation, as those that load them choose."""
+        """One step, or all in the container of a job: as those that load them choose."""
         if not path.is_dir():
             return []
         if _is_one(path):
@@ -35,7 +36,7 @@ class MemorySteps(Format):
         with explained("list the checkpoints in memory", path):
             folders = [folder for folder in path.iterdir() if _is_one(folder)]
         found = still_there((folder, partial(self._look_at, folder)) for folder in folders)
-        return sorted(found, key=lambda one: (one.facts.get("generation", -1), one.step or 0), reverse=True)
+        return sorted(found, key=_newness, reverse=True)
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the commit; of the pickles those whose shards are here."""
@@ -97,12 +98,12 @@ class MemorySteps(Format):
         )
 
     def _look_at(self, folder: Path) -> FoundCheckpoint:
-        from torchelastic.checkpoint.memory.container import commit_path, read_candidate
+        from torchelastic.checkpoint.memory.container import read_candidate
 
         with explained("look at the checkpoint", folder):
             sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-            at = commit_path(folder)
-            saved_s = folder.stat().st_mtime if at is None else at.stat().st_ctime
+            at = folder / COMMIT_FILE
+            saved_s = at.stat().st_ctime if at.exists() else folder.stat().st_mtime
         try:
             commit, damage = read_candidate(folder), None
         except CorruptCheckpointError as error:
@@ -111,8 +112,7 @@ class MemorySteps(Format):
         facts: dict[str, Any] = {} if run_id is None else {"run": run_id}
         here: list[str] = []
         if commit is not None:
-            settled = "yes" if at is not None and at.name == COMMIT_FILE else "not yet: no other host has the commit"
-            facts |= {"generation": commit.generation, "save": commit.save_id, "replaces older ones": settled}
+            facts["save"] = str(commit.name)
             here = [file for file in commit.files if file in sizes]
         return FoundCheckpoint(
             format=self,
@@ -148,9 +148,14 @@ class _LocalFiles:
 
 
 def _rank_of(file: str) -> int:
-    name = ShardName.find(file)
-    assert name is not None  # a commit names nothing else
-    return name.rank
+    shard = find_shard(file)
+    assert shard is not None  # a commit names nothing else
+    return shard.rank
+
+
+def _newness(one: FoundCheckpoint) -> tuple[bool, SaveId | int]:
+    save = SaveId.find(one.facts.get("save", ""))
+    return (False, one.step or 0) if save is None else (True, save)
 
 
 def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, bytes]]:
@@ -189,4 +194,4 @@ def _is_one(folder: Path) -> bool:
         names = [path.name for path in folder.iterdir()]
     except OSError:
         return False
-    return any(name in (COMMIT_FILE, PENDING_FILE) or ShardName.find(name) is not None for name in names)
+    return any(name == COMMIT_FILE or find_shard(name) is not None for name in names)

@@ -32,29 +32,9 @@ class CkptID(NamedTuple):
     session_id: str
 
 
-def file_name_of(shard: ShardId) -> str:
-    """The name of a shard's file; `find_shard` is the inverse.
-
-    >>> from torchelastic.checkpoint.store.save_id import SaveId
-    >>> file_name_of(ShardId(SaveId(0, 0, 3, 10, "9f3a12cd"), 1, 4))
-    'step-000000010.e0.r0.g3.9f3a12cd.shard-00001-of-00004.shard'
-    """
-    return str(shard).replace("/", ".")
-
-
 def described(shard: ShardId) -> str:
     """A shard, for people."""
     return f"the shard of rank {shard.rank} of {shard.name}"
-
-
-def find_shard(file_name: str) -> ShardId | None:
-    """Reads a file's name; None if it is none of ours."""
-    save, dot, rest = file_name.partition(".shard-")
-    try:
-        shard = ShardId.parse(f"{save}/shard-{rest}") if dot else None
-    except ValueError:
-        return None
-    return shard if shard is not None and shard.name.nonce else None
 
 
 def header_meta(shard: ShardId, session_id: str) -> dict[str, Any]:

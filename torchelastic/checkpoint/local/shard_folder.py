@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX, described, file_name_of, find_shard, header_meta
+from torchelastic.checkpoint.local.names import SUFFIX, described, header_meta
 from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
 from torchelastic.checkpoint.replication.errors import ReplicaRefusedError
@@ -33,7 +33,7 @@ from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
 from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.writing import hidden_path
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
 
 log = logging.getLogger(__name__)
 

@@ -33,6 +33,10 @@ class Roster:
         """The ranks that use each folder; the first of them acts for all."""
         return by_domain(self.folders)
 
+    def is_first(self, rank: int) -> bool:
+        """Whether this rank acts for all that use its folder."""
+        return self.sharers[self.folders[rank]][0] == rank
+
 
 @dataclass(frozen=True)
 class Fetch:

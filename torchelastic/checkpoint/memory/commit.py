@@ -23,13 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ShardName, generation_of, is_part, is_save_id
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, is_part
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
 
 VERSION = 1
-#: What the header of a commit says, beside its files.
-_HEAD = ("generation", "step", "save_id", "world_size")
 
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -62,29 +61,25 @@ class CommitHead:
     """A complete checkpoint, by what the header of its commit says; the greater, the newer.
 
     Attributes:
-        generation: grows from save to save of a job, whatever the steps: the highest is the newest.
-        step: of the checkpoint.
-        save_id: of the save; see `names`.
+        name: of the save; the greatest is the newest, whatever the steps.
         world_size: how many ranks have saved.
-        files: the shards, sorted.
+        files: the shards, sorted. A rank that had nothing to write has none.
     """
 
-    generation: int
-    step: int
-    save_id: str
+    name: SaveId
     world_size: int
     files: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        numbers = (self.step, self.generation, self.world_size)
-        if any(type(number) is not int or number < 0 for number in numbers) or not is_save_id(self.save_id):
-            raise ValueError(f"step {self.step}, generation {self.generation}, save {self.save_id}: no commit")
-        if generation_of(self.save_id) != self.generation:
-            raise ValueError(f"save {self.save_id} is not of generation {self.generation}")
         for file in self.files:
-            shard = ShardName.find(file)
-            if shard is None or shard.save_id != self.save_id or shard.world_size != self.world_size:
-                raise ValueError(f"{file!r} is no shard of save {self.save_id} by {self.world_size} ranks")
+            shard = find_shard(file)
+            if shard is None or (shard.name, shard.world_size) != (self.name, self.world_size):
+                raise ValueError(f"{file!r} is no shard of {self.name} by {self.world_size} ranks")
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self.name.step
 
     @property
     def objects(self) -> tuple[str, ...]:
@@ -93,7 +88,7 @@ class CommitHead:
 
     def files_of(self, ranks: Collection[int]) -> list[str]:
         """The shards of some ranks, in the order of their ranks."""
-        found = [(shard.rank, file) for file in self.files if (shard := ShardName.find(file)) and shard.rank in ranks]
+        found = [(shard.rank, file) for file in self.files if (shard := find_shard(file)) and shard.rank in ranks]
         return [file for _, file in sorted(found)]
 
 
@@ -123,30 +118,28 @@ class StoredStep:
         step: its number.
         shards: the lengths of the shards' files in bytes.
         commit: what its header says; None: it is not complete, or its commit cannot be read.
-        is_settled: whether another host has the commit too, so that older steps may go.
     """
 
     step: int
-    shards: Mapping[ShardName, int]
+    shards: Mapping[ShardId, int]
     commit: CommitHead | None = None
-    is_settled: bool = False
 
     @property
     def objects(self) -> dict[str, int]:
         """The files that other hosts can have from here, with their lengths in bytes (0 for the commit)."""
-        sizes = {str(name): size_bytes for name, size_bytes in self.shards.items()}
+        sizes = {file_name_of(shard): size_bytes for shard, size_bytes in self.shards.items()}
         return sizes if self.commit is None else {**sizes, COMMIT_FILE: 0}
 
     def told(self) -> list[Any]:
         """For other ranks, as JSON."""
         commit = None if self.commit is None else meta_of(self.commit)
-        return [self.step, {str(name): size_bytes for name, size_bytes in self.shards.items()}, commit]
+        return [self.step, {file_name_of(shard): size_bytes for shard, size_bytes in self.shards.items()}, commit]
 
     @classmethod
     def heard(cls, told: Sequence[Any]) -> StoredStep:
         """The inverse of `told`."""
         step, sizes, commit = told
-        shards = {name: int(size_bytes) for file, size_bytes in sizes.items() if (name := ShardName.find(file))}
+        shards = {shard: int(size_bytes) for file, size_bytes in sizes.items() if (shard := find_shard(file))}
         return cls(int(step), shards, None if commit is None else candidate_from(commit))
 
 
@@ -163,7 +156,12 @@ def check_extra_name(name: str) -> str:
 
 def meta_of(commit: CommitHead) -> dict[str, Any]:
     """What the header of the commit's shard says: enough to tell whether a checkpoint is complete."""
-    return {"version": VERSION, **{name: getattr(commit, name) for name in _HEAD}, "files": list(commit.files)}
+    return {
+        "version": VERSION,
+        "save": str(commit.name),
+        "world_size": commit.world_size,
+        "files": list(commit.files),
+    }
 
 
 def content_of(commit: Commit) -> dict[str, Any]:
@@ -191,7 +189,7 @@ def candidate_from(meta: Mapping[str, Any]) -> CommitHead:
                 f"its commit is version {meta['version']}; this release reads version {VERSION}; use the release that "
                 "wrote it"
             )
-        return CommitHead(**{name: meta[name] for name in _HEAD}, files=tuple(meta["files"]))
+        return CommitHead(SaveId.parse(meta["save"]), meta["world_size"], tuple(meta["files"]))
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
 

@@ -2,6 +2,10 @@
 
 All ranks of a host share it, each with slots of its own. Nothing in it is believed without its checksums. Who removes
 what: each process removes its own shards, since it uses their memory again; what no living process holds, anybody does.
+
+A host that has the commit of a checkpoint removes older ones without waiting for the other hosts. If it is lost then,
+those without the commit still have all of the older checkpoint; if another one is lost, it has the commit, and every
+shard has its replica.
 """
 
 from __future__ import annotations
@@ -9,9 +13,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,17 +28,22 @@ from torchelastic.checkpoint.memory.commit import (
     content_of,
     meta_of,
 )
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, CheckpointContainerId, ShardName, is_part
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, is_part, require_shard
 from torchelastic.checkpoint.memory.job import claim
 from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
 from torchelastic.checkpoint.shards.header import Header
-from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
+from torchelastic.checkpoint.shards.pool import SlotPool
+from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.tree import unflatten
-from torchelastic.checkpoint.shards.writing import hidden_path, save_tree
+from torchelastic.checkpoint.shards.writing import save_tree, write_whole
+from torchelastic.checkpoint.store.fence import Fence
+from torchelastic.checkpoint.store.pruning import abandon, remove_left_overs
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
+from torchelastic.checkpoint.store.writing import begin, publish_into
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +63,8 @@ class Container:
         pool: the slots of this process: what was taken there goes to `publish`, or is given back there.
         received: the slots for what this process receives from other hosts.
         slots: who holds which of the pool's.
+        fence: who may complete checkpoints here.
+        joined: as a member of which group this process saves, and in which epoch.
 
     Raises:
         ValueError: the last part of the path cannot name an object.
@@ -74,8 +84,11 @@ class Container:
         self.pool = SlotPool(self.root, disk=disk)
         self.received = SlotShelf(self.root, disk)
         self.slots = Slots(self)
+        self.fence = Fence(self.root, disk)
+        self.joined = ("", 0)
+        self._run_id = self._claim.record.run_id or ""
         self._lock = threading.RLock()  # one looks at the commits, or changes them, at a time
-        remove_left_overs(self.root, disk)
+        remove_hidden_files(self.root, disk)
 
     def folder_of(self, step: int) -> Path:
         """The container of one step; it need not be there."""
@@ -89,30 +102,50 @@ class Container:
             CheckpointError: it cannot be read.
         """
         shard = ShardReader(self.folder_of(step) / file)
-        name = ShardName.find(file)
+        name = find_shard(file)
         try:
             if name is not None:
-                name.require_in(shard.header.meta, step, str(shard.path))
+                require_shard(name, shard.header.meta, str(shard.path))
         except BaseException:
             shard.close()
             raise
         return shard
 
+    # --- who may write ------------------------------------------------------------------------------------------------
+
+    def epochs(self, group: str) -> tuple[int, int]:
+        """The epoch in which this process saves as a member of a group (0: none yet), and the highest known here.
+
+        Raises:
+            FencedError: the group was replaced.
+        """
+        joined = self.joined[1] if self.joined[0] == group else 0
+        if joined:
+            self.fence.check(joined, 0)
+        return joined, max([self.fence.known_epoch(self._run_id), *(save.epoch for save in self.saves())])
+
+    def join(self, group: str, epoch: int) -> None:
+        """From now on nothing is completed here that was saved in an earlier epoch. Raises: FencedError."""
+        if (group, epoch) != self.joined:
+            self.fence.join(epoch, self._run_id)
+            remove_left_overs(self.root, (epoch, 0), self.disk)
+            self.joined = group, epoch
+
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def publish(self, stage: Stage, header: Header | None, step: int, name: ShardName | str) -> Path:
+    def publish(self, stage: Stage, header: Header | None, step: int, file: str) -> Path:
         """Seals a stage and gives it its name; on any thread. Where it fails, the stage is given back.
 
         Args:
             stage: with all tensors copied.
             header: of the stage, with checksums and meta; None: it is sealed already.
             step: of the checkpoint.
-            name: of the shard, or of another object.
+            file: the name of the shard's file, or of another object.
 
         Raises:
             CheckpointError: the name is taken, or the disk refuses.
         """
-        path = self.folder_of(step) / str(name)
+        path = self.folder_of(step) / file
         try:
             stage = self.pool.seal(stage, header) if header is not None else stage
             self._publish(stage, path)
@@ -132,57 +165,40 @@ class Container:
                 if error.errno != errno.ENOENT or attempt == _PUBLISH_ATTEMPTS - 1:
                     raise
 
-    def write_commit(self, commit: Commit, *, is_settled: bool) -> Path:
+    def write_commit(self, commit: Commit, *, by_all: bool = False) -> Path:
         """Makes a step complete on this host, with its extra files; replaces an older commit of the same step.
 
         Args:
             commit: of shards that all have their replicas.
-            is_settled: false until another host has it too; until then older steps stay.
+            by_all: all ranks have agreed on it, after those that saved it: the fence is not asked.
+
+        Returns:
+            Where the commit lies.
 
         Raises:
+            FencedError: who saved it was replaced.
             CheckpointError: the disk refuses; nothing has changed.
         """
-        folder = self.folder_of(commit.step)
-        new = folder / f"commit.{secrets.token_hex(4)}.new"  # not hidden: nobody holds it between here and its rename
+        folder, fence = self.folder_of(commit.step), None if by_all else self.fence
+        if fence is not None:
+            fence.check(*commit.name.token)
         with self._lock:
             self.disk.make_folder(folder)
-            save_tree(new, content_of(commit), meta=meta_of(commit), disk=self.disk)
+            abandon(self.root, commit.name, self.disk)  # a process that was killed may have begun to write it
+            staging = begin(self.root, commit.name, self.disk)
             try:
-                with ShardReader(new):  # locked, so that no other process that tidies up takes it for a left-over
-                    self._write_extras(folder, commit.extras)
-                    self.disk.rename(new, folder / PENDING_FILE)
-            except BaseException:
-                self.disk.remove(new)
-                raise
-            return self.settle(commit.step) if is_settled else folder / PENDING_FILE
-
-    def settle(self, step: int) -> Path:
-        """Another host has the commit of this step too. Raises: CheckpointError."""
-        folder = self.folder_of(step)
-        with self._lock:
-            if commit_path(folder) == folder / COMMIT_FILE:  # the step was saved anew while this process was stopped
-                self.disk.remove(folder / PENDING_FILE)
-            else:
-                self.disk.rename(folder / PENDING_FILE, folder / COMMIT_FILE)
-        return folder / COMMIT_FILE
-
-    def _write_extras(self, folder: Path, extras: Mapping[str, bytes]) -> None:
-        for name, content in extras.items():
-            hidden = hidden_path(self.root)
-            descriptor = self.disk.create(hidden)
-            try:
-                self.disk.write(descriptor, [memoryview(content)], hidden)
-                self.disk.rename(hidden, folder / name)
-            except BaseException:
-                self.disk.remove(hidden)
-                raise
+                for name, content in commit.extras.items():
+                    write_whole(staging / name, [memoryview(content)], self.disk)
+                save_tree(staging / COMMIT_FILE, content_of(commit), meta=meta_of(commit), disk=self.disk)
+                publish_into(folder, commit.name, [*commit.extras, COMMIT_FILE], fence=fence, disk=self.disk)
             finally:
-                os.close(descriptor)
+                abandon(self.root, commit.name, self.disk)
+        return folder / COMMIT_FILE
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[StoredStep]:
-        """What is here, newest first: by generation where there is a commit, then by step.
+        """What is here, newest first: by the saves that have a commit, then by step.
 
         Raises:
             CheckpointError: the folder cannot be listed.
@@ -193,25 +209,24 @@ class Container:
                 number = CheckpointContainerId.parse_version_container_step(entry.name)
                 if number is not None and entry.is_dir(follow_symlinks=False):
                     found.append(self._look_into(number, Path(entry.path)))
-        return sorted(found, key=lambda one: (one.commit.generation if one.commit else -1, one.step), reverse=True)
+        return sorted(found, key=_newness, reverse=True)
 
     def _look_into(self, step: int, folder: Path) -> StoredStep:
-        sizes: dict[ShardName, int] = {}
+        sizes: dict[ShardId, int] = {}
         try:
             for entry in os.scandir(folder):
-                name = ShardName.find(entry.name)
+                name = find_shard(entry.name)
                 if name is not None:
                     sizes[name] = entry.stat().st_size
-            path = commit_path(folder)
             commit = read_candidate(folder)
         except FileNotFoundError:
             return StoredStep(step, {})  # removed while we look
         except CheckpointError as error:
-            is_there = commit_path(folder) is not None  # else another process has removed it while we looked
+            is_there = (folder / COMMIT_FILE).exists()  # else another process has removed it while we looked
             if is_there and not isinstance(error, CorruptCheckpointError):
                 log.warning("the commit of step %d cannot be read: %s", step, error)
             return StoredStep(step, sizes)
-        return StoredStep(step, sizes, commit, is_settled=path is not None and path.name == COMMIT_FILE)
+        return StoredStep(step, sizes, commit)
 
     def has_committed(self, path: Path) -> bool:
         """Whether a shard is part of the checkpoint of its step, as far as this host knows."""
@@ -222,21 +237,21 @@ class Container:
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
-    def newest_generation(self) -> int:
-        """The highest generation of the commits here; -1 if there is none."""
-        return max((step.commit.generation for step in self.steps() if step.commit), default=-1)
+    def newest(self) -> SaveId | None:
+        """The newest checkpoint that is complete here."""
+        return max((step.commit.name for step in self.steps() if step.commit), default=None)
 
-    def generation_in_use(self) -> int:
-        """The highest generation of anything on this host, complete or not; -1 if there is nothing."""
+    def saves(self) -> set[SaveId]:
+        """The saves of which anything is on this host, complete or not."""
         steps = self.steps()
-        of_commits = [step.commit.generation for step in steps if step.commit is not None]
-        return max([*of_commits, *(name.generation for step in steps for name in step.shards)], default=-1)
+        of_commits = {step.commit.name for step in steps if step.commit is not None}
+        return of_commits | {shard.name for step in steps for shard in step.shards}
 
     def tidy(self) -> list[int]:
-        """Removes what the newest settled commit has replaced, as far as it is this process's to remove.
+        """Removes what the newest commit has replaced, as far as it is this process's to remove.
 
-        That is every commit of a lower generation, and every shard of its generation or a lower one that is none of its
-        own, whatever the steps: a run may have gone back. Call it on any thread.
+        That is every older commit, and every shard of an older save, or of one that counted alike and failed, whatever
+        the steps: a run may have gone back. Call it on any thread.
 
         Returns:
             The steps that are gone.
@@ -244,17 +259,16 @@ class Container:
         gone: list[int] = []
         with self._lock:
             steps = self.steps()
-            settled = next((one.commit for one in steps if one.commit is not None and one.is_settled), None)
-            if settled is None:
+            newest = next((one.commit for one in steps if one.commit is not None), None)
+            if newest is None:
                 return gone
             for one in steps:
-                if one.commit is not None and one.commit.generation < settled.generation:
-                    self._remove_commit(one.step)
-                for name in one.shards:
-                    is_kept = one.step == settled.step and str(name) in settled.files
-                    if name.generation <= settled.generation and not is_kept:
-                        self.remove_object(self.folder_of(one.step) / str(name))
-                if one.step != settled.step and self._remove_if_empty(one.step):
+                if one.commit is not None and one.commit.name < newest.name:
+                    self.remove_commit(one.step)
+                for shard in one.shards:
+                    if shard.name != newest.name and shard.name.counted <= newest.name.counted:
+                        self.remove_object(self.folder_of(one.step) / file_name_of(shard))
+                if one.step != newest.step and self._remove_if_empty(one.step):
                     gone.append(one.step)
         return gone
 
@@ -265,14 +279,14 @@ class Container:
             CheckpointError: the disk refuses.
         """
         with self._lock:
-            self._remove_commit(step)
-            for name in self._look_into(step, self.folder_of(step)).shards:
-                self.remove_object(self.folder_of(step) / str(name))
+            self.remove_commit(step)
+            for shard in self._look_into(step, self.folder_of(step)).shards:
+                self.remove_object(self.folder_of(step) / file_name_of(shard))
             self._remove_if_empty(step)
 
-    def _remove_commit(self, step: int) -> None:
-        for name in (COMMIT_FILE, PENDING_FILE):
-            self.disk.remove(self.folder_of(step) / name)
+    def remove_commit(self, step: int) -> None:
+        """The step is no checkpoint any more. Raises: CheckpointError if the disk refuses."""
+        self.disk.remove(self.folder_of(step) / COMMIT_FILE)
 
     def remove_object(self, path: Path) -> None:
         """Removes one file of a step, unless another process uses it. Raises: CheckpointError if the disk refuses."""
@@ -312,17 +326,8 @@ class Container:
         """Gives the memory of free slots back; what is published stays."""
         self.received.close()
         self.pool.close()
+        self.fence.release()
         self._claim.close()
-
-
-def commit_path(folder: Path) -> Path | None:
-    """Where the commit lies in the folder of a step; None if there is none.
-
-    Of two it is the one of the higher generation: the pending one, unless a process that was stopped for long has
-    written that when the step had been saved anew.
-    """
-    there = [folder / name for name in (PENDING_FILE, COMMIT_FILE) if (folder / name).exists()]
-    return max(there, key=_generation_in) if len(there) > 1 else next(iter(there), None)
 
 
 def read_candidate(folder: Path) -> CommitHead:
@@ -352,8 +357,8 @@ _Head = TypeVar("_Head", bound=CommitHead)
 
 
 def _read(folder: Path, decode: Callable[[ShardReader], _Head]) -> _Head:
-    path = commit_path(folder)
-    if path is None:
+    path = folder / COMMIT_FILE
+    if not path.exists():
         raise CorruptCheckpointError(f"{folder} has no commit: it is being written, or was never complete")
     with ShardReader(path) as shard:
         try:
@@ -365,10 +370,5 @@ def _read(folder: Path, decode: Callable[[ShardReader], _Head]) -> _Head:
     return commit
 
 
-def _generation_in(path: Path) -> int:
-    """The generation of a commit; -1 if it cannot be read."""
-    try:
-        with ShardReader(path) as shard:
-            return candidate_from(shard.header.meta).generation
-    except CheckpointError:
-        return -1
+def _newness(one: StoredStep) -> tuple[bool, SaveId | int]:
+    return (False, one.step) if one.commit is None else (True, one.commit.name)

@@ -2,14 +2,14 @@
 
     /dev/shm/jobs/145                     the container of a job
       step-20_ckpt                        the container of one checkpoint
-        rank-00003-of-00008.0000000c5f0c1a2b.shard   what one rank has saved
+        step-000000020.e1.r0.g12.5f0c1a2b.shard-00003-of-00008.shard   what one rank has saved
         commit.shard                      last of all: the checkpoint is complete
         common.pt                         an extra file, written from the commit
 
-Names and rules of the containers are ML Flashpoint's. The 16 hexadecimal digits are those of one save (`save_id_of`),
-its generation and eight random ones: a step that is saved again never mixes with what an earlier attempt has left, and
-every shard tells what it is older than. Between hosts an object is named by the last part of the container's path, the
-step and the file; where the container lies is each host's own business.
+Names and rules of the containers are ML Flashpoint's; saves and shards have those of the store (`SaveId`, `ShardId`): a
+step that is saved again never mixes with what an earlier attempt has left, and every shard tells what it is older than.
+Between hosts an object is named by the last part of the container's path, the step and the file; where the container
+lies is each host's own business.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
+from torchelastic.checkpoint.store.save_id import ShardId, find_shard
 
 COMMIT_FILE = "commit.shard"
-#: The commit until another host has it too: the checkpoint is complete, but older ones have to stay.
-PENDING_FILE = "commit.pending.shard"
 
-_SHARD = re.compile(r"rank-(\d{5,9})-of-(\d{5,9})\.([0-9a-f]{16})\.shard")
 _PART = re.compile(r"[\w.=@+,-]{1,128}", re.ASCII)
-_SAVE_ID = re.compile(r"[0-9a-f]{16}")
-_MOST = 1 << 32
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)_ckpt")
 
 
@@ -160,62 +156,29 @@ class CheckpointObjectId(CheckpointId):
 # --- files and objects ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, order=True)
-class ShardName:
-    """The file of one rank's share.
+def meta_of_shard(shard: ShardId) -> dict[str, Any]:
+    """What the header of a shard says of its name, which its checksums cover."""
+    return {"save": str(shard.name), "rank": shard.rank, "world_size": shard.world_size}
 
-    Attributes:
-        rank: who has saved it.
-        world_size: how many ranks have saved.
-        save_id: of the save; see `save_id_of`.
 
-    >>> str(ShardName(3, 8, "0000000c5f0c1a2b"))
-    'rank-00003-of-00008.0000000c5f0c1a2b.shard'
+def require_shard(shard: ShardId, meta: Mapping[str, Any], where: str) -> None:
+    """Compares what a header states with the name under which the shard lies.
+
+    Args:
+        shard: the name.
+        meta: of the header.
+        where: the file, for the error.
+
+    Raises:
+        CorruptCheckpointError: it is another shard.
     """
-
-    rank: int
-    world_size: int
-    save_id: str
-
-    def __str__(self) -> str:
-        return f"rank-{self.rank:05d}-of-{self.world_size:05d}.{self.save_id}.shard"
-
-    @property
-    def generation(self) -> int:
-        """The generation of its save."""
-        return generation_of(self.save_id)
-
-    def meta(self, step: int) -> dict[str, Any]:
-        """The same and the step for the header of the shard, which its checksums cover."""
-        return {"step": step, "save_id": self.save_id, "rank": self.rank, "world_size": self.world_size}
-
-    def require_in(self, meta: Mapping[str, Any], step: int, where: str) -> None:
-        """Compares what a header states with the name under which the shard lies.
-
-        Args:
-            meta: of the header.
-            step: of the container that it lies in.
-            where: the file, for the error.
-
-        Raises:
-            CorruptCheckpointError: it is another shard.
-        """
-        expected = self.meta(step)
-        found = {key: meta.get(key) for key in expected}
-        if found != expected:
-            raise CorruptCheckpointError(
-                f"{where} holds another shard than its name says, that of rank {found['rank']} of {found['world_size']}"
-                f" of step {found['step']}: it was renamed or replaced"
-            )
-
-    @classmethod
-    def find(cls, text: str) -> ShardName | None:
-        """The inverse of `str`; None if the text is anything else."""
-        match = _SHARD.fullmatch(text)
-        if match is None:
-            return None
-        name = cls(int(match[1]), int(match[2]), match[3])
-        return name if name.rank < name.world_size and str(name) == text else None
+    expected = meta_of_shard(shard)
+    found = {key: meta.get(key) for key in expected}
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"{where} holds another shard than its name says, that of rank {found['rank']} of {found['world_size']} of "
+            f"{found['save']}: it was renamed or replaced"
+        )
 
 
 @dataclass(frozen=True, order=True)
@@ -248,7 +211,7 @@ class ObjectName:
         container, _, rest = text.partition("/")
         folder, _, file = rest.partition("/")
         step = CheckpointContainerId.parse_version_container_step(folder)
-        if step is None or not is_part(container) or (file != COMMIT_FILE and ShardName.find(file) is None):
+        if step is None or not is_part(container) or (file != COMMIT_FILE and find_shard(file) is None):
             raise ValueError(f"{text[:200]!r} is no object of a checkpoint, such as '145/step-20_ckpt/{COMMIT_FILE}'")
         return cls(container, step, file)
 
@@ -256,35 +219,3 @@ class ObjectName:
 def is_part(text: str) -> bool:
     """Whether a text may be part of the name of an object, or the name of an extra file."""
     return _PART.fullmatch(text) is not None and not text.startswith(".") and not text.endswith(".")
-
-
-def is_save_id(text: str) -> bool:
-    """Whether a text is 16 hexadecimal digits."""
-    return _SAVE_ID.fullmatch(text) is not None
-
-
-def save_id_of(generation: int, nonce: int) -> str:
-    """The name of a save.
-
-    Args:
-        generation: one more than that of the newest checkpoint that any rank has seen.
-        nonce: a random number below 2**32, the same on all ranks.
-
-    Raises:
-        ValueError: one of them is negative or too large.
-
-    >>> save_id_of(12, 0x5F0C1A2B)
-    '0000000c5f0c1a2b'
-    """
-    if not (0 <= generation < _MOST and 0 <= nonce < _MOST):
-        raise ValueError(f"generation {generation}, nonce {nonce}: both must be 0 or more and below {_MOST}")
-    return f"{generation:08x}{nonce:08x}"
-
-
-def generation_of(save_id: str) -> int:
-    """The generation in the name of a save; grows from save to save of a job.
-
-    >>> generation_of("0000000c5f0c1a2b")
-    12
-    """
-    return int(save_id[:8], 16)

@@ -15,8 +15,8 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.choice import Fetch
 from torchelastic.checkpoint.memory.commit import Commit, CommitHead, StoredStep
-from torchelastic.checkpoint.memory.container import Container, commit_path, read_candidate, read_commit
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, PENDING_FILE, ObjectName
+from torchelastic.checkpoint.memory.container import Container, read_candidate, read_commit
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.received import ReceivedObjects, verify_received
 from torchelastic.checkpoint.replication.client import pull_into
 from torchelastic.checkpoint.replication.manager import ReplicationManager
@@ -41,23 +41,20 @@ def list_container(container: Container) -> list[StoredStep]:
         CheckpointError: it cannot be listed.
     """
     steps = container.steps()
-    if [one.step for one in steps if one.commit is None and _remove_useless_commit(container, one.step)]:
-        steps = container.steps()  # an older commit of the same step may have been behind it
+    for one in steps:
+        if one.commit is None and (container.folder_of(one.step) / COMMIT_FILE).exists():
+            _remove_useless_commit(container, one.step)
     return steps
 
 
-def _remove_useless_commit(container: Container, step: int) -> bool:
-    if commit_path(container.folder_of(step)) is None:
-        return False
+def _remove_useless_commit(container: Container, step: int) -> None:
     try:
         read_candidate(container.folder_of(step))
     except CorruptCheckpointError as error:
         log.warning("the commit of step %d is of no use and is removed: %s", step, error)
-        remove_damaged(container, step, COMMIT_FILE)
-        return True
+        container.remove_commit(step)
     except CheckpointError:
         pass  # `Container.steps` has warned of it
-    return False
 
 
 def verify(container: Container, candidate: CommitHead, files: Sequence[str]) -> dict[str, int]:
@@ -86,7 +83,7 @@ def verify(container: Container, candidate: CommitHead, files: Sequence[str]) ->
 def _verified_bytes(container: Container, candidate: CommitHead, file: str) -> int:
     if file == COMMIT_FILE:
         commit = read_commit(container.folder_of(candidate.step))
-        if commit.save_id != candidate.save_id:
+        if commit.name != candidate.name:
             raise CheckpointError(f"step {candidate.step} was saved anew meanwhile")
         _mend_extras(container, commit)
         return 0
@@ -105,46 +102,35 @@ def _mend_extras(container: Container, commit: Commit) -> None:
             is_same = False
         if not is_same:
             log.warning("%s of step %d is not what was saved: it is written anew", name, commit.step)
-            container.write_commit(commit, is_settled=not (folder / PENDING_FILE).exists())
+            container.write_commit(commit, by_all=True)
             return
 
 
 def remove_damaged(container: Container, step: int, file: str) -> None:
     """Removes an object that proved damaged, also where another process holds it: nobody can use it."""
-    folder = container.folder_of(step)
-    path = commit_path(folder) if file == COMMIT_FILE else folder / file
-    if path is None:
-        return
+    path = container.folder_of(step) / file
     if file != COMMIT_FILE:
         container.remove_object(path)
     container.disk.remove(path)
 
 
-def settle(container: Container, candidate: CommitHead, *, is_elsewhere: bool) -> None:
-    """The chosen checkpoint is on all hosts: what it replaces may go.
-
-    Newer ones, which nobody could put together, do not count as settled any more; else they would replace this one.
+def give_up_newer(container: Container, candidate: CommitHead) -> None:
+    """Checkpoints newer than the chosen one, which nobody could put together, are none any more: they would replace it.
 
     Args:
         container: of this host.
-        candidate: the checkpoint.
-        is_elsewhere: whether there is another host.
+        candidate: the checkpoint that was chosen.
 
     Raises:
         CheckpointError: the disk refuses.
     """
     for one in container.steps():
-        if one.commit is None:
-            continue
-        if one.commit.generation > candidate.generation and one.is_settled:
-            folder = container.folder_of(one.step)
-            container.disk.rename(folder / COMMIT_FILE, folder / PENDING_FILE)
-        if is_elsewhere and one.step == candidate.step and not one.is_settled:
-            container.settle(one.step)
+        if one.commit is not None and one.commit.name > candidate.name:
+            container.remove_commit(one.step)
 
 
 def complete(container: Container, commit: Commit, replication: ReplicationManager | None) -> None:
-    """Writes the commit of a checkpoint and sends it to all other hosts; older checkpoints may go once one has it.
+    """Writes the commit of a checkpoint, and sends it to all other hosts; those that do not take it are logged.
 
     Args:
         container: of this host.
@@ -154,21 +140,10 @@ def complete(container: Container, commit: Commit, replication: ReplicationManag
     Raises:
         CheckpointError: it cannot be written; then the checkpoint is not complete.
     """
-    others = len(set(replication.hosts)) - 1 if replication is not None else 0
-    path = container.write_commit(commit, is_settled=not others)
-    if not others or replication is None:
-        return
-    with ShardReader(path) as shard, shard.view() as content:
-        missing = replication.spread(str(ObjectName(container.name, commit.step, COMMIT_FILE)), content)
-    if len(missing) < others:
-        container.settle(commit.step)
-    else:
-        log.warning(
-            "no other host has the commit of step %d in %s (missing: %s): older checkpoints stay until one has",
-            commit.step,
-            container.root,
-            ", ".join(missing),
-        )
+    path = container.write_commit(commit)
+    if replication is not None:
+        with ShardReader(path) as shard, shard.view() as content:
+            replication.spread(str(ObjectName(container.name, commit.step, COMMIT_FILE)), content)
 
 
 # --- from other hosts -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import (
+    Fetch,
     MemoryCandidate,
     RecoveryPlan,
     Roster,
@@ -29,10 +30,10 @@ from torchelastic.checkpoint.memory.container import Container, read_candidate, 
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, CheckpointObjectId, parts_of
 from torchelastic.checkpoint.memory.inventory import (
     Retrieval,
+    give_up_newer,
     list_container,
     make_replicas,
     remove_damaged,
-    settle,
     verify,
 )
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
@@ -188,12 +189,13 @@ class DefaultCheckpointLoader(CheckpointLoader):
         """
         call = f"get_latest_complete_checkpoint(.../{Path(checkpoint_base_container).name})"
         container, roster, listings = self._survey(checkpoint_base_container, call)
+        is_first = roster.is_first(self._replication.rank)
 
         def read(candidate: MemoryCandidate) -> CheckpointContainerId:
             plan = self._verified_plan(container, candidate, roster, listings, call)
-            if failures := self._execute(container, plan, call):
+            if failures := self._execute(container, plan, call, gives_up_newer=is_first):
                 raise CorruptCheckpointError("; ".join(failures[:4]))
-            self._finish(container, plan, roster, call)
+            self._finish(container, plan)
             return CheckpointContainerId(container.folder_of(candidate.save.step))
 
         def pass_over(candidate: MemoryCandidate, error: CorruptCheckpointError) -> None:
@@ -256,8 +258,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         told = self._replication.run_on_all(f"{call}, looking", look)
         container = self._objects.container(base)
         roster = Roster(tuple(str(host) for host, _ in told), tuple(str(folder) for _, folder in told))
-        folder = roster.folders[self._replication.rank]
-        is_first = roster.sharers[folder][0] == self._replication.rank
+        is_first = roster.is_first(self._replication.rank)
 
         def list_here() -> list[Any]:
             return [one.told() for one in list_container(container)] if is_first else []
@@ -289,35 +290,44 @@ class DefaultCheckpointLoader(CheckpointLoader):
             verified.setdefault(roster.folders[other], {}).update(good)
         return recovery_plan(candidate, verified, roster, self._replication.copies)
 
-    def _execute(self, container: Container, plan: RecoveryPlan, call: str) -> list[str]:
-        """Has all ranks fetch what they need; why those could not that could not."""
-        own = [fetch for fetch in plan.fetches if fetch.receiver == self._replication.rank]
-        step = plan.candidate.step
+    def _fetch_own(self, container: Container, plan: RecoveryPlan, fetches: Sequence[Fetch]) -> list[str]:
+        """Fetches what this rank is to fetch; why it could not what it could not."""
+        failed = []
+        for fetch in fetches:
+            if fetch.receiver != self._replication.rank:
+                continue
+            try:
+                self._retrieval.fetch(container, plan.candidate.step, fetch.file, fetch.holders)
+                publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", fetch.size_bytes)
+            except CheckpointError as error:
+                log.warning("%s of step %d could not be fetched: %s", fetch.file, plan.candidate.step, error)
+                failed.append(f"rank {fetch.receiver} could not fetch {fetch.file}: {error}"[:500])
+        return failed
 
-        def fetch_all() -> list[str]:
-            failed = []
-            for fetch in own:
-                try:
-                    self._retrieval.fetch(container, step, fetch.file, fetch.holders)
-                    publish_metric("torchelastic", "checkpoint.recovery.fetched.bytes", fetch.size_bytes)
-                except CheckpointError as error:
-                    log.warning("%s of step %d could not be fetched: %s", fetch.file, step, error)
-                    failed.append(f"rank {fetch.receiver} could not fetch {fetch.file}: {error}"[:500])
-            return failed
+    def _execute(
+        self, container: Container, plan: RecoveryPlan, call: str, *, gives_up_newer: bool = False
+    ) -> list[str]:
+        """Has all ranks fetch what they need; why those could not that could not.
 
-        told = self._replication.run_on_all(f"{call}, fetching step {step}", fetch_all)
+        The commit comes when all else is there: a host that has it removes older checkpoints.
+        """
+        call = f"{call}, fetching step {plan.candidate.step}"
+        commits = [fetch for fetch in plan.fetches if fetch.file == COMMIT_FILE]
+        shards = [fetch for fetch in plan.fetches if fetch.file != COMMIT_FILE]
+
+        def fetch_commit() -> list[str]:
+            if gives_up_newer:
+                give_up_newer(container, plan.candidate)
+            return self._fetch_own(container, plan, commits)
+
+        told = self._replication.run_on_all(call, lambda: self._fetch_own(container, plan, shards))
+        if not any(told):
+            told = self._replication.run_on_all(f"{call}, its commit", fetch_commit)
         return [text for each in told for text in each]
 
-    def _finish(self, container: Container, plan: RecoveryPlan, roster: Roster, call: str) -> None:
-        """Everybody has what is needed: it may replace what is older, and lost replicas are made again."""
+    def _finish(self, container: Container, plan: RecoveryPlan) -> None:
+        """Everybody has what is needed: lost replicas are made again."""
         rank, candidate = self._replication.rank, plan.candidate
-        is_first = roster.sharers[roster.folders[rank]][0] == rank
-
-        def settle_here() -> None:
-            if is_first:
-                settle(container, candidate, is_elsewhere=len(set(roster.hosts)) > 1)
-
-        self._replication.run_on_all(f"{call}, settling step {candidate.step}", settle_here)
         self._plans = {(container.name, candidate.step): plan}
         own = [fetch for fetch in plan.replicas if fetch.receiver == rank]
         is_wanted = partial(_is_there, container, candidate)
@@ -347,6 +357,6 @@ class DefaultCheckpointLoader(CheckpointLoader):
 def _is_there(container: Container, candidate: CommitHead) -> bool:
     """Whether a checkpoint is still this one: it was not replaced by a newer one meanwhile."""
     try:
-        return read_candidate(container.folder_of(candidate.step)).save_id == candidate.save_id
+        return read_candidate(container.folder_of(candidate.step)).name == candidate.name
     except CheckpointError:
         return False

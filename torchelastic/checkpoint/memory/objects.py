@@ -46,7 +46,16 @@ class CheckpointObjectManager:
         self._pool_config = pool_config
         self._disk = disk
         self._registry = new_registry()
+        self._joined: dict[str, tuple[str, int]] = {}
         self._prepare()
+
+    def hear_of(self, other: CheckpointObjectManager) -> None:
+        """In another process of the program: in which epochs the one saves that this call came from."""
+        with self._lock:
+            self._joined |= other._joined
+            for name, joined in other._joined.items():
+                if name in self._containers and joined[1] > self._containers[name].joined[1]:
+                    self._containers[name].joined = joined
 
     def _prepare(self) -> None:
         self._lock = threading.RLock()
@@ -71,6 +80,7 @@ class CheckpointObjectManager:
             self._check_free(root)
             require_own_folder(root, Kind.MEMORY)
             container = Container(root, disk=self._disk)
+            container.joined = self._joined.get(root.name, container.joined)
             self._containers[root.name] = container
             self._register(root)
             return container
@@ -207,10 +217,14 @@ class CheckpointObjectManager:
             return sorted({*self._containers, *registered_in(self._registry)})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}
+        with self._lock:
+            joined = self._joined | {name: container.joined for name, container in self._containers.items()}
+        state = {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}
+        return {**state, "joined": joined}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pool_config, self._disk, self._registry = state["pool_config"], state["disk"], state["registry"]
+        self._joined = state["joined"]
         self._prepare()
 
 

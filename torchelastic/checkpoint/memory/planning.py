@@ -14,12 +14,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.memory.commit import Commit
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, save_id_of
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import (
     Note,
     Ticket,
     collect_notes,
     deliver,
+    epoch_of,
     refusal,
     shares_bytes,
     tensor_bytes,
@@ -28,6 +29,7 @@ from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.memory.staged_state import StagedState, copied_bytes, refused_in
 from torchelastic.checkpoint.memory.staging import StagedItems
+from torchelastic.checkpoint.store.save_id import SaveId
 
 
 class CheckpointSaver(ABC):
@@ -101,7 +103,7 @@ class PlannedSave:
         return f"{self.base.name}/{self.id.name}"
 
 
-def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: str) -> SavePlan:
+def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: str, group: str) -> SavePlan:
     """The plan of one rank with a `Note` of what that knows.
 
     Args:
@@ -110,6 +112,10 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
         slots: of the container.
         rank: among those that save.
         host: see `Note`.
+        group: names the ranks that save.
+
+    Raises:
+        FencedError: these ranks were replaced.
     """
     slots.reclaim()
     refused = refused_in(item.index.fqn for item in plan.items)
@@ -118,7 +124,8 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
         save.about,
         rank,
         host,
-        max(slots.container.generation_in_use(), slots.generation),
+        max([slots.generation, *(known.generation for known in slots.container.saves())]),
+        slots.container.epochs(group),
         needed_bytes,
         copied_bytes(),
         slots.warm_bytes(needed_bytes),
@@ -130,15 +137,16 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
     return replace(plan, items=items, storage_data=note)
 
 
-def with_tickets(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], str]:
+def with_tickets(save: PlannedSave, plans: list[SavePlan], slots: Slots) -> tuple[list[SavePlan], SaveId]:
     """The plans of all ranks with a `Ticket` in each; and the name of the save.
 
     Raises:
         RuntimeError: a rank saves something else.
     """
     notes = collect_notes(save.about, plans)
-    save_id = save_id_of(slots.next_generation(max(note.newest for note in notes)), secrets.randbits(32))
+    generation = slots.next_generation(max(note.newest for note in notes))
+    name = SaveId(epoch_of(notes), 0, generation, save.step, secrets.token_hex(4))
     skipped = refusal(notes, shares_bytes(plans))
-    tickets = [Ticket(save.about, rank, len(plans), save_id, skipped) for rank in range(len(plans))]
+    tickets = [Ticket(save.about, rank, len(plans), name, skipped) for rank in range(len(plans))]
     deliver(tickets[0])  # for a save without collectives; with them, each rank's own arrives
-    return [replace(plan, storage_data=ticket) for plan, ticket in zip(plans, tickets, strict=True)], save_id
+    return [replace(plan, storage_data=ticket) for plan, ticket in zip(plans, tickets, strict=True)], name

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.room import Free, decide
+from torchelastic.checkpoint.store.save_id import SaveId
 
 #: Of how many checkpoints notes, and tickets, are kept that nobody has asked for: of saves that failed in between.
 _KEPT = 32
@@ -74,6 +75,7 @@ class Note(_Letter):
         rank: of those that save.
         host: names the host; ranks of one host share its memory.
         newest: the highest generation that is known here; -1 if there is none.
+        epochs: in which this process has saved before as one of these ranks (0: in none), and that of the fence.
         needed_bytes: of the tensors in this rank's plan, before others take their part of them.
         copied_bytes: how large a copy is that was made of a state already, into a slot; 0: none.
         warm_bytes: how large a slot is that is free.
@@ -85,6 +87,7 @@ class Note(_Letter):
     rank: int
     host: str
     newest: int
+    epochs: tuple[int, int]
     needed_bytes: int
     copied_bytes: int
     warm_bytes: int
@@ -110,15 +113,21 @@ class Ticket(_Letter):
         about: as in the notes.
         rank: of whom it is for.
         world_size: how many ranks save.
-        save_id: of this save.
+        save: the name of this save.
         skipped: why nobody saves.
     """
 
     about: str
     rank: int
     world_size: int
-    save_id: str
+    save: SaveId
     skipped: NotSaved | None = None
+
+
+def epoch_of(notes: Sequence[Note]) -> int:
+    """In which epoch ranks save: in that of their last save, or, where one of them is new, in one above all others."""
+    epochs = {epoch for note in notes for epoch in note.epochs}
+    return max(epochs) + (len(epochs) > 1 or epochs == {0})
 
 
 def refusal(notes: Sequence[Note], shares_bytes: Sequence[int | None]) -> NotSaved | None:

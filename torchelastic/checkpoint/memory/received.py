@@ -12,11 +12,12 @@ import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import Commit, commit_from
-from torchelastic.checkpoint.memory.container import Container, commit_path
-from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, ShardName
+from torchelastic.checkpoint.memory.container import Container
+from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, require_shard
 from torchelastic.checkpoint.shards.image import tensors_of
 from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.checkpoint.shards.tree import unflatten
+from torchelastic.checkpoint.store.save_id import find_shard
 
 #: A commit holds metadata and small extra files; nobody may fill this host's memory with one.
 MOST_COMMIT_BYTES = 1 << 30
@@ -42,7 +43,7 @@ class ReceivedObjects:
     def fetching(self) -> ReceivedObjects:
         """The same for one object that this process has asked for; others may push it, or fetch it too, meanwhile.
 
-        A commit that comes so does not count as settled: whoever fetches it knows when it does.
+        A commit that comes so replaces nothing yet: whoever fetches it knows when it does.
         """
         shelf = copy.copy(self)
         shelf._fetch = f"{secrets.token_hex(4)}:"
@@ -72,7 +73,7 @@ class ReceivedObjects:
             with self._lock:
                 memory = self._commits.pop(self._fetch + object_id)
             commit = _commit_in(memory, name)
-            container.write_commit(commit, is_settled=not self._fetch)
+            container.write_commit(commit, by_all=bool(self._fetch))
             if not self._fetch:
                 container.tidy()
             return
@@ -95,13 +96,10 @@ class ReceivedObjects:
             name, container = self._place(object_id)
         except ValueError:
             return None
-        if name.file == COMMIT_FILE:
-            path = commit_path(container.folder_of(name.step))
-            return None if path is None else sealed_bytes(path)
         return sealed_bytes(container.folder_of(name.step) / name.file)
 
     def digest(self, object_id: str) -> str | None:
-        """See `ReplicaShelf`; None for a commit, which is taken again so that it counts as settled."""
+        """See `ReplicaShelf`; None for a commit, which may be that of another save of the same step."""
         try:
             name, container = self._place(object_id)
         except ValueError:
@@ -142,10 +140,10 @@ def verify_received(view: memoryview, object_id: str) -> None:
     """
     where, name = f"the copy of {object_id}", ObjectName.parse(object_id)
     header, _ = tensors_of(torch.frombuffer(view, dtype=torch.uint8), where)
-    shard = ShardName.find(name.file)
+    shard = find_shard(name.file)
     if shard is None:
         raise ValueError(f"{name} is no shard")
-    shard.require_in(header.meta, name.step, where)
+    require_shard(shard, header.meta, where)
 
 
 def _room_for_commit(object_id: str, size_bytes: int) -> mmap.mmap:

@@ -17,13 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.errors import CheckpointError, FencedError
 from torchelastic.checkpoint.memory.commit import Commit, StoredItem, check_extra_name, storage_data_of
 from torchelastic.checkpoint.memory.ids import (
     CheckpointContainerId,
     CheckpointObjectId,
-    ShardName,
-    generation_of,
     parts_of,
 )
 from torchelastic.checkpoint.memory.inventory import complete
@@ -36,6 +34,7 @@ from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart,
 from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, stage_items, why_not
 from torchelastic.checkpoint.shards.batches import DEFAULT_THREADS
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, find_shard
 from torchelastic.group.rank_group import begun
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
     def _prepare(self) -> None:
         self.skipped = SkippedSaves()
         self._current = threading.local()
-        self._saves: dict[str, PlannedSave] = {}
+        self._saves: dict[SaveId, PlannedSave] = {}
         self._homes = Homes(self._manager)
 
     def configure(self, *, threads: int | None = None, allow_pickles: bool | None = None) -> None:
@@ -179,11 +178,12 @@ class DefaultCheckpointSaver(CheckpointSaver):
         """Notes in this rank's plan what it knows: the newest checkpoint, and the room that there is.
 
         Raises:
+            FencedError: the ranks of this group were replaced.
             CheckpointError: the container cannot be used.
         """
         save = self.save
         rank = self._rank() if save.rank is None else save.rank
-        return with_note(save, plan, self._homes.at(save.base), rank, self._host())
+        return with_note(save, plan, self._homes.at(save.base), rank, self._host(), self._group())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decides under which name is saved, and whether at all; on the coordinator.
@@ -195,14 +195,11 @@ class DefaultCheckpointSaver(CheckpointSaver):
             RuntimeError: a rank saves something else.
         """
         save = self.save
-        plans, save_id = with_tickets(save, plans, self._homes.at(save.base))
-        self._remember(save_id, save)
-        return plans
-
-    def _remember(self, save_id: str, save: PlannedSave) -> None:
-        self._saves[save_id] = save
+        plans, name = with_tickets(save, plans, self._homes.at(save.base))
+        self._saves[name] = save
         while len(self._saves) > _REMEMBERED:
             self._saves.pop(next(iter(self._saves)))
+        return plans
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -228,8 +225,8 @@ class DefaultCheckpointSaver(CheckpointSaver):
         if ticket.skipped is not None:
             raise NotSavedError(ticket.skipped)
         slots = self._homes.at(save.base)
-        name = ShardName(ticket.rank, ticket.world_size, ticket.save_id)
-        target = ShardTarget(slots.container.root, save.step, name)
+        slots.container.join(self._group(), ticket.save.epoch)
+        target = ShardTarget(slots.container.root, ShardId(ticket.save, ticket.rank, ticket.world_size))
         resolved = resolve(plan, planner, allow_pickles=self._allow_pickles)
         if any(tensor.is_meta for _, tensor in resolved.tensors):
             raise NotSavedError(NotSaved("ram", "there was no memory to copy the state", ticket.rank))
@@ -260,6 +257,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
 
         Raises:
             TypeError, ValueError: something in the plan is not stored.
+            FencedError: these ranks were replaced.
         """
         save = self.save
         try:
@@ -267,6 +265,8 @@ class DefaultCheckpointSaver(CheckpointSaver):
             results = self.write_data(save.staged)
             self.skipped.publish_held(self._homes.at(save.base).container.root)
             return results
+        except FencedError:
+            raise
         except CheckpointError as error:
             ticket = save.ticket
             decided = ticket.skipped if ticket is not None else None  # by the coordinator, of whichever rank
@@ -303,6 +303,7 @@ class DefaultCheckpointSaver(CheckpointSaver):
 
         Raises:
             NotSavedError: a rank has not saved. What this one has saved is removed.
+            FencedError: these ranks were replaced; nothing is published.
             CheckpointError: the commit cannot be written.
         """
         save = self._save_of(results)
@@ -315,15 +316,14 @@ class DefaultCheckpointSaver(CheckpointSaver):
         if ticket is None:
             raise ValueError(f"{save.id}: finish belongs to a save that was planned and written by this writer")
         metadata.storage_data = storage_data_of(results)
-        metadata.storage_meta = StorageMeta(str(save.id), ticket.save_id)
+        metadata.storage_meta = StorageMeta(str(save.id), str(ticket.save))
         files = sorted({item.file for item in metadata.storage_data.values()})
-        generation = generation_of(ticket.save_id)
         slots = self._homes.at(save.base)
-        commit = Commit(
-            generation, save.step, ticket.save_id, ticket.world_size, tuple(files), metadata, dict(save.extras)
-        )
+        commit = Commit(ticket.save, ticket.world_size, tuple(files), metadata, dict(save.extras))
         with slots.finishing:
-            if slots.container.newest_generation() > generation:
+            slots.container.fence.check(*ticket.save.token)
+            newest = slots.container.newest()
+            if newest is not None and newest > ticket.save:
                 log.info("%s is left out: a checkpoint that was begun later is complete already", save.id)
                 return None
             complete(slots.container, commit, self._replication)
@@ -355,8 +355,8 @@ class DefaultCheckpointSaver(CheckpointSaver):
         """The save that these results are of: the one on this thread, if they do not say."""
         items = (one.storage_data for each in results for one in each)
         stored = next((item for item in items if isinstance(item, StoredItem)), None)
-        name = ShardName.find(stored.file) if stored is not None else None
-        save = self._saves.pop(name.save_id, None) if name is not None else None
+        shard = find_shard(stored.file) if stored is not None else None
+        save = self._saves.pop(shard.name, None) if shard is not None else None
         return save if save is not None else self.save
 
     def gather(self, call: str, value: Any) -> Sequence[Any]:
@@ -369,6 +369,10 @@ class DefaultCheckpointSaver(CheckpointSaver):
         if self._replication is not None:
             return self._replication.rank
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def _group(self) -> str:
+        """Names the ranks that save together, since they have met."""
+        return "" if self._replication is None else self._replication.group
 
     def _host(self) -> str:
         if self._replication is None:
@@ -398,6 +402,7 @@ def _elsewhere(
         saver = _savers.get(identity)
         if saver is None:
             saver = _savers[identity] = kind(ckpt_obj_manager=manager, replication_manager=replication)
+        saver._manager.hear_of(manager)
         saver._identity, saver._replication = identity, replication
         vars(saver).update(options)
         return saver

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.memory.ids import ShardName
 from torchelastic.checkpoint.memory.items import CachedLayout
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.room import decide, measure
@@ -45,12 +44,12 @@ class HeldSlot:
     stage: Stage | None
     published: Path | None = None
 
-    def publish(self, step: int, name: ShardName) -> None:
+    def publish(self, step: int, file: str) -> None:
         """Gives the stage, which is sealed, its name. Raises: CheckpointError; then it is given back."""
         stage, self.stage = self.stage, None
         if stage is None:
-            raise CheckpointError(f"{name} of step {step} was given back")
-        self.published = self.container.publish(stage, None, step, name)
+            raise CheckpointError(f"{file} of step {step} was given back")
+        self.published = self.container.publish(stage, None, step, file)
         self.stage = stage
 
     def give_back(self) -> None:

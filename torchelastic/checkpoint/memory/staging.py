@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.commit import StoredItem
-from torchelastic.checkpoint.memory.ids import CheckpointContainerId, ObjectName, ShardName
+from torchelastic.checkpoint.memory.ids import CheckpointContainerId, ObjectName, meta_of_shard, require_shard
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
@@ -25,6 +25,7 @@ from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import ALIGNMENT_BYTES, Entry, Header, align
 from torchelastic.checkpoint.shards.image import read_header
 from torchelastic.checkpoint.shards.stage import Stage, seal
+from torchelastic.checkpoint.store.save_id import ShardId, file_name_of
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.replication.manager import ReplicationManager
@@ -38,23 +39,26 @@ class ShardTarget:
 
     Attributes:
         root: the container, on this host.
-        step: of the checkpoint.
-        name: of the shard.
+        shard: which.
     """
 
     root: Path
-    step: int
-    name: ShardName
+    shard: ShardId
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return file_name_of(self.shard)
 
     @property
     def path(self) -> Path:
         """Its file, once it is published."""
-        return self.root / CheckpointContainerId.format_version_container(self.step) / str(self.name)
+        return self.root / CheckpointContainerId.format_version_container(self.shard.name.step) / self.file
 
     @property
     def object_id(self) -> str:
         """What the other hosts call it."""
-        return str(ObjectName(self.root.name, self.step, str(self.name)))
+        return str(ObjectName(self.root.name, self.shard.name.step, self.file))
 
 
 @dataclass(eq=False)
@@ -136,8 +140,8 @@ class StagedItems:
                 raise CheckpointError(
                     f"{self.target.path} was not written: see the log of the process that had to"
                 ) from error
-        self.target.name.require_in(written.meta, self.target.step, str(self.target.path))
-        held.publish(self.target.step, self.target.name)
+        require_shard(self.target.shard, written.meta, str(self.target.path))
+        held.publish(self.target.shard.name.step, self.target.file)
 
     def abandon(self) -> None:
         """Instead of `write`, or after it: there will be no such checkpoint; the slot is free again."""
@@ -192,7 +196,7 @@ def stage_items(
     size_of = {entry.name: entry.size_bytes for entry in header.entries}
     staged = StagedItems(
         [
-            WriteResult(item.index, size_of[name], StoredItem(str(target.name), name))
+            WriteResult(item.index, size_of[name], StoredItem(target.file, name))
             for item, name in zip(resolved.items, names, strict=True)
         ],
         target,
@@ -229,7 +233,7 @@ def _in_slot(
     except BaseException:
         held.give_back()
         raise
-    header = Header(None, (*layout.entries[:-1], *pickled), target.name.meta(target.step))
+    header = Header(None, (*layout.entries[:-1], *pickled), meta_of_shard(target.shard))
     if checksums is not None:
         header = header.with_checksums((*checksums, *digests))
     return held, header, resolved.names
@@ -249,7 +253,7 @@ def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots
     full = [entry for entry in entries if entry.size_bytes]
     end = max((entry.offset_bytes + entry.size_bytes for entry in (*full, *pickled)), default=0)
     empty = [replace(e, offset_bytes=align(end, ALIGNMENT_BYTES)) for e in entries if not e.size_bytes]
-    header = Header(None, (*full, *pickled, *empty), target.name.meta(target.step))
+    header = Header(None, (*full, *pickled, *empty), meta_of_shard(target.shard))
     if not stage.has_room_for(header):
         return None
     _store_pickles(resolved, pickled, stage)

@@ -5,6 +5,7 @@ Objects are named by ids; where they lie is known to the shelf (see `ReplicaShel
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -143,6 +144,12 @@ class ReplicationManager:
     def is_initialized(self) -> bool:
         """Whether `initialize` was called."""
         return self._topology is not None
+
+    @property
+    def group(self) -> str:
+        """Names this group of ranks: another one whenever they meet in `initialize`; empty before."""
+        token = self._topology.token if self._topology is not None else ""
+        return hashlib.sha256(token.encode()).hexdigest()[:16] if token else ""
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
@@ -94,6 +95,35 @@ def commit(root: Path, manifest: Manifest, *, fence: Fence | None = None, disk: 
         raise
     disk.sync_folder(root)
     return target
+
+
+def publish_into(
+    folder: Path, name: SaveId, files: Sequence[str], *, fence: Fence | None, disk: Disk = REAL_DISK
+) -> None:
+    """Publishes a checkpoint whose shards have their names already: gives the files in its hidden folder theirs.
+
+    Args:
+        folder: of the checkpoint, beside the hidden one that `begin` has made; the shards are there.
+        name: of the save.
+        files: in the hidden folder; the last one is what says that the checkpoint is complete.
+        fence: as for `commit`; None: nobody is fenced off.
+        disk: what touches files.
+
+    Raises:
+        FencedError: other writers have taken over; the last file does not appear.
+        CheckpointError: the disk refuses.
+    """
+    staging = folder.parent / name.staging_name
+    if fence is not None:
+        fence.check(*name.token)
+    try:
+        # From here the fence may still rise; whoever raises it takes older hidden folders away, so the renames fail.
+        for file in files:
+            disk.rename(staging / file, folder / file)
+    except CheckpointError:
+        if fence is not None:
+            fence.check(*name.token)
+        raise
 
 
 def require_stored(folder: Path, record: ShardRecord) -> None:
