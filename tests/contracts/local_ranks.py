@@ -101,6 +101,13 @@ def drop_managers(root: Path, count: int) -> dict[str, list[int]]:
     return seen
 
 
+def _held_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512 if path.is_file() else 0
+    except FileNotFoundError:
+        return 0  # removed while we look
+
+
 def save_quickly(root: Path, count: int) -> int:
     """Some asynchronous saves while the background is busy for some seconds; how many states came to lie in memory."""
     manager, queue, goes_on, most = _manager(root), AsyncCallsQueue(worker="thread"), threading.Event(), 0
@@ -110,8 +117,7 @@ def save_quickly(root: Path, count: int) -> int:
         assert request is not None
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=False)
-        held = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
-        most = max(most, held // MIB)
+        most = max(most, sum(map(_held_bytes, root.rglob("*"))) // MIB)
     goes_on.set()
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()

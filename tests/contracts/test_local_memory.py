@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from tests.contracts import local_ranks
 from tests.process.forked_ranks import run_ranks, values
+from tests.process.small_tmpfs import small_tmpfs
 
 PRELOAD = ("tests.contracts.local_ranks",)
 MIB = local_ranks.MIB
@@ -20,15 +19,8 @@ STATE_MIB = 5
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs with room for 2.4 states: one that is kept and one that is written."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={STATE_MIB * 12 // 5}m", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small tmpfs ({done.stderr.strip()}): run `sudo make test`")
-    yield folder
-    while os.path.ismount(folder):
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_tmpfs(tmp_path / "memory", STATE_MIB * MIB * 12 // 5) as folder:
+        yield folder
 
 
 def test_a_resumed_manager_needs_no_more_room_than_a_fresh_one(small: Path) -> None:

@@ -47,24 +47,8 @@ def stage(path: Path) -> int:
     return os.getpid()
 
 
-def note_sharing(first: torch.Tensor, second: torch.Tensor, path: Path) -> None:
-    first += 1
-    write(path, second.tolist())
-
-
 def fail(text: str) -> None:
     raise ValueError(text)
-
-
-class UnfriendlyError(Exception):
-    """It cannot be pickled and read again: its constructor wants more than its text."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"unfriendly {one} {two}")
-
-
-def fail_unfriendly() -> None:
-    raise UnfriendlyError(1, 2)
 
 
 def hang(path: Path, ignore_sigterm: bool = False) -> None:
@@ -80,10 +64,3 @@ def leave(code: int) -> None:
 
 def leave_later(code: int) -> None:
     atexit.register(os._exit, code)  # the work is done, and then the process fails to end well
-
-
-class FailsInWorker:
-    """Can be pickled, and not be read."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return fail, ("cannot be read",)

@@ -395,23 +395,6 @@ def expected_plain(value: float) -> Any:
     return plain(plain_state(value))
 
 
-def load_rows_as_one(root: str, host: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank loads what several have saved: all rows, and all layers."""
-    with memory(root, host) as mem:
-        ranks_before = 3
-        state = {
-            "rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(2 * ranks_before, 3)),
-            "layers": [
-                ShardedTensor.from_rank_offsets(
-                    "layers", torch.zeros(2), (0, layer, 2 * ranks_before), prepend_axis_num=1
-                )
-                for layer in range(2 * ranks_before)
-            ],
-        }
-        loaded = load_with(mem, state)
-        return loaded["rows"], torch.stack(loaded["layers"])
-
-
 def add_a_tensor(root: str, hosts: str) -> dict[str, Any]:
     """With the structure cached, a tensor is added on one rank's side of the state, and another one changes shape."""
     with memory(root, hosts) as mem:
@@ -519,21 +502,6 @@ def patched(owner: Any, name: str, value: Callable[..., Any] | None) -> Iterator
             delattr(owner, name)
 
 
-def two_at_once(root: str, hosts: str, kind: str) -> Found:
-    """The second save begins before the first one is finalised; then a third one that is dropped."""
-    with memory(root, hosts) as mem, queue_of(kind) as queue:
-        strategy = MegatronAsyncSaveStrategy(mem.writer)
-        requests = [
-            save_local_aware_megatron_checkpoint(plain_state(float(step)), mem.step(step), strategy)
-            for step in (1, 2, 3)
-        ]
-        for request in requests[:2]:
-            queue.schedule(request)
-        queue.finalize()
-        del requests, request
-        return Found(mem.latest(), load_with(mem, plain_state(-1.0)), {}, files_of(mem))
-
-
 def flattened(root: str, hosts: str) -> torch.Tensor:
     """Saved as two ranges of one chunk, loaded as two chunks."""
     whole_tensor = torch.arange(24.0).view(4, 6)
@@ -551,16 +519,6 @@ def flattened(root: str, hosts: str) -> torch.Tensor:
         )
         loaded: torch.Tensor = load_with(mem, {"flat": asked}, **unchecked)["flat"]
         return loaded
-
-
-def one_stays_away(root: str, hosts: str) -> str:
-    with memory(root, hosts) as mem:
-        strategy = MegatronAsyncSaveStrategy(mem.writer, timeout_s=1)
-        message = ""
-        if dist.get_rank() == 0:
-            message = message_of(lambda: strategy.async_save({}, mem.step(1)))
-        dist.barrier()
-        return message
 
 
 def save_as_megatron_does(root: str, hosts: str, kind: str) -> None:

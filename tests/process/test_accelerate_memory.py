@@ -25,7 +25,6 @@ from tests.process.accelerate_runs import (
 from tests.process.forked_ranks import Ended, run_ranks, values
 from torchelastic.adapters.accelerate import MemoryCheckpointer
 
-HOSTS = [{"TORCHELASTIC_FAILURE_DOMAIN": host, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for host in ("a", "b")]
 STEPS = EPOCHS * EPOCH_STEPS
 #: The seeds of the first start, and of the one after the crash.
 FIRST, SECOND = 5, 6
@@ -83,13 +82,6 @@ def test_killed_ranks_go_on_each_with_its_own_random_numbers(base: str, pair: li
     assert [(one.loaded, one.losses, one.digest) for one in outcomes] == [
         (6, one.losses[6:], one.digest) for one in pair
     ]
-
-
-def test_a_lost_host_is_served_by_its_peer(base: str, pair: list[Outcome]) -> None:
-    crash(Run(base, 7), ranks=2, hosts=HOSTS)
-    shutil.rmtree(Path(base).parent / "a")
-    outcomes = trained(Run(base), ranks=2, hosts=HOSTS)
-    assert [(one.loaded, one.digest) for one in outcomes] == [(6, one.digest) for one in pair]
 
 
 def test_a_rank_copies_no_more_than_its_portion_where_all_have_the_same(base: str) -> None:

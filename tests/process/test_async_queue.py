@@ -7,13 +7,11 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.process.async_work import PATIENCE_S
-from torchelastic import metrics
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest, abort_checkpoints
 
 
@@ -65,23 +63,6 @@ def test_a_call_is_finalised_on_the_trainer_and_only_when_it_is_done(queue: Asyn
     assert threads == [threading.main_thread()]
 
 
-def test_the_oldest_is_finalised_first(queue: AsyncCallsQueue) -> None:
-    order: list[int] = []
-    work = Work()
-    for number in (1, 2, 3):
-        queue.schedule_async_request(AsyncRequest(work, (), [partial(order.append, number)]))
-    work.may_end.set()
-    assert queue.maybe_finalize_async_calls(blocking=True) == [1, 2, 3]
-    assert order == [1, 2, 3]
-
-
-def test_a_rank_without_work_has_calls_too(queue: AsyncCallsQueue) -> None:
-    done: list[int] = []
-    queue.schedule_async_request(AsyncRequest(None, (), [lambda: done.append(1)]))
-    assert queue.maybe_finalize_async_calls() == [1]
-    assert done == [1]
-
-
 def test_a_failure_is_told_once_and_is_not_finalised(queue: AsyncCallsQueue) -> None:
     good, bad = done_work(), done_work(ValueError("disk on fire"))
     for work in (good, bad, good):
@@ -94,17 +75,6 @@ def test_a_failure_is_told_once_and_is_not_finalised(queue: AsyncCallsQueue) -> 
     assert (good.finalized, bad.finalized) == (2, 0)
 
 
-def test_a_failure_is_told_by_schedule_which_then_has_scheduled_nothing(queue: AsyncCallsQueue) -> None:
-    bad, after = done_work(ValueError("disk on fire")), done_work()
-    queue.schedule_async_request(bad.request)
-    queue.schedule_async_request(after.request)
-    assert after.has_begun.wait(PATIENCE_S)
-    with pytest.raises(AsyncCheckpointError, match="call 1 failed"):
-        queue.schedule_async_request(after.request)
-    assert queue.schedule_async_request(after.request) == 3
-    assert queue.maybe_finalize_async_calls(blocking=True) == [2, 3]
-
-
 def test_a_failure_is_told_by_close(queue: AsyncCallsQueue) -> None:
     bad, after = done_work(ValueError("disk on fire")), done_work()
     queue.schedule_async_request(bad.request)
@@ -112,12 +82,6 @@ def test_a_failure_is_told_by_close(queue: AsyncCallsQueue) -> None:
     with pytest.raises(AsyncCheckpointError, match="call 1 failed"):
         queue.close()
     assert (bad.finalized, after.finalized, queue.get_num_unfinalized_calls()) == (0, 1, 0)
-
-
-def test_a_thread_that_wants_to_leave_has_failed(queue: AsyncCallsQueue) -> None:
-    queue.schedule_async_request(done_work(SystemExit(3)).request)
-    with pytest.raises(AsyncCheckpointError, match="SystemExit: 3"):
-        queue.maybe_finalize_async_calls(blocking=True)
 
 
 def test_a_failing_finalize_function_is_the_callers_own_error(queue: AsyncCallsQueue) -> None:
@@ -128,14 +92,6 @@ def test_a_failing_finalize_function_is_the_callers_own_error(queue: AsyncCallsQ
     with pytest.raises(LookupError, match="mine"):
         queue.maybe_finalize_async_calls()
     assert queue.get_num_unfinalized_calls() == 0
-
-
-def test_a_thread_stages_on_the_calling_thread(queue: AsyncCallsQueue) -> None:
-    seen: list[object] = []
-    request = AsyncRequest(lambda *args: seen.append(args), (1, None), [], preload_fn=threading.current_thread)
-    queue.schedule_async_request(request)
-    queue.maybe_finalize_async_calls(blocking=True)
-    assert seen == [(1, threading.main_thread())]
 
 
 def test_a_preload_that_fails_fails_in_schedule_and_leaves_nothing_behind(queue: AsyncCallsQueue) -> None:
@@ -197,33 +153,6 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
     assert (work.finalized, queue.get_num_unfinalized_calls()) == (0, 0)
 
 
-def test_a_block_that_raises_drops_what_is_not_finalised() -> None:
-    work = Work()
-    queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
-
-    def block() -> None:
-        with queue:
-            queue.schedule_async_request(work.request)
-            raise LookupError
-
-    with pytest.raises(LookupError):
-        block()
-    assert queue.get_num_unfinalized_calls() == 0
-    work.may_end.set()
-    assert work.finalized == 0
-
-
-def test_a_closed_queue_starts_anew() -> None:
-    work = done_work()
-    queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
-    queue.schedule_async_request(work.request)
-    queue.close()
-    queue.close()
-    queue.schedule_async_request(work.request)
-    queue.close()
-    assert work.finalized == 2
-
-
 def test_a_forgotten_queue_is_reported_and_its_thread_ends(caplog: pytest.LogCaptureFixture) -> None:
     work = Work()
     queue = AsyncCallsQueue(worker="thread", timeout_s=PATIENCE_S)
@@ -247,22 +176,6 @@ def test_the_thread_gives_way_and_the_trainer_does_not() -> None:
         queue.schedule_async_request(AsyncRequest(lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)), (), []))
     assert seen == [before + 2]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-
-def test_stages_are_published(queue: AsyncCallsQueue) -> None:
-    seen: list[str] = []
-
-    class Collect(metrics.MetricHandler):
-        def emit(self, metric_data: metrics.MetricData) -> None:
-            seen.append(metric_data.name)
-
-    metrics.configure(Collect(), group="torchelastic")
-    try:
-        queue.schedule_async_request(done_work().request)
-        queue.maybe_finalize_async_calls(blocking=True)
-    finally:
-        metrics.configure(metrics.NullMetricHandler(), group="torchelastic")
-    assert seen == [f"checkpoint.async.{stage}.duration.ms" for stage in ("schedule", "write", "finalize")]
 
 
 @pytest.mark.parametrize(

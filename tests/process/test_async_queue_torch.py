@@ -50,14 +50,6 @@ def test_a_failed_save_is_told_and_the_next_one_works(checkpoint: TorchAsyncChec
     assert torch.load(tmp_path / "a.pt", weights_only=True) == {"x": torch.ones(1)}
 
 
-@pytest.mark.long
-def test_a_process_for_each_save_tells_too(tmp_path: Path) -> None:
-    checkpoint = TorchAsyncCheckpoint(persistent_queue=False)
-    checkpoint.async_save({"x": 1}, tmp_path / "missing" / "a.pt")
-    with pytest.raises(AsyncCheckpointError, match="No such file"):
-        checkpoint.close()
-
-
 def test_only_paths_can_be_written_to(checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
     with (tmp_path / "open").open("wb") as file, pytest.raises(TypeError, match="path of a file"):
         checkpoint.async_save({}, file)

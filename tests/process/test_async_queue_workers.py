@@ -96,13 +96,6 @@ def test_the_tensors_are_those_of_the_moment_of_scheduling(persistent: AsyncCall
     assert not live.is_shared()  # type: ignore[no-untyped-call]
 
 
-def test_what_shares_storage_here_shares_it_there(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
-    live = torch.zeros(4)
-    run(persistent, async_work.note_sharing, live, live[2:], tmp_path / "seen")
-    assert wait_for(tmp_path / "seen") == "[1.0, 1.0]"
-    assert live.sum() == 0
-
-
 def test_a_process_stages_itself_before_schedule_returns(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
     request = AsyncRequest(
         async_work.note_staged,
@@ -130,17 +123,6 @@ def test_the_error_of_the_worker_is_the_cause_with_its_traceback(persistent: Asy
     assert isinstance(error.__cause__, ValueError)
     assert isinstance(error.__cause__.__cause__, RemoteTraceback)
     assert "in fail" in str(error.__cause__.__cause__)
-
-
-def test_an_error_that_cannot_be_pickled_arrives_as_text(persistent: AsyncCallsQueue) -> None:
-    error = failure(persistent, async_work.fail_unfriendly)
-    assert "UnfriendlyError: unfriendly 1 2" in str(error)
-    assert error.__cause__ is not None
-    assert "in fail_unfriendly" in str(error.__cause__.__cause__)
-
-
-def test_what_the_worker_cannot_read_is_reported(persistent: AsyncCallsQueue) -> None:
-    assert "ValueError: cannot be read" in str(failure(persistent, async_work.fail, async_work.FailsInWorker()))
 
 
 def test_what_cannot_be_pickled_is_refused_by_schedule(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
@@ -174,11 +156,6 @@ def test_a_worker_that_hangs_is_given_up(
     with pytest.raises(AsyncCheckpointError, match=r"not done within 0.1 s"):
         persistent.maybe_finalize_async_calls(blocking=True)
     assert is_gone(pid)
-
-
-@pytest.mark.long
-def test_a_worker_that_leaves_has_failed_whatever_its_exit_code(persistent: AsyncCallsQueue, tmp_path: Path) -> None:
-    assert "ended with exit code 0 before the call was done" in str(failure(persistent, async_work.leave, 0))
 
 
 @pytest.mark.long
@@ -245,15 +222,3 @@ def test_the_worker_does_not_outlive_its_trainer(tmp_path: Path, then: str) -> N
         trainer.kill()
     assert trainer.wait(PATIENCE_S) == (-signal.SIGKILL if then == "stay" else 0)
     wait_until(lambda: is_gone(worker), "the worker ends")
-
-
-def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:
-    script = TRAINER.replace('if __name__ == "__main__":', "if True:").replace(
-        "    async_work.wait_for", "    queue.close() #"
-    )
-    (tmp_path / "trainer.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "trainer.py"), str(tmp_path / "pid"), "leave"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 1
-    assert "ended with exit code 1 before the call was done, before it was ready" in done.stderr

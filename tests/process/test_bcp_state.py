@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from torchelastic.checkpoint import (
     BCPState,
     CheckpointError,
     CorruptCheckpointError,
-    DCPState,
     DiskTier,
     DurableTier,
     EverySteps,
@@ -57,10 +55,6 @@ def saved_twice(folder: Path) -> Job:
         job.train(1)
         job.state.save()
     return job
-
-
-def newest_shard(folder: Path) -> Path:
-    return next(list_checkpoints(folder)[0].folder.glob("*.shard"))
 
 
 def everything(job: Job) -> list[Any]:
@@ -120,41 +114,10 @@ def test_a_background_save_that_fails_is_told_by_wait_and_the_next_one_counts(fo
     assert Job(folder, seed=2).resume()["iteration"] == 2  # type: ignore[index]
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(folder: Path) -> None:
-    job = saved_twice(folder)
-    job.train(1)
-    full = Job(folder, disk=FaultyDisk(full_at("write_some")))
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        full.state.save()
-    assert Job(folder, seed=2).resume()["iteration"] == 2  # type: ignore[index]
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
-
-
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "a byte is changed": flip,
-    "the shard is cut": lambda path: path.write_bytes(path.read_bytes()[:-4000]),
-    "the shard is missing": Path.unlink,
-    "the manifest is missing": lambda path: (path.parent / "manifest.json").unlink(),
-    "the manifest is empty": lambda path: (path.parent / "manifest.json").write_bytes(b""),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_newest_one_is_named_and_the_next_older_is_used(folder: Path, damage: Callable[[Path], Any]) -> None:
-    saved_twice(folder)
-    path = newest_shard(folder)
-    damage(path)
-    again = Job(folder, seed=3)
-    with pytest.warns(RuntimeWarning, match=f"passed over: .*{path.parent.name}"):
-        extra = again.resume()
-    assert extra is not None
-    assert extra["iteration"] == 1
-    assert extra["digest"] == again.digest()
 
 
 def test_if_all_are_damaged_nothing_is_touched_and_they_are_named(folder: Path) -> None:
@@ -235,18 +198,17 @@ def test_another_model_or_optimizer_is_refused_by_name_and_stays_as_it_is(
     assert torch.equal(random_before, torch.get_rng_state())
 
 
-def test_a_background_save_that_fails_is_told_by_the_next_save_which_counts(folder: Path) -> None:
-    disk = FaultyDisk(full_at(32))
-    job = Job(folder, disk=disk)
-    for _ in range(2):
+def test_so_many_stay_as_keep_says_and_nothing_else_is_removed(folder: Path) -> None:
+    job = Job(folder, keep=3)
+    folder.mkdir(parents=True)
+    (folder / "tensorboard_logs").mkdir()
+    for _ in range(12):
         job.train(1)
-        job.state.save(sync=False)
-    job.train(1)
-    with pytest.warns(RuntimeWarning, match="the save before failed on this rank: .*the disk is full"):
         job.state.save()
-    disk.require_struck()
-    job.state.wait()
-    assert Job(folder, seed=2).resume()["iteration"] == 3  # type: ignore[index]
+    assert [info.name.step for info in list_checkpoints(folder)] == [12, 11, 10]
+    assert (folder / "tensorboard_logs").exists()
+    oldest = list_checkpoints(folder)[-1].folder
+    assert Job(folder, seed=2).state.load(oldest)["iteration"] == 10
 
 
 class BrokenOnce(DiskTier):
@@ -270,19 +232,6 @@ def test_whatever_a_place_raises_in_the_background_is_told_once_and_the_next_sav
     with pytest.warns(RuntimeWarning, match="the save before failed on this rank: the place is gone"):
         job.state.save()
     assert [info.name.step for info in list_checkpoints(folder)] == [3, 1]
-
-
-def test_so_many_stay_as_keep_says_and_nothing_else_is_removed(folder: Path) -> None:
-    job = Job(folder, keep=3)
-    folder.mkdir(parents=True)
-    (folder / "tensorboard_logs").mkdir()
-    for _ in range(12):
-        job.train(1)
-        job.state.save()
-    assert [info.name.step for info in list_checkpoints(folder)] == [12, 11, 10]
-    assert (folder / "tensorboard_logs").exists()
-    oldest = list_checkpoints(folder)[-1].folder
-    assert Job(folder, seed=2).state.load(oldest)["iteration"] == 10
 
 
 def test_names_do_not_depend_on_wrappers(folder: Path) -> None:
@@ -362,11 +311,6 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         BCPState(model, adam(model), keep=0)
     with pytest.raises(ValueError, match=r"the optimizer AdamW has 6 parameter.* not in the model"):
         BCPState(model, adam(jobs.net(0))).state_dict()
-
-
-def test_the_two_names_differ_in_their_folder_only() -> None:
-    assert issubclass(DCPState, BCPState)
-    assert (BCPState.DEFAULT_PATH, DCPState.DEFAULT_PATH) == (".velastic/checkpoint", ".velastic/dcp_checkpoint")
 
 
 LAST_SAVE = """
@@ -509,13 +453,6 @@ def test_what_is_sharded_otherwise_is_refused_with_the_remedy(crew: Crew, folder
             assert words in text
 
 
-def test_ranks_that_call_different_things_are_named(crew: Crew, folder: Path) -> None:
-    for kind, text in succeeded(crew.run(jobs.out_of_step, str(folder), ranks=2)):
-        assert kind == "OutOfStepError"
-        assert "rank 1 calls maybe_resume_from_ckpt" in text
-    assert list_checkpoints(folder) == []
-
-
 def test_a_model_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew, folder: Path) -> None:
     (first, first_kept), (second, second_kept) = succeeded(crew.run(jobs.another_model_on_rank_1, str(folder), ranks=2))
     assert first_kept
@@ -528,40 +465,6 @@ def test_a_model_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew, folde
 def test_a_lost_host_is_replaced_by_its_copy_in_the_memory_of_another(crew: Crew, folder: Path, kind: str) -> None:
     answers = succeeded(crew.run(jobs.after_a_host_is_lost, str(folder), kind, ranks=2))
     assert answers == [(2, 0, True), (2, 1, True)]
-
-
-# --- killed -----------------------------------------------------------------------------------------------------------
-
-
-def killed(folder: Path, ranks: int, kind: str, sync: bool, every: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.process.training_state_jobs", str(ranks), kind, "sync" if sync else "async"]
-    done = subprocess.run([*command, str(every), str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    outcomes: list[dict[str, Any]] = json.loads(done.stdout)
-    return outcomes
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "kind", "sync", "every"), [(1, "plain", True, 2), (2, "ddp", False, 8), (2, "fsdp2", True, 8)]
-)
-def test_a_job_killed_while_it_saves_resumes_from_one_of_two_checkpoints_exactly(
-    folder: Path, ranks: int, kind: str, sync: bool, every: int
-) -> None:
-    folder.mkdir()
-    outcomes = killed(folder, ranks, kind, sync, every)
-    assert len(outcomes) >= 4
-    assert sum(-9 in outcome["statuses"] for outcome in outcomes) >= len(outcomes) - ranks  # else the save had ended
-    seen = set()
-    for outcome in outcomes:
-        assert outcome["seen"] == [0] * ranks, outcome
-        iterations = {iteration for iteration, _ in outcome["found"]}
-        assert len(iterations) == 1, outcome
-        assert iterations <= {4, 6}, outcome
-        assert all(is_same for _, is_same in outcome["found"]), outcome
-        assert outcome["hidden"] == [], outcome  # the life after it has cleaned up
-        seen |= iterations
-    assert 4 in seen
 
 
 def test_an_unfinished_save_is_named_in_a_warning(folder: Path) -> None:

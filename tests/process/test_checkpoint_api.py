@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import io
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
 from torchelastic.checkpoint import (
-    Checkpoint,
     CheckpointError,
     CheckpointManager,
     CorruptCheckpointError,
@@ -65,21 +63,6 @@ def folder(manager: FileSystemCheckpointManager, tmp_path: Path) -> Path:
 def loaded(manager: CheckpointManager) -> bytes | None:
     state = ByteState()
     return state.data if load_latest(manager, state) is not None else None
-
-
-def test_what_was_saved_last_is_loaded(manager: FileSystemCheckpointManager) -> None:
-    for data in (b"one", b"two", b"three"):
-        save(manager, ByteState(data))
-    state = ByteState()
-    checkpoint = load_latest(manager, state)
-    assert repr(checkpoint) == repr(manager.get_latest_checkpoint())
-    assert state.data == b"three"
-
-
-def test_nothing_is_loaded_where_there_is_nothing(manager: FileSystemCheckpointManager) -> None:
-    state = ByteState(b"initial")
-    assert load_latest(manager, state) is None
-    assert state.data == b"initial"
 
 
 def flip_one_bit(path: Path) -> None:
@@ -170,94 +153,6 @@ def test_a_save_that_fails_leaves_nothing_and_keeps_its_error(
     assert info.value is error
     assert [path.name for path in folder.iterdir()] == ["0"]
     assert loaded(manager) == b"good"
-
-
-class SpyCheckpoint(Checkpoint):
-    """As a user may write one for 0.1; remembers its calls, and fails where it is told."""
-
-    def __init__(self, fails_at: str = "") -> None:
-        self.fails_at = fails_at
-        self.calls: list[str] = []
-        self.stream = io.BytesIO()
-
-    def _called(self, name: str) -> None:
-        self.calls.append(name)
-        if name == self.fails_at:
-            raise RuntimeError(f"{name} failed")
-
-    def open_output_stream(self, key: str) -> BinaryIO:
-        self._called(f"open {key}")
-        return self.stream
-
-    def open_input_stream(self, key: str) -> BinaryIO:
-        self._called(f"read {key}")
-        return io.BytesIO(b"stored")
-
-    def commit(self) -> None:
-        self._called("commit")
-
-    def discard(self) -> None:
-        self.calls.append("discard")
-        raise AttributeError("a failure of discard must not hide the first one")
-
-
-class SpyManager(CheckpointManager):
-    def __init__(self, checkpoint: SpyCheckpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def create_checkpoint(self) -> Checkpoint:
-        return self.checkpoint
-
-    def get_checkpoint(self, sequence_id: int) -> Checkpoint | None:
-        return self.checkpoint
-
-    def get_latest_checkpoint(self) -> Checkpoint | None:
-        return self.checkpoint
-
-    def list_checkpoints(self) -> Sequence[Checkpoint]:
-        return [self.checkpoint]
-
-
-@pytest.mark.parametrize("fails_at", ["open default", "commit"])
-def test_the_first_failure_is_raised_even_if_discarding_fails_too(fails_at: str) -> None:
-    checkpoint = SpyCheckpoint(fails_at)
-    with pytest.raises(RuntimeError, match=f"{fails_at} failed"):
-        save(SpyManager(checkpoint), ByteState(b"x"))
-    assert checkpoint.calls[-1] == "discard"
-
-
-def test_a_manager_with_only_the_methods_of_0_1_works() -> None:
-    checkpoint = SpyCheckpoint()
-    assert save(SpyManager(checkpoint), ByteState(b"x")) is checkpoint
-    assert checkpoint.calls == ["open default", "commit"]
-    assert checkpoint.stream.closed
-    assert loaded(SpyManager(checkpoint)) == b"stored"
-
-
-class HidingState(ByteState):
-    """Hides an error of the stream behind one of its own, as torch.save does."""
-
-    def save(self, stream: BinaryIO) -> None:
-        try:
-            super().save(stream)
-        except OSError:
-            raise RuntimeError("unexpected pos 768 vs 662") from None
-
-
-class FailingStream(io.BytesIO):
-    failure: CheckpointError | None = None
-
-    def write(self, _data: object, /) -> int:
-        self.failure = CheckpointError("the disk is full")
-        raise self.failure
-
-
-def test_the_error_of_the_stream_is_raised_where_the_state_hid_it() -> None:
-    checkpoint = SpyCheckpoint()
-    checkpoint.stream = FailingStream()
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        save(SpyManager(checkpoint), HidingState(b"x"))
-    assert checkpoint.calls == ["open default", "discard"]
 
 
 def test_a_checkpoint_without_the_default_stream_is_not_passed_over(manager: FileSystemCheckpointManager) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +24,6 @@ from torchelastic.checkpoint.shards import save_tree
 from torchelastic.checkpoint.shards.tree import Flat
 from torchelastic.checkpoint.shards.writing import write_shard
 from torchelastic.checkpoint.store import list_checkpoints
-from torchelastic.text import age_text, bytes_text
 
 # --- ls ---------------------------------------------------------------------------------------------------------------
 
@@ -82,12 +78,6 @@ def test_one_checkpoint_is_told_apart_by_what_is_in_it(tmp_path: Path, capsys: C
         assert (one["kind"], one[title], one["complete"]) == (kind, number, True), path
 
 
-def test_folders_that_hold_several_kinds_list_them_all(tmp_path: Path, capsys: Capture) -> None:
-    add_streams(tmp_path, 2)
-    add_checkpoint(tmp_path, 5)
-    assert [one["kind"] for one in lines_of(capsys, "ls", tmp_path)] == ["shards", "streams", "streams"]
-
-
 def test_looking_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
     add_streams(tmp_path, 1)
     add_checkpoint(tmp_path, 5)
@@ -129,43 +119,6 @@ def test_a_save_of_which_some_ranks_are_elsewhere_is_partial_and_not_damaged(tmp
     assert "nothing is removed" in err
 
 
-@pytest.mark.parametrize("torn", [0, 1])
-def test_a_copy_in_another_ranks_folder_stands_in_for_a_damaged_shard(
-    tmp_path: Path, capsys: Capture, torn: int
-) -> None:
-    first, second = add_local(tmp_path, 1)
-    copies = (first, second.parent / first.name)
-    copies[1].write_bytes(first.read_bytes())
-    copies[torn].write_bytes(b"torn")
-    (one,) = lines_of(capsys, "ls", tmp_path)
-    assert one["complete"]
-    code, out, _ = run(capsys, "verify", tmp_path)
-    assert code == 1
-    assert str(copies[torn]) in out
-    assert str(copies[1 - torn]) not in out
-
-
-def test_what_a_run_removes_meanwhile_is_passed_over(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_streams(tmp_path, 2)
-    for step in (1, 2):
-        add_checkpoint(tmp_path, step)
-        add_local(tmp_path, step)
-    gone = [tmp_path / "step-000000001.e1.r2.g1", tmp_path / "0", *tmp_path.glob("session/*/step-000000010.*")]
-    looks = Path.stat
-
-    def removes(path: Path, **settings: Any) -> os.stat_result:
-        if path in gone or path.parent in gone:
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return looks(path, **settings)
-
-    monkeypatch.setattr(Path, "stat", removes)
-    code, out, _ = run(capsys, "ls", tmp_path)
-    assert code == 0
-    assert len(out.splitlines()) == 1 + 3
-
-
 def test_what_the_local_manager_writes(tmp_path: Path, capsys: Capture) -> None:
     manager = LocalCheckpointManager(tmp_path, "session", keep=3)
     for step in (1, 2, 3):
@@ -201,22 +154,6 @@ def test_show_tells_run_token_shards_and_tensors(tmp_path: Path, capsys: Capture
     assert "lr: 0.1\nrng: 100 values\n" in out
 
 
-def test_show_as_json(tmp_path: Path, capsys: Capture) -> None:
-    add_checkpoint(tmp_path, 2)
-    (document,) = lines_of(capsys, "show", tmp_path, "--tensors", "--values")
-    assert document["facts"]["run"] == "job7"
-    assert document["tensors"][0]["shape"] == [4, 3]
-    assert document["tensors"][0]["size_bytes"] == 48
-    assert document["values"]["rng"] == list(range(100))
-    assert "tensors" not in lines_of(capsys, "show", tmp_path)[0]
-
-
-def test_show_passes_over_damaged_ones(tmp_path: Path, capsys: Capture) -> None:
-    add_checkpoint(tmp_path, 1)
-    (add_checkpoint(tmp_path, 2) / "manifest.json").write_text("{}")
-    assert lines_of(capsys, "show", tmp_path)[0]["step"] == 1
-
-
 def test_show_runs_nothing_and_sends_no_commands_to_the_terminal(tmp_path: Path, capsys: Capture) -> None:
     state = {"bad": Harmful(str(tmp_path / "ran")), "text": "\x1b]0;owned\x07", "\x1b[2J": torch.ones(1), (1, "k"): 1}
     save_tree(tmp_path / "s", state, allow_pickles=True)
@@ -236,13 +173,6 @@ def test_show_of_a_structure_that_makes_no_sense_is_one_line(
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert str(tmp_path / "s") in err
-
-
-def test_show_of_a_shard_without_plain_values_says_so(tmp_path: Path, capsys: Capture) -> None:
-    write_shard(tmp_path / "s", Flat(None, ()), {})
-    code, out, _ = run(capsys, "show", tmp_path / "s", "--values")
-    assert code == 0
-    assert "in the shard of another rank" in out
 
 
 def test_show_of_a_stream_lists_its_tensors(tmp_path: Path, capsys: Capture) -> None:
@@ -265,16 +195,6 @@ def test_a_stream_of_the_users_own_making_is_listed_and_not_opened(tmp_path: Pat
     assert "State.save of your own" in err
 
 
-def test_the_folder_that_one_is_in_has_a_name(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_checkpoint(tmp_path, 2)
-    add_streams(tmp_path / "streams", 1)
-    monkeypatch.chdir(tmp_path / "step-000000002.e1.r2.g2")
-    assert [one["step"] for one in lines_of(capsys, "ls", ".")] == [2]
-    assert [one["name"] for one in lines_of(capsys, "ls", "..")] == ["step-000000002.e1.r2.g2"]
-    monkeypatch.chdir(tmp_path / "streams" / "0")
-    assert [one["id"] for one in lines_of(capsys, "ls", ".")] == [0]
-
-
 # --- the launcher's command line --------------------------------------------------------------------------------------
 
 
@@ -292,25 +212,7 @@ def test_the_launcher_knows_the_command_and_loads_nothing_for_it() -> None:
     assert helped.stderr.splitlines()[-1] == "False"
 
 
-def test_it_is_started_by_the_launcher(tmp_path: Path) -> None:
-    save_tree(tmp_path / "one.shard", {"a": 1})
-    command = [sys.executable, "-m", "torchelastic.launch", "checkpoint", "ls", str(tmp_path / "one.shard"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["name"] == "one.shard"
-
-
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def test_sizes_and_ages() -> None:
-    assert [bytes_text(size) for size in (0, 1023, 1536, 2**40)] == ["0 B", "1023 B", "1.50 KiB", "1.00 TiB"]
-    assert [age_text(age) for age in (-5.0, 59.0, 90.0, 7200.0, 172800.0)] == [
-        "0 s",
-        "59 s",
-        "1.5 min",
-        "2.0 h",
-        "2.0 d",
-    ]
 
 
 def test_on_a_terminal_the_table_is_drawn_by_rich(

@@ -21,14 +21,10 @@ from tests.process.command_checkpoints import (
     names,
     run,
 )
-from torchelastic.checkpoint.command import listing
-from torchelastic.checkpoint.command.format import FoundCheckpoint
 from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.shards import save_tree
-from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, encode_header
-from torchelastic.checkpoint.store import Manifest, SaveId, list_checkpoints, open_checkpoint
-from torchelastic.checkpoint.store.pruning import remove_checkpoint
-from torchelastic.checkpoint.store.writing import begin, commit, write_shard
+from torchelastic.checkpoint.store import SaveId
+from torchelastic.checkpoint.store.writing import begin
 
 # --- verify -----------------------------------------------------------------------------------------------------------
 
@@ -69,50 +65,6 @@ def test_verify_of_streams_reads_all_of_them(tmp_path: Path, capsys: Capture, wh
     assert ("metrics" in out) or ("manifest" in out)
 
 
-@pytest.mark.parametrize("position", range(0, 4500, 500))
-def test_verify_of_a_shard_finds_any_changed_byte_that_is_read(tmp_path: Path, capsys: Capture, position: int) -> None:
-    path = tmp_path / "one.shard"
-    header = save_tree(path, {"a": torch.arange(1000), "b": "x" * 2000})
-    assert run(capsys, "verify", path)[0] == 0
-    flip(path, position)
-    gap = PREAMBLE_BYTES + len(encode_header(header)) <= position < path.stat().st_size - header.data_bytes
-    assert run(capsys, "verify", path)[0] == (0 if gap else 1)
-
-
-def test_what_cannot_be_read_is_not_called_damaged(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = add_checkpoint(tmp_path, 1)
-
-    def refuse(*_: object, **__: object) -> int:
-        raise PermissionError(13, "Permission denied", str(folder / "manifest.json"))
-
-    listed = list_checkpoints(tmp_path)
-    monkeypatch.setattr("torchelastic.checkpoint.command.shard_folder.list_checkpoints", lambda _: listed)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    code, out, _ = run(capsys, "verify", tmp_path)
-    assert code == 2
-    assert "unreadable" in out
-
-
-def test_verify_passes_over_what_is_removed_while_it_reads(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (1, 2):
-        add_checkpoint(tmp_path, step)
-    find = listing.find
-
-    def removes(path: Path) -> list[FoundCheckpoint]:
-        found = find(path)
-        remove_checkpoint(path, SaveId(1, 2, 1, 1))
-        return found
-
-    monkeypatch.setattr("torchelastic.checkpoint.command.verifying.find", removes)
-    code, out, _ = run(capsys, "verify", tmp_path)
-    assert code == 0
-    assert "removed meanwhile" in out
-
-
 # --- prune ------------------------------------------------------------------------------------------------------------
 
 
@@ -133,13 +85,6 @@ def test_prune_keeps_by_rules_and_says_why(tmp_path: Path, capsys: Capture) -> N
     assert [one["state"] for one in lines_of(capsys, "prune", tmp_path, *rules)] == ["kept"] * 3
 
 
-def test_the_best_may_be_the_largest(tmp_path: Path, capsys: Capture) -> None:
-    for step, score in ((1, 0.9), (2, 0.1), (3, 0.5)):
-        add_checkpoint(tmp_path, step, {"score": score})
-    run(capsys, "prune", tmp_path, "--keep-best", "score", "--best-mode", "max")
-    assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
-
-
 def test_prune_leaves_the_newest_complete_damaged_ones_and_writers_alone(tmp_path: Path, capsys: Capture) -> None:
     for step in (1, 2, 3):
         folder = add_checkpoint(tmp_path, step)
@@ -152,18 +97,6 @@ def test_prune_leaves_the_newest_complete_damaged_ones_and_writers_alone(tmp_pat
     assert staging.is_dir()
 
 
-def test_a_run_that_went_back_keeps_what_it_wrote_last(tmp_path: Path, capsys: Capture) -> None:
-    for generation, step in ((1, 300), (2, 200), (3, 100)):
-        name = SaveId(1, generation, generation, step)
-        staging = begin(tmp_path, name)
-        save_tree(tmp_path / "part", {"a": 1})
-        record = write_shard(staging, 0, 1, memoryview((tmp_path / "part").read_bytes()))
-        (tmp_path / "part").unlink()
-        commit(tmp_path, Manifest(name, "job7", 1, (record,), saved_s=1000.0 - generation))
-    assert run(capsys, "prune", tmp_path, "--keep-last", 1)[0] == 0
-    assert [one.step for one in list_checkpoints(tmp_path)] == [100]
-
-
 def test_prune_of_streams_and_local_saves(tmp_path: Path, capsys: Capture) -> None:
     add_streams(tmp_path / "streams", 3)
     for generation in (1, 2, 3):
@@ -173,15 +106,6 @@ def test_prune_of_streams_and_local_saves(tmp_path: Path, capsys: Capture) -> No
         assert len(lines_of(capsys, "ls", root)) == 2
     assert names(tmp_path / "streams") == ["1", "2"]
     assert len(list((tmp_path / "local").rglob("*.shard"))) == 4
-
-
-def test_a_reader_goes_on_while_its_checkpoint_is_pruned(tmp_path: Path, capsys: Capture) -> None:
-    folder = add_checkpoint(tmp_path, 1)
-    add_checkpoint(tmp_path, 2)
-    with open_checkpoint(folder) as opened:
-        assert run(capsys, "prune", tmp_path, "--keep-last", 1)[0] == 0
-        assert not folder.exists()
-        assert opened.read_tree()["w"][3, 0] == 2.0
 
 
 def test_prune_that_makes_no_sense_removes_nothing(tmp_path: Path, capsys: Capture) -> None:

@@ -45,21 +45,6 @@ def test_a_container_and_a_step_of_it_are_listed(base: Path, capsys: Capture) ->
     assert run(capsys, "ls", base)[1].splitlines()[1].split()[-2:] == ["memory", "complete"]
 
 
-def test_the_newest_is_that_of_the_highest_generation_whatever_its_step(base: Path, capsys: Capture) -> None:
-    older = left_by_a_killed_job(base / "before", 20)
-    left_by_a_killed_job(base, 5, 10)  # the run had gone back; what is left of step 20 has not been removed yet
-    older.rename(base / "step-20_ckpt")
-    (base / "step-30_ckpt").mkdir()
-    (base / "step-30_ckpt" / "step-000000030.e1.r0.g9.00000000.shard-00000-of-00002.shard").write_bytes(
-        b"being written"
-    )
-    listed = lines_of(capsys, "ls", base)
-    assert [one["step"] for one in listed] == [10, 20, 30]
-    assert [one["complete"] for one in listed] == [True, True, False]
-    assert "has no commit" in listed[2]["damage"]
-    assert lines_of(capsys, "show", base)[0]["step"] == 10
-
-
 def test_looking_claims_nothing_and_changes_nothing(base: Path, capsys: Capture) -> None:
     folder = left_by_a_killed_job(base, 20)
     (base / ".tmp-1-0123").write_bytes(b"a slot of a dead rank")
@@ -146,15 +131,6 @@ def test_convert_gives_the_state_that_was_saved(base: Path, tmp_path: Path, caps
     assert torch.equal(state["w"], expected["w"])
     assert state["opt"]["lr"] == 0.5
     assert torch.equal(state["opt"]["m"], expected["opt"]["m"])
-
-
-def test_convert_of_a_damaged_one_names_the_tensor(base: Path, tmp_path: Path, capsys: Capture) -> None:
-    folder = left_by_a_killed_job(base, 20)
-    flip_first_byte_of("w", shard_of(folder))
-    code, _, err = run(capsys, "convert", base, tmp_path / "out", "--to", "torch")
-    assert code == 2
-    assert "'w'" in err
-    assert not (tmp_path / "out").exists()
 
 
 def test_prune_by_rules_leaves_them_to_their_job(base: Path, capsys: Capture) -> None:

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -49,17 +48,6 @@ def test_there_and_back_gives_the_same_bits_and_names(
     assert_same(state, everything())
     assert state["tied"] is state["tied too"]
     assert state["channels_last"].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_torch_file_loads_without_running_anything(stored: dict[str, Path]) -> None:
-    state = torch.load(stored["torch"], weights_only=True)
-    assert_same(state, everything())
-    assert state["tied"] is state["tied too"]
-
-
-def test_a_torch_file_is_a_source_without_pickles(stored: dict[str, Path], tmp_path: Path) -> None:
-    assert main(["convert", str(stored["torch"]), str(tmp_path / "s"), "--to", "shard"]) == 0
-    assert_same(load_tree(tmp_path / "s"), everything())
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -99,21 +87,6 @@ def test_dcp_loads_into_a_model_and_adam(tmp_path: Path) -> None:
     assert_same(averages, [values["exp_avg"] for values in optimizer.state.values()])
 
 
-def test_dcp_loads_under_the_names_of_torchs_own_state_dicts(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    saved = get_state_dict(model, optimizer)
-    save_tree(tmp_path / "s", {"model": dict(saved[0]), "optim": dict(saved[1])})
-    convert(tmp_path / "s", tmp_path / "dcp", "dcp")
-    fresh, adam = trained()
-    fresh.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in fresh.state_dict().items()})
-    own = get_state_dict(fresh, adam)
-    state: dict[str, Any] = {"model": own[0], "optim": own[1]}
-    dcp_load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
-    set_state_dict(fresh, adam, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
-    assert_same(adam.state_dict()["state"], optimizer.state_dict()["state"])
-
-
 def test_safetensors_of_a_flat_state_has_its_names(tmp_path: Path) -> None:
     model, _ = trained()
     save_tree(tmp_path / "s", model.state_dict())
@@ -138,15 +111,6 @@ def test_safetensors_of_a_nested_state_joins_names_and_notes_the_tied_one(stored
     assert "tied too" not in loaded
     with safe_open(stored["safetensors"], framework="pt") as file:
         assert file.metadata()["tied too"] == "tied"
-
-
-def test_files_of_others_become_flat_dicts(tmp_path: Path) -> None:
-    tensors = {"b": torch.randn(2), "a.weight": torch.randn(3).half()}
-    safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    convert(tmp_path / "theirs.safetensors", tmp_path / "s", "shard")
-    state = load_tree(tmp_path / "s")
-    assert state.keys() == tensors.keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_folder_of_safetensors_is_put_together_and_a_missing_file_named(tmp_path: Path, capsys: Capture) -> None:
@@ -210,17 +174,6 @@ def test_what_a_target_cannot_hold_is_named_with_the_remedy(tmp_path: Path, caps
         said = refusal(capsys, source, tmp_path / "t", "--to", to)
         assert not [part for part in expected if part not in said], said
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number}.shard" for number in range(len(cases))]
-
-
-def test_sparse_quantised_and_numpy_come_back_from_safetensors(tmp_path: Path) -> None:
-    state = {"csr": torch.eye(3).to_sparse_csr(), "array": np.arange(3.0), "number": np.float64(2.5)}
-    save_tree(tmp_path / "s", state)
-    convert(tmp_path / "s", tmp_path / "t", "safetensors")
-    convert(tmp_path / "t", tmp_path / "u", "shard")
-    back = load_tree(tmp_path / "u")
-    assert torch.equal(back["csr"].to_dense(), torch.eye(3))
-    assert_same(back["array"], state["array"])
-    assert back["number"] == 2.5
 
 
 def test_convert_of_a_folder_of_shards_puts_the_tensors_together(tmp_path: Path, capsys: Capture) -> None:

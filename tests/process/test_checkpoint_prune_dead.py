@@ -16,7 +16,7 @@ from tests.process.command_checkpoints import Capture, run
 from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
 from torchelastic.checkpoint.command.dead_jobs import prune_dead
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.owner import DOOMED, DeadJob, find_dead, remove_dead
+from torchelastic.checkpoint.memory.owner import DeadJob, find_dead, remove_dead
 
 
 @pytest.fixture
@@ -52,20 +52,6 @@ def test_the_dead_are_listed_and_removed_and_the_living_are_not(root: Path, caps
     assert rows[5][1:] == ["MiB", "freed"]
 
 
-def test_a_killed_job_is_offered(root: Path, capsys: Capture) -> None:
-    with living_job(root / "7", "job7") as process:
-        process.kill()
-    assert f"{root / '7'}  job7" in run(capsys, "prune", "--dead", root, "--dry-run")[1]
-
-
-def test_nothing_is_removed_on_a_dry_run(root: Path, capsys: Capture) -> None:
-    dead_job(root / "7")
-    code, out, _ = run(capsys, "prune", "--dead", root, "--dry-run", "--yes")
-    assert (code, names(root)) == (0, ["7"])
-    assert f"{root / '7'}: would be removed" in out
-    assert "would be freed" in out
-
-
 def test_without_a_terminal_and_without_yes_nothing_is_removed(root: Path, capsys: Capture) -> None:
     dead_job(root / "7")
     code, out, err = run(capsys, "prune", "--dead", root)
@@ -98,22 +84,6 @@ def test_on_a_terminal_it_asks(
     assert "remove 1 of them (2.00 MiB)?" in questions[0]
 
 
-def test_a_program_is_never_asked(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead_job(root / "7")
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda _: "y")
-    code, out, err = run(capsys, "prune", "--dead", root, "--json")
-    assert (code, out, names(root)) == (2, "", ["7"])
-    assert "--yes" in err
-
-
-def test_nobody_is_asked_about_nothing(root: Path, capsys: Capture) -> None:
-    code, out, err = run(capsys, "prune", "--dead", root)
-    assert (code, err) == (0, "")
-    assert "no job that is dead has left anything" in out
-    assert run(capsys, "prune", "--dead", root, "--json") == (0, "", "")
-
-
 def test_what_was_changed_lately_stays_for_a_job_that_comes_back(root: Path, capsys: Capture) -> None:
     dead_job(root / "7")
     (dead,) = find_dead(root)
@@ -121,18 +91,6 @@ def test_what_was_changed_lately_stays_for_a_job_that_comes_back(root: Path, cap
     assert f"{root / '7'}: kept" in capsys.readouterr().out
     assert names(root) == ["7"]
     assert prune(root, yes=True, older_than_s=60.0, now_s=dead.changed_s + 60.0) == 0
-    assert names(root) == []
-
-
-def test_what_is_kept_for_its_age_is_not_asked_about(root: Path, capsys: Capture) -> None:
-    dead_job(root / "7")
-    assert run(capsys, "prune", "--dead", root, "--older-than", "3600")[0] == 0
-    assert names(root) == ["7"]
-
-
-def test_what_was_removed_by_halves_goes_whatever_its_age(root: Path, capsys: Capture) -> None:
-    dead_job(root / f"{DOOMED}0123")
-    assert run(capsys, "prune", "--dead", root, "--older-than", "3600", "--yes")[0] == 0
     assert names(root) == []
 
 

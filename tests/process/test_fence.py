@@ -14,19 +14,11 @@ import pytest
 from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, restore, save, sealed
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.shards.disk import Disk
-from torchelastic.checkpoint.store import DiskTier, Manifest, TierContext
+from torchelastic.checkpoint.store import DiskTier, Manifest
 from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, FENCE_NAME, Fence, OwnedError
 from torchelastic.checkpoint.store.writing import begin
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_every_claim_takes_the_next_epoch(tmp_path: Path) -> None:
-    for expected in (1, 2, 3):
-        fence = Fence(tmp_path / "root")
-        assert fence.claim(RUN, "job") == expected
-        fence.release()
-    assert Fence(tmp_path / "root").claim(RUN, "job", at_least=9) == 9
 
 
 def test_claims_at_the_same_time_take_different_epochs_and_all_can_join_the_last(tmp_path: Path) -> None:
@@ -70,28 +62,6 @@ def test_a_job_of_the_same_run_replaces_one_that_is_alive(tmp_path: Path) -> Non
     with pytest.raises(FencedError):
         old.join(1, RUN)
     assert new.read().token == (2, 0)
-
-
-def test_a_newer_group_fences_the_older_one_off_and_not_the_other_way_round(tmp_path: Path) -> None:
-    fence = Fence(tmp_path)
-    epoch = fence.claim(RUN, "job")
-    fence.advance(epoch, 3)
-    fence.advance(epoch, 3)  # every rank does
-    fence.check(epoch, 3)
-    with pytest.raises(FencedError):
-        fence.check(epoch, 2)
-    with pytest.raises(FencedError):
-        fence.advance(epoch, 2)
-    assert fence.read().token == (epoch, 3)
-
-
-def test_ranks_join_and_raise_the_fence_of_a_folder_of_their_own(tmp_path: Path) -> None:
-    fence = Fence(tmp_path)
-    fence.join(4, RUN)
-    Fence(tmp_path).join(4, RUN)
-    assert (fence.read().epoch, fence.read().run_id) == (4, RUN)
-    with pytest.raises(FencedError):
-        Fence(tmp_path).join(4, "other")
 
 
 def test_the_known_epoch_is_one_more_where_another_run_was(tmp_path: Path) -> None:
@@ -182,12 +152,3 @@ def test_a_writer_is_told_also_if_its_successor_died_before_it_took_the_hidden_f
     with pytest.raises(FencedError):
         DiskTier(tmp_path, disk=Overtaken()).commit(manifest)
     assert tier.inventory() == []
-
-
-def test_a_shard_that_is_put_after_its_group_was_replaced_is_refused(tmp_path: Path) -> None:
-    old, new = DiskTier(tmp_path), DiskTier(tmp_path)
-    old.prepare(context_of(old))
-    new.prepare(TierContext(RUN, 1, 2, 0, 1))
-    with pytest.raises(FencedError):
-        old.put(sealed(name_at(1, epoch=1, round_number=1)))
-    assert hidden_in(tmp_path) == []

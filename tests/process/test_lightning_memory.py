@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import shutil
 import tempfile
 import threading
 from collections import OrderedDict
@@ -119,18 +118,6 @@ def test_a_killed_run_of_two_ranks_goes_on_from_memory_as_if_nothing_had_happene
 
 
 @pytest.mark.long
-def test_a_lost_host_gets_its_objects_back_from_the_other_one(crew: Crew, folder: Path) -> None:
-    options = {"hosts": 2, "async_save": False}
-    succeeded(crew.run(train_with, folder, {"max_steps": 7, **options}, ranks=2))
-    assert steps_in(folder / "host1" / "job") == ["step-6_ckpt"]
-    shutil.rmtree(folder / "host1")
-    resumed = succeeded(crew.run(train_with, folder, {"every_n_steps": 100, **options}, ranks=2))
-    assert [one.resumed_from for one in resumed] == ["step-6_ckpt"] * 2
-    assert steps_in(folder / "host1" / "job") == ["step-6_ckpt"], "and has them again"
-    assert_equal(resumed[0], undisturbed(crew, folder)[0])
-
-
-@pytest.mark.long
 def test_with_fsdp2_each_rank_saves_its_part(crew: Crew, folder: Path) -> None:
     options = {"strategy": "fsdp2"}
     succeeded(crew.run(train_with, folder, {"max_steps": 7, **options}, ranks=2))
@@ -201,14 +188,6 @@ def test_steps_of_durable_checkpoints_are_left_out(folder: Path, saved: list[str
     names = sorted(path.name for path in (folder / "durable").iterdir())
     assert names == ["epoch=1-step=6.ckpt", "epoch=2-step=12.ckpt"], "durable ones go on"
     assert torch.load(folder / "durable" / names[1], weights_only=False)["global_step"] == 12
-
-
-def test_several_batches_of_one_step_are_one_save(folder: Path, saved: list[str]) -> None:
-    trainer, _ = wrapped(
-        folder / "job", MemoryCheckpointCallback(folder / "job", 2), accumulate_grad_batches=2, max_steps=5
-    )
-    trainer.fit(Model(), Batches())
-    assert saved == ["step-2_ckpt", "step-4_ckpt"]
 
 
 def test_it_can_be_turned_off(folder: Path, saved: list[str]) -> None:

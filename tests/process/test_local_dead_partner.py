@@ -24,7 +24,6 @@ import torch.distributed as dist
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from tests.process.replica_relays import UNBOUNDED, relay_to
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
 from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, topology
 from torchelastic.checkpoint.replication.receive import IncomingObject
@@ -339,34 +338,3 @@ def test_a_synchronous_save_names_the_killed_rank_on_all_others_and_keeps_what_i
 
 
 # What still fails a save
-
-
-class FullDisk(Disk):
-    is_full = False
-
-    def sync(self, descriptor: int, path: Path) -> None:
-        if self.is_full:
-            raise CheckpointError("no space left")
-        super().sync(descriptor, path)
-
-
-def test_a_disk_that_is_full_still_fails_the_save_on_all_ranks(crew: Crew, tmp_path: Path) -> None:
-    own, other = succeeded(crew.run(save_on_a_full_disk, tmp_path, ranks=2))
-    assert own == ("no space left", 3), "said by the rank itself"
-    assert other[1] == 3
-    assert "failed on rank 0: CheckpointError: no space left" in other[0]
-
-
-def save_on_a_full_disk(root: Path) -> tuple[str, int]:
-    rank, disk, told = dist.get_rank(), FullDisk(), ""
-    manager = manager_at(root, rank, disk=disk)
-    save(manager, 3, rank, is_async=False)
-    disk.is_full = rank == 0
-    try:
-        save(manager, 4, rank, is_async=False)
-    except CheckpointError as error:
-        told = str(error)
-    found = manager.find_latest()
-    dist.barrier()
-    manager.close()
-    return told, found

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import pickle
 import re
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,12 +23,11 @@ from torchelastic.checkpoint.local import (
     BasicTensorAwareStateDict,
     CkptID,
     LocalCheckpointManager,
-    OutOfStepError,
     TensorAwareStateDict,
 )
 from torchelastic.checkpoint.local.shard_folder import HeldShard
 from torchelastic.checkpoint.policy import KeepEvery, KeepLast
-from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy, ReplicationStrategy
+from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.replication.topology import PeerTopology, own_address
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
@@ -72,20 +69,6 @@ def test_a_fresh_folder_has_nothing(manager: LocalCheckpointManager, tmp_path: P
         manager.load()
 
 
-def test_what_was_saved_is_found_and_loaded_by_the_next_manager(
-    manager: LocalCheckpointManager, tmp_path: Path
-) -> None:
-    assert manager.save(state(5), 5) is None
-    assert manager.latest_iteration == 5
-    fresh = LocalCheckpointManager(tmp_path)
-    assert (fresh.find_latest(), fresh.latest_world_size) == (5, 1)
-    assert fresh.globally_available_ids == {0: [CkptID(5, 0, "")]}
-    loaded, ckpt_id = fresh.load()
-    assert isinstance(loaded, BasicTensorAwareStateDict)
-    assert torch.equal(loaded.state_dict["w"], torch.full((100,), 5.0))
-    assert ckpt_id == (5, 0, "")
-
-
 def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
     """On tmpfs the loaded tensors are the file: neither their changes nor the next saves may be seen in the other."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -107,13 +90,6 @@ def test_what_was_loaded_from_memory_is_nobody_elses(tmp_path: Path) -> None:
         manager.close()
 
 
-def test_sessions_do_not_see_each_other(tmp_path: Path) -> None:
-    one, other = (LocalCheckpointManager(tmp_path, session) for session in ("one", "other"))
-    one.save(state(5), 5)
-    assert other.find_latest() == -1
-    assert one.local_ckpt_dir == tmp_path / "one" / "0"
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("worker", ["thread", "persistent"])
 def test_the_background_may_be_a_thread_or_a_process(manager: LocalCheckpointManager, worker: Any) -> None:
@@ -131,31 +107,6 @@ def test_the_background_may_be_a_thread_or_a_process(manager: LocalCheckpointMan
         assert value_of(manager) == 3.0
 
 
-def test_a_request_can_be_done_on_the_spot(manager: LocalCheckpointManager) -> None:
-    request = manager.save(state(4), 4, is_async=True)
-    assert request is not None
-    assert manager.latest_iteration == -1
-    request.execute_sync()
-    assert manager.find_latest() == 4
-
-
-class CountingDisk(Disk):
-    allocations = 0
-
-    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        self.allocations += 1
-        super().allocate(descriptor, size_bytes, path)
-
-
-def test_slots_are_used_again_so_a_long_run_allocates_nothing(tmp_path: Path) -> None:
-    disk = CountingDisk()
-    manager = LocalCheckpointManager(tmp_path, disk=disk)
-    for iteration in range(6):
-        manager.save(state(iteration), iteration)
-    assert disk.allocations == 2
-    assert value_of(manager) == 5.0
-
-
 @pytest.mark.parametrize(
     ("keep", "kept"), [(1, [6]), (3, [4, 5, 6]), (KeepLast(2), [5, 6]), (KeepEvery(3) | KeepLast(1), [3, 6])]
 )
@@ -164,37 +115,6 @@ def test_the_policy_says_what_stays(tmp_path: Path, keep: Any, kept: list[int]) 
     for iteration in range(1, 7):
         manager.save(state(iteration), iteration)
     assert iterations(manager) == kept
-
-
-def test_after_a_rollback_the_new_save_wins_over_a_stale_later_iteration(tmp_path: Path) -> None:
-    before = LocalCheckpointManager(tmp_path, keep=3)
-    for iteration in (4, 10):
-        before.save(state(iteration), iteration)
-    before.close()
-    after = LocalCheckpointManager(tmp_path, keep=3)
-    after.save(state(5), 5)  # without a look at what is there
-    assert iterations(after) == [4, 5, 10]
-    assert LocalCheckpointManager(tmp_path).find_latest() == 5
-    assert value_of(after) == 5.0
-
-
-def test_a_save_changes_neither_the_given_dict_nor_the_state(manager: LocalCheckpointManager) -> None:
-    given: dict[str, Any] = {"list": [torch.ones(2)], "pair": (torch.zeros(1), 1)}
-    inner, tensor = given["list"], given["list"][0]
-    wrapped = BasicTensorAwareStateDict(given)
-    manager.save(wrapped, 1)
-    assert given["list"] is inner
-    assert inner[0] is tensor
-    assert not wrapped.is_hollow
-    assert wrapped.state_dict["list"][0] is tensor
-
-
-def test_a_closed_manager_can_be_used_again(manager: LocalCheckpointManager) -> None:
-    manager.save(state(1), 1)
-    manager.close()
-    assert manager.find_latest() == 1
-    manager.save(state(2), 2)
-    assert value_of(manager) == 2.0
 
 
 # States of other classes
@@ -248,16 +168,6 @@ def test_a_class_of_your_own_is_stored_by_its_tree(manager: LocalCheckpointManag
     assert loaded.content[0].tolist() == [1.0, 1.0]
 
 
-def test_one_without_a_tree_is_stored_by_its_attributes(manager: LocalCheckpointManager) -> None:
-    boxed = Boxed(torch.ones(2))
-    manager.save(boxed, 1)
-    assert not boxed.is_hollow
-    boxed.content[0] += 1
-    loaded, _ = manager.load()
-    assert type(loaded) is Boxed
-    assert (loaded.content[0].tolist(), loaded.content[1]) == ([1.0, 1.0], "note")
-
-
 def test_an_attribute_that_is_not_plain_is_pickled_only_if_that_is_allowed(
     manager: LocalCheckpointManager, tmp_path: Path
 ) -> None:
@@ -272,15 +182,6 @@ def test_an_attribute_that_is_not_plain_is_pickled_only_if_that_is_allowed(
     assert (loaded.content[0].tolist(), loaded.content[1]) == ([1.0, 1.0], re.compile("a+"))
     with pytest.raises(CheckpointError, match="allow_pickles=True"):
         manager.load()
-
-
-class Slotted(Boxed):
-    __slots__ = ("more",)
-
-
-def test_attributes_that_would_be_lost_are_refused(manager: LocalCheckpointManager) -> None:
-    with pytest.raises(TypeError, match="Slotted has __slots__: write its to_tree and from_tree"):
-        manager.save(Slotted(torch.ones(2)), 1)
 
 
 def test_a_class_that_is_not_defined_is_named_and_never_imported(manager: LocalCheckpointManager) -> None:
@@ -332,12 +233,6 @@ def test_where_the_parts_lie_is_the_business_of_a_subclass() -> None:
 # What goes wrong
 
 
-@pytest.mark.parametrize("wrong", [{"w": torch.ones(1)}, None, 5])
-def test_only_states_are_saved(manager: LocalCheckpointManager, wrong: Any) -> None:
-    with pytest.raises(TypeError, match="BasicTensorAwareStateDict"):
-        manager.save(wrong, 1)
-
-
 def test_wrong_arguments_are_refused_and_nothing_is_left(manager: LocalCheckpointManager, tmp_path: Path) -> None:
     hollow = state(1)
     hollow.pop_tensors()
@@ -354,35 +249,11 @@ def test_wrong_arguments_are_refused_and_nothing_is_left(manager: LocalCheckpoin
         LocalCheckpointManager(tmp_path, timeout_s=0)
 
 
-def test_a_strategy_without_cliques_is_told_what_it_lacks(tmp_path: Path) -> None:
-    class Old(ReplicationStrategy):
-        def replicate(self, local_ckpt: Any, id_: Any) -> Any: ...
-        def retrieve_plan(self, globally_available_ids: Any, wanted: Any) -> Any: ...
-        def retrieve_execute(self, plan: Any, my_data: Any) -> Any: ...
-
-    with pytest.raises(NotImplementedError, match=r"Old has no method clique"):
-        LocalCheckpointManager(tmp_path, repl_strategy=Old()).find_latest()
-
-
 def test_a_rank_that_is_alone_has_nobody_to_keep_copies_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     alone = LocalCheckpointManager(tmp_path, repl_strategy=LazyCliqueReplicationStrategy(1, 2))
     alone.save(state(1), 1)
     assert value_of(alone) == 1.0
     assert caplog.text.count("keeps no copies with others") == 1
-
-
-def test_a_left_over_of_a_dead_writer_harms_nothing_and_is_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "0"
-    folder.mkdir()
-    (folder / ".tmp-1-dead").write_bytes(b"half a checkpoint")
-    (folder / "step-000000005.e0.r0.g9.00000000.shard-00000-of-00001.shard").write_bytes(b"")
-    (folder / "notes.txt").write_text("not ours")
-    manager = LocalCheckpointManager(tmp_path)
-    assert manager.find_latest() == -1
-    manager.save(state(5), 5)
-    assert value_of(manager) == 5.0
-    assert (folder / "notes.txt").exists()
-    assert not (folder / ".tmp-1-dead").exists()
 
 
 def test_a_file_that_says_of_itself_that_it_is_another_one_is_passed_over(
@@ -426,19 +297,6 @@ class FullDisk(Disk):
         super().sync(descriptor, path)
 
 
-def test_a_full_disk_is_an_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
-    disk = FullDisk()
-    manager = LocalCheckpointManager(tmp_path, disk=disk)
-    manager.save(state(1), 1)
-    disk.is_full = True
-    with pytest.raises(CheckpointError, match="No space left"):
-        manager.save(state(2, size=10**6), 2)
-    disk.is_full = False
-    assert value_of(manager) == 1.0
-    manager.save(state(3, size=10**6), 3)
-    assert (value_of(manager), iterations(manager)) == (3.0, [3])
-
-
 def save_through(
     queue: AsyncCallsQueue, manager: LocalCheckpointManager, wrapped: BasicTensorAwareStateDict, is_async: bool
 ) -> None:
@@ -466,15 +324,6 @@ def test_a_write_that_fails_leaves_nothing_of_itself(tmp_path: Path, is_async: b
     assert len(names(manager)) == 1
 
 
-def test_a_request_that_is_run_late_is_no_newer_for_it(manager: LocalCheckpointManager) -> None:
-    late = manager.save(state(1), 1, is_async=True)
-    manager.save(state(2), 2)
-    assert (value_of(manager), iterations(manager)) == (2.0, [2])
-    assert late is not None
-    late.execute_sync()
-    assert (manager.latest_iteration, value_of(manager), iterations(manager)) == (2, 2.0, [2])
-
-
 def test_a_request_that_nobody_runs_is_given_up(
     manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -486,76 +335,6 @@ def test_a_request_that_nobody_runs_is_given_up(
     with pytest.raises(AsyncCheckpointError):
         forgotten.execute_sync()  # too late, and it must not do any harm
     assert (value_of(manager), iterations(manager)) == (4.0, [4])
-    manager.close()
-    assert len(names(manager)) == 1
-
-
-class Deadly(Disk):
-    """Kills the process at the n-th call of one method."""
-
-    def __init__(self, method: str, call: int) -> None:
-        self.method, self.left = method, call
-
-    def _count(self, method: str) -> None:
-        if method == self.method:
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
-        self._count("allocate")
-        super().allocate(descriptor, size_bytes, path)
-
-    def store(self, memory: memoryview, begin: int, data: bytes) -> None:
-        self._count("store")
-        super().store(memory, begin, data)
-
-    def sync(self, descriptor: int, path: Path) -> None:
-        self._count("sync")
-        super().sync(descriptor, path)
-
-    def publish(self, source: Path, target: Path) -> None:
-        self._count("publish")
-        super().publish(source, target)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._count("rename")
-        super().rename(source, target)
-
-
-def save_until_killed(root: Path, method: str, call: int) -> None:
-    manager = LocalCheckpointManager(root, disk=Deadly(method, call))
-    for iteration in (1, 2, 3):
-        manager.save(state(iteration), iteration)
-
-
-@pytest.mark.parametrize(
-    ("method", "call", "survivor"),
-    [
-        ("allocate", 2, 1),  # the second slot is made
-        ("store", 4, 1),  # three stores per save: preamble off, header, preamble
-        ("store", 5, 1),
-        ("store", 6, 1),
-        ("sync", 2, 1),
-        ("publish", 2, 1),
-        ("rename", 1, 2),  # the older one is withdrawn
-        ("store", 9, 2),
-    ],
-)
-def test_a_writer_that_is_killed_anywhere_leaves_the_older_checkpoint(
-    tmp_path: Path, method: str, call: int, survivor: int
-) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchelastic.checkpoint.local.local_manager"])  # torch is imported once for all
-    process = context.Process(target=save_until_killed, args=(tmp_path, method, call))
-    process.start()
-    process.join(30)
-    assert process.exitcode == -signal.SIGKILL
-    manager = LocalCheckpointManager(tmp_path)
-    assert manager.find_latest() == survivor
-    assert value_of(manager) == survivor
-    manager.save(state(9), 9)
-    assert (value_of(manager), iterations(manager)) == (9.0, [9])
     manager.close()
     assert len(names(manager)) == 1
 
@@ -576,7 +355,3 @@ def test_a_host_without_an_address_for_others_says_what_to_do(monkeypatch: pytes
         own_address()
     monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
     assert own_address() == "10.0.0.7"
-
-
-def test_out_of_step_is_a_checkpoint_error() -> None:
-    assert issubclass(OutOfStepError, CheckpointError)

@@ -81,13 +81,6 @@ def test_a_killed_job_goes_on_with_the_values_at_the_call(crew: Crew, killed: An
         assert {f"step-1_ckpt/{name}" for name in ("common.pt", "metadata.json", "commit.shard")} <= set(answer.files)
 
 
-@pytest.mark.long
-def test_one_rank_loads_the_model_of_two(crew: Crew, killed: Any) -> None:
-    folder, saved = killed
-    (answer,) = succeeded(crew.run(work.load_gpt, f"{folder}/temporal", ranks=1))
-    assert same(work.whole([answer.shards]), saved["temporal"])
-
-
 # Every kind of state
 
 
@@ -119,14 +112,6 @@ def test_the_snippet_of_the_guide_loads_from_memory_or_from_long_term_storage(cr
         assert [bool(answer.latest) for answer in found] == [is_there] * 2
         for answer, state in zip(found, expected, strict=True):
             assert same(answer.state, state)
-
-
-def test_one_rank_loads_what_three_have_saved(crew: Crew, root: str) -> None:
-    succeeded(crew.run(work.save_plain, root, "aaa", [4.0], ranks=3))
-    expected = succeeded(crew.run(work.expected_plain, 4.0, ranks=3))
-    ((rows, layers),) = succeeded(crew.run(work.load_rows_as_one, root, "a", ranks=1))
-    assert same(rows, torch.cat([state["rows"] for state in expected]))
-    assert same(layers, torch.stack([layer for state in expected for layer in state["layers"]]))
 
 
 def test_megatrons_own_save_reaches_every_host_too(crew: Crew, root: str) -> None:
@@ -198,20 +183,6 @@ def test_an_error_of_one_rank_is_raised_on_all(crew: Crew, root: str) -> None:
         assert "ValueError" in answer[2], answer[2]
         assert "Invalid access pattern" in answer[3]
         assert answer[4].endswith("step-1_ckpt")
-
-
-def test_a_save_may_begin_before_the_last_one_is_finalised(crew: Crew, root: str) -> None:
-    expected = succeeded(crew.run(work.expected_plain, 2.0, ranks=2))
-    for answer, state in zip(
-        succeeded(crew.run(work.two_at_once, root, TWO, "thread", ranks=2)), expected, strict=True
-    ):
-        assert Path(answer.latest).name == "step-2_ckpt"
-        assert same(answer.state, state)
-
-
-def test_a_rank_that_does_not_come_is_named(crew: Crew, root: str) -> None:
-    first, _ = succeeded(crew.run(work.one_stays_away, root, TWO, ranks=2))
-    assert first.startswith("OutOfStepError: rank 1 did not come to plan step-1_ckpt within 1 s")
 
 
 def test_objects_run_nothing_unless_the_user_says_so(crew: Crew, root: str) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import gc
 import multiprocessing
 import os
 import pickle
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,9 +23,7 @@ from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from tests.process.test_memory_save import all_kinds, state_of
 from torchelastic.checkpoint.memory.room import Free
-from torchelastic.checkpoint.memory.staged_state import copied_bytes
 from torchelastic.network.ports import unused_ports
-from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 WAIT_S = 60
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -62,16 +55,6 @@ def change(state: Any) -> None:
 
 
 # --- beside the training, in a thread ---------------------------------------------------------------------------------
-
-
-def test_values_are_those_at_the_call(alone: Saving) -> None:
-    for step in (1, 2, 3):
-        state = state_of(step)
-        future = alone.async_save(state, step)
-        change(state)
-        future.result(WAIT_S)
-        assert same(alone.load(blank(state_of(step)), step), state_of(step))
-        assert alone.latest() == step
 
 
 def test_tensors_of_all_kinds_are_copied_as_they_are(alone: Saving) -> None:
@@ -107,14 +90,6 @@ def test_a_copy_has_the_structure_of_the_state(alone: Saving) -> None:
     assert staged["tuple"][0].data_ptr() == staged["tuple"][1]["deep"][0].data_ptr()
 
 
-def test_values_that_are_no_tensors_are_copied_too(alone: Saving) -> None:
-    array, numbers = np.zeros(3), {1, 2}
-    staged = alone.writer.stage({"deep": [{"array": array, "numbers": numbers}]})
-    array += 1
-    numbers.add(3)
-    assert (staged["deep"][0]["array"].sum(), staged["deep"][0]["numbers"]) == (0, {1, 2})
-
-
 def test_a_copy_goes_to_another_process_without_its_tensors(alone: Saving) -> None:
     state = {f"w{number}": torch.full((1000,), float(number)) for number in range(200)}
     staged = alone.writer.stage(state)
@@ -134,61 +109,6 @@ def test_tensors_that_are_not_stored_are_refused_at_once(alone: Saving, bad: tor
         alone.async_save({"n": {"bad": bad}}, 1)
 
 
-@pytest.mark.long
-def test_the_copy_itself_becomes_the_shard(alone: Saving) -> None:
-    alone.async_save(state_of(1), 1).result(WAIT_S)
-    alone.async_save(state_of(2), 2).result(WAIT_S)
-    slots = alone.inodes()
-    assert len(slots) == 2
-    for step in range(3, 23):
-        alone.async_save(state_of(step), step).result(WAIT_S)
-        gc.collect()
-        assert alone.inodes() <= slots
-    assert alone.latest() == 22
-
-
-def test_a_copy_that_is_not_saved_is_free_again(alone: Saving) -> None:
-    alone.writer.stage(state_of(1))
-    slots = alone.inodes()
-    for step in range(2, 5):
-        staged = alone.writer.stage(state_of(step))
-        assert same(staged["w"], state_of(step)["w"])
-        del staged
-    assert alone.inodes() == slots
-    assert len(slots) == 1
-
-
-def test_one_copy_may_be_saved_twice(alone: Saving) -> None:
-    staged = alone.writer.stage(state_of(1))
-    for step in (1, 2):
-        alone.save(staged, step)
-        assert same(alone.load(blank(state_of(1)), step), state_of(1))
-        assert copied_bytes() == 0  # it has become the shard of the first save
-    assert len(alone.inodes()) == 2
-
-
-def test_saves_may_overlap(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, written, finish = threading.Event(), threading.Semaphore(0), alone.writer.finish
-
-    def wait(**arguments: Any) -> None:
-        written.release()
-        assert go_on.wait(WAIT_S)
-        finish(**arguments)
-
-    monkeypatch.setattr(alone.writer, "finish", wait)
-    futures: list[Future[Any]] = []
-    for step in (1, 2, 3):
-        state = state_of(step)
-        futures.append(alone.async_save(state, step))
-        change(state)
-        assert written.acquire(timeout=WAIT_S)
-    go_on.set()
-    for future in futures:
-        future.result(WAIT_S)
-    assert alone.latest() == 3
-    assert same(alone.load(blank(state_of(3)), 3), state_of(3))
-
-
 def test_a_copy_for_which_there_is_no_memory_leaves_the_save_out(
     alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,20 +122,6 @@ def test_a_copy_for_which_there_is_no_memory_leaves_the_save_out(
     monkeypatch.undo()
     alone.async_save(large, 3).result(WAIT_S)
     assert alone.latest() == 3
-
-
-def test_a_copy_that_the_disk_refuses_leaves_the_save_out(root: Path) -> None:
-    disk = FaultyDisk()
-    with saving(root, disk=disk) as one:
-        one.async_save(state_of(1), 1).result(WAIT_S)
-        for step, call in enumerate(("allocate", "publish", "store"), start=2):
-            disk.struck.clear()
-            disk._faults[:] = [fail_at(call, errno.ENOSPC)]
-            one.async_save(state_of(step), step).result(WAIT_S)
-            disk.require_struck()
-            assert one.latest() == 1
-        one.async_save(state_of(9), 9).result(WAIT_S)
-        assert (one.latest(), len(one.inodes())) == (9, 2)
 
 
 def test_the_container_need_not_be_known_before_the_first_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

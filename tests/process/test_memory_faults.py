@@ -164,32 +164,6 @@ def test_a_rank_killed_in_the_middle_of(
     assert set(require_recoverable(nursery, root, hosts, ended)) == steps
 
 
-@pytest.mark.long
-def test_a_job_lives_through_one_kill_and_one_lost_host_after_the_other(nursery: Nursery, root: Path) -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    chosen = random.Random(seed)
-    expected: Any = None
-    kills = 0
-    for attempt in range(8):
-        before, _ = newest_commit(root, "ab")
-        fault = Fault(chosen.randrange(2), chosen.randrange(36))
-        ended = nursery.run(life, str(root), "ab", fault, attempt, chosen.random() < 0.5, ranks=2)
-        for one in ended:
-            assert one.value is None or one.value["found"] == expected
-        kills += ended[fault.rank].was_killed
-        left = "ab"
-        if chosen.random() < 0.5:
-            left = chosen.choice("ab")
-            shutil.rmtree(base_of(root, "ab".replace(left, "")))
-        generation, step = newest_commit(root, left)
-        expected = (step, attempt if generation > before or expected is None else expected[1])
-        told = nursery.run(recovered, [str(copy_of(root, f"copy-{attempt}"))], "ab", 9, ranks=2)
-        assert [one.error for one in told] == [None, None]
-        assert [one.value[0]["found"] for one in told] == [expected] * 2, (attempt, fault, left)
-    assert kills > 5
-
-
 # --- a rank that is stopped -------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -15,10 +14,9 @@ import pytest
 from tests.process.memory_jobs import content, dead_job, is_held, living_job, tmpfs_folder
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import job, job_container
-from torchelastic.checkpoint.memory.job import claim, memory_root
+from torchelastic.checkpoint.memory.job import claim
 from torchelastic.checkpoint.memory.owner import JOB_FILE, Claim, JobRecord, find_dead, put_claim
 from torchelastic.checkpoint.shards.disk import REAL_DISK
-from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 BOUND_S = 20.0
 
@@ -46,10 +44,6 @@ def test_a_job_finds_its_container_again_and_another_job_gets_another(
     assert job_container() != first
     assert job_container("job/7", root) == first
     assert (root / f"torchelastic-{os.geteuid()}").stat().st_mode & 0o777 == 0o700
-
-
-def test_without_a_root_it_lies_in_shared_memory(root: Path) -> None:
-    assert memory_root() == Path("/dev/shm")
 
 
 def test_a_disk_is_never_taken_silently(
@@ -115,19 +109,6 @@ def test_the_folder_of_the_user_is_not_taken_from_others(root: Path, trap: str) 
 # --- whose ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_says_whose_the_container_is_and_lasts_until_it_is_closed(root: Path) -> None:
-    base = root / "jobs" / "7"
-    claimed = claim(base, "job7")
-    assert json.loads((base / JOB_FILE).read_bytes())["run_id"] == "job7"
-    assert content(base) == [JOB_FILE]
-    assert is_held(base)
-    claimed.close()
-    claimed.close()
-    assert not is_held(base)
-    with claim(base, "job7") as again:
-        assert again.record == claimed.record, "the first claim is what the file tells"
-
-
 def test_all_ranks_of_a_job_claim_one_container_at_once(root: Path) -> None:
     claims: list[Claim] = []
     barrier = threading.Barrier(8)
@@ -159,12 +140,6 @@ def test_a_container_of_another_job_is_refused_dead_or_alive(root: Path) -> None
         claim(base, "job8")
     assert content(base) == before
     assert not is_held(base), "whoever was refused holds nothing"
-
-
-@pytest.mark.parametrize(("first", "second"), [(None, "job7"), ("job7", None), (None, None)])
-def test_a_container_or_job_without_identity_is_accepted(root: Path, first: str | None, second: str | None) -> None:
-    with claim(root / "7", first) as one, claim(root / "7", second) as two:
-        assert one.record.run_id == two.record.run_id == first
 
 
 def test_a_chosen_path_is_refused_while_another_job_lives_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,14 +192,3 @@ def test_a_file_that_is_no_claim_is_an_error_and_no_wait(root: Path, trap: str) 
     with pytest.raises(CheckpointError, match=r"\.job"):
         claim(root, "job7")
     assert find_dead(root) == []
-
-
-@pytest.mark.parametrize("method", ["create", "write", "publish"])
-def test_a_full_disk_is_an_error_that_leaves_nothing(root: Path, method: str) -> None:
-    disk = FaultyDisk(fail_at(method, errno.ENOSPC))
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        claim(root / "7", disk=disk)
-    disk.require_struck()
-    assert content(root / "7") == []
-    with claim(root / "7"):
-        assert is_held(root / "7")

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.memory.choice import Fetch
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE
-from torchelastic.checkpoint.memory.inventory import Retrieval, make_replicas
+from torchelastic.checkpoint.memory.inventory import Retrieval
 from torchelastic.checkpoint.shards import load_tree
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
@@ -91,48 +90,7 @@ def test_a_lost_host_gets_what_it_lacks_and_then_the_other_one_may_be_lost_too(
     assert all(each["values"] == [True] * world_size for each in found)
 
 
-def test_a_replaced_host_gets_the_commit_its_extra_files_and_the_shards_of_its_ranks(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "abc", [5], ranks=3))
-    shutil.rmtree(ranks.base_of(root, "b"))
-    found = succeeded(crew.run(recover, str(root), "abc", ranks=3))
-    assert ranks.folder_of(root, "b", 5).is_dir()
-    assert {COMMIT_FILE, "common.pt", ranks.shard_file(1, 3, 5, 0)} <= set(found[1]["early"])
-    holders = [name for each in found for name in each["files"] if name.endswith(".shard") and name != COMMIT_FILE]
-    assert len([name for name in holders if name == ranks.shard_file(0, 3, 5, 0)]) >= 2
-    assert len([name for name in holders if name == ranks.shard_file(1, 3, 5, 0)]) >= 2
-    assert all((ranks.folder_of(root, host, 5) / "common.pt").read_bytes() == b"common" for host in "abc")
-
-
-def test_what_has_no_replica_is_lost_with_its_host_and_the_loader_says_so(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], False, ranks=2))
-    shutil.rmtree(ranks.base_of(root, "b"))
-    assert [each["step"] for each in succeeded(crew.run(recover, str(root), "ab", ranks=2))] == [None, None]
-
-
-def test_without_any_checkpoint_there_is_none(crew: Crew, root: Path) -> None:
-    assert [each["step"] for each in succeeded(crew.run(recover, str(root), "ab", ranks=2))] == [None, None]
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_shard_is_fetched_from_the_host_that_has_a_good_copy(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    ranks.damage(ranks.folder_of(root, "a", 5) / ranks.shard_file(0, 2, 5, 0))
-    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
-    assert [each["step"] for each in found] == [5, 5]
-    assert [each["values"] for each in found] == [[True, True]] * 2
-
-
-def test_a_shard_that_is_damaged_everywhere_makes_all_ranks_step_down_to_the_older_checkpoint(
-    crew: Crew, root: Path
-) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5, 9], True, False, ranks=2))
-    for host in "ab":
-        ranks.damage(ranks.folder_of(root, host, 9) / ranks.shard_file(0, 2, 9, 1))  # R6
-    found = succeeded(crew.run(recover, str(root), "ab", ranks=2))
-    assert [each["step"] for each in found] == [5, 5]
-    assert [each["values"] for each in found] == [[True, True]] * 2
 
 
 def test_a_damaged_commit_and_a_damaged_extra_file_are_mended(crew: Crew, root: Path) -> None:
@@ -163,28 +121,6 @@ def test_a_shard_that_proves_damaged_while_it_is_read_is_fetched_from_a_peer(cre
     succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
     found = succeeded(crew.run(repair_one, str(root), "ab", ranks.shard_file(0, 2, 5, 0), ranks=2))
     assert found == [[True, True]] * 2
-
-
-def repair_hopeless(root: str, hosts: str, file: str) -> str:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        checkpoint = each.container.folder_of(5)
-        ranks.damage(checkpoint / file)
-        each.meet()
-        text = ""
-        if rank == 0:
-            with pytest.raises(CorruptCheckpointError) as caught:
-                each.loader.repair(checkpoint, file)
-            text = str(caught.value)
-        each.meet()
-        return text
-
-
-def test_a_shard_that_is_damaged_on_all_hosts_cannot_be_repaired(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [5], ranks=2))
-    (text, _) = succeeded(crew.run(repair_hopeless, str(root), "ab", ranks.shard_file(0, 2, 5, 0), ranks=2))
-    assert "is damaged" in text
-    assert "on other hosts" in text
 
 
 def fetch_from_several(root: str, hosts: str, file: str, damaged: list[str]) -> list[Any]:
@@ -262,27 +198,6 @@ def test_without_room_for_what_is_missing_all_ranks_agree_that_there_is_no_check
     assert succeeded(crew.run(recover_without_room, str(root), "ab", ranks=2)) == [[None, "step-5_ckpt"]] * 2
 
 
-def replicas_made(root: str, hosts: str) -> list[bool]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        retrieval = Retrieval(each.objects.shelf, each.replication)
-        each.meet()
-        if rank == 1:
-            return []
-        fetch = Fetch(ranks.shard_file(1, 2, 5, 3), 0, (1,), 10)
-        done = []
-        for is_wanted in (True, False):
-            done.append(make_replicas(retrieval, each.container, 5, [fetch], lambda wanted=is_wanted: wanted))  # type: ignore[misc]
-        return done
-
-
-def test_a_replica_that_cannot_be_made_is_told_to_who_waits_unless_it_is_not_wanted_any_more(
-    crew: Crew, root: Path
-) -> None:
-    (first, _) = succeeded(crew.run(replicas_made, str(root), "ab", ranks=2))
-    assert first == [False, True]
-
-
 # --- commits ----------------------------------------------------------------------------------------------------------
 
 
@@ -294,11 +209,6 @@ def test_a_commit_that_only_one_host_has_is_given_to_the_others(crew: Crew, root
     for host in "ab":
         assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 9))
         assert COMMIT_FILE in files_in(ranks.folder_of(root, host, 5))  # not removed before something is saved
-
-
-def test_the_newest_is_that_of_the_highest_generation_also_when_its_step_is_lower(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [9, 5], True, False, ranks=2))
-    assert [each["step"] for each in succeeded(crew.run(recover, str(root), "ab", ranks=2))] == [5, 5]
 
 
 def save_after_stepping_down(root: str, hosts: str) -> list[str]:
@@ -365,23 +275,6 @@ def test_a_rank_that_never_calls_is_named_and_nobody_hangs(crew: Crew, root: Pat
     assert "rank 1 did not come to get_latest_complete_checkpoint(.../job7), looking within 1 s" in answers[0].text
 
 
-def container_refused(root: str, hosts: str) -> str:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        base = "/proc/nowhere/job7x" if rank == 1 else ranks.base_of(root, hosts[rank]).with_name("job7x")
-        try:
-            each.loader.get_latest_complete_checkpoint(base)
-        except OSError as error:
-            return str(error)
-        return ""
-
-
-def test_a_rank_that_cannot_use_its_container_is_named_on_all_ranks(crew: Crew, root: Path) -> None:
-    here, there = succeeded(crew.run(container_refused, str(root), "ab", ranks=2))
-    assert "looking failed on rank 1" in here
-    assert "/proc/nowhere" in there
-
-
 # --- what lies where --------------------------------------------------------------------------------------------------
 
 
@@ -399,10 +292,3 @@ def test_candidates_and_their_objects_are_told_by_rank(crew: Crew, root: Path) -
     for names, by_rank in succeeded(crew.run(look_around, str(root), "ab", ranks=2)):
         assert names == ["step-9_ckpt", "step-5_ckpt"]
         assert by_rank == {0: [COMMIT_FILE, *shards], 1: shards}
-
-
-def test_a_single_process_without_a_process_group_recovers_its_own(root: Path) -> None:
-    with ranks.member(str(root), "a", 0) as each:
-        ranks.save(each, 5, 0)
-    found = recover(str(root), "a")
-    assert (found["step"], found["values"], found["made"]) == (5, [True], True)

@@ -18,9 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.process import memory_ranks as ranks
-from tests.process.local_ranks import Crew, Failed, crew_of, succeeded
+from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager, new_registry, registered_in
 from torchelastic.checkpoint.replication import (
@@ -29,12 +28,10 @@ from torchelastic.checkpoint.replication import (
     ReplicaClient,
     ReplicaRefusedError,
     ReplicationError,
-    ReplicationManager,
     ReplicationRetryConfig,
 )
 from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
-from torchelastic.metrics import MetricData, MetricHandler, NullMetricHandler, configure
 from torchelastic.network.ports import unused_ports
 
 
@@ -42,17 +39,6 @@ from torchelastic.network.ports import unused_ports
 def crew() -> Iterator[Crew]:
     with crew_of(3) as made:
         yield made
-
-
-class Metrics(MetricHandler):
-    """The sums of what was published."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-
-    def emit(self, metric_data: MetricData) -> None:
-        name = metric_data.name
-        self.values[name] = self.values.get(name, 0) + metric_data.value
 
 
 def address_of(each: Member, rank: int) -> tuple[str, int]:
@@ -73,86 +59,6 @@ def in_turn(each: Member, rank: int, function: Any) -> Any:
 
 
 # --- pushes -----------------------------------------------------------------------------------------------------------
-
-
-def push_and_compare(root: str, hosts: str) -> list[Any]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        path = ranks.publish(each, 5, 0)
-        made = ranks.push(each, 5, path)
-        each.meet()
-        here = sealed_bytes(path)
-        assert here is not None
-        copies = [
-            bytes(copy) == bytes(here)
-            for host in set(hosts) - {hosts[rank]}
-            if (copy := sealed_bytes(ranks.folder_of(root, host, 5) / path.name)) is not None
-        ]
-        return [made, copies, list(each.replication.partners), list(each.replication.local_ranks)]
-
-
-@pytest.mark.parametrize(("hosts", "copies"), [("ab", 1), ("abc", 1), ("aab", 1), ("aa", 0)])
-def test_each_shard_is_on_as_many_other_hosts_as_were_asked_for_when_push_returns(
-    crew: Crew, root: Path, hosts: str, copies: int
-) -> None:
-    found = succeeded(crew.run(push_and_compare, str(root), hosts, ranks=len(hosts)))
-    for rank, (made, equal, partners, local) in enumerate(found):
-        assert made == len(partners) >= copies
-        assert equal == [True] * made
-        assert hosts[rank] not in {hosts[partner] for partner in partners}
-        assert local == [other for other, host in enumerate(hosts) if host == hosts[rank]]
-
-
-def save_often(root: str, hosts: str) -> list[Any]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        inodes = []
-        for generation in range(5):
-            ranks.save(each, 10 + generation, generation)
-            each.container.tidy()
-            each.meet()
-            inodes.append({path.stat().st_ino for path in each.container.root.rglob("*") if ".shard-" in path.name})
-            each.meet()
-        steps = sorted(path.name for path in each.container.root.iterdir() if "step" in path.name)
-        return [steps, len(set().union(*inodes)), *map(len, inodes)]
-
-
-def test_only_the_newest_checkpoint_is_kept_and_its_memory_is_used_again(crew: Crew, root: Path) -> None:
-    for steps, all_files, *counts in succeeded(crew.run(save_often, str(root), "ab", ranks=2)):
-        assert steps == ["step-14_ckpt"]
-        assert all_files == 4  # one that is kept and one that is written, of the own shards and of the partner's
-        assert counts == [2] * 5
-    assert len(list(root.rglob("*.shard-*"))) == 4
-
-
-def receive_for_another_process(root: str, hosts: str) -> list[Any]:
-    """The container is tidied by a copy of the manager, as in a process that saves on behalf of the trainer."""
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        saving = pickle.loads(pickle.dumps(each.objects))
-        sender = pickle.loads(pickle.dumps(each.replication))
-        base = each.container.root
-        each.objects.teardown_pool()
-        child = Member(saving, sender, each.loader, saving.container(base))
-        for generation in range(8):
-            ranks.save(child, 10 + generation, generation, spread=generation != 1)
-            child.container.tidy()
-            each.meet()
-        slots = each.objects.container(base).received
-        count = len({path.stat().st_ino for path in base.rglob("*") if ".shard-" in path.name or ".tmp-" in path.name})
-        each.meet()
-        saving.teardown_pool()
-        return [slots is not None, count]
-
-
-def test_the_server_takes_replicas_for_containers_that_another_process_of_the_program_has_opened(
-    crew: Crew, root: Path
-) -> None:
-    for has_slots, count in succeeded(crew.run(receive_for_another_process, str(root), "ab", ranks=2)):
-        assert has_slots
-        assert count <= 6  # two slots per shard, and what was replaced last; of eight saves
-    assert (ranks.folder_of(root, "b", 17) / "common.pt").read_bytes() == b"common"
-    assert (ranks.folder_of(root, "b", 17) / COMMIT_FILE).exists()
 
 
 # --- who may not ------------------------------------------------------------------------------------------------------
@@ -252,40 +158,6 @@ def test_what_a_former_group_pushes_is_refused_on_the_same_port_and_the_new_one_
 # --- peers that are gone, or silent -----------------------------------------------------------------------------------
 
 
-def restart_a_peer(root: str, hosts: str) -> list[Any]:
-    rank = dist.get_rank()
-    with ranks.member(root, hosts, rank) as each:
-        metrics = Metrics()
-        configure(metrics, "torchelastic")
-        path = ranks.publish(each, 5, 0)
-        before = address_of(each, 1)
-        if rank == 1:
-            each.replication.shutdown()
-        dist.barrier()
-        text = ""
-        if rank == 0:
-            with pytest.raises(ReplicationError) as caught:
-                ranks.push(each, 5, path)
-            assert isinstance(caught.value.__cause__, PeerLostError)
-            text = str(caught.value)
-        dist.barrier()
-        each.replication.initialize(each.objects, 0, ReplicationRetryConfig(1, 5.0))
-        ranks.push(each, 5, path)
-        each.meet()
-        configure(NullMetricHandler(), "torchelastic")
-        copy = ranks.folder_of(root, hosts[1 - rank], 5) / path.name
-        return [text, metrics.values, before != address_of(each, 1), copy.exists()]
-
-
-def test_a_peer_that_restarts_on_another_port_is_reached_again(crew: Crew, root: Path) -> None:
-    found = succeeded(crew.run(restart_a_peer, str(root), "ab", ranks=2))  # R13
-    (text, metrics, *rest), other = found
-    assert "rank 1 on host-b has no copy" in text
-    assert metrics.pop("checkpoint.replication.bytes") > 4 * ranks.SIZE
-    assert metrics == {"checkpoint.replication.failures": 1}
-    assert rest == other[2:] == [True, True]
-
-
 def push_to_a_stopped_peer(root: str, hosts: str) -> list[Any]:
     rank = dist.get_rank()
     with ranks.member(root, hosts, rank, silent_s=1.0) as each:
@@ -341,25 +213,6 @@ def test_a_transfer_that_breaks_is_tried_again_as_often_as_the_configuration_say
     assert len(accepted) == retries + 1
 
 
-def initialize_without(root: str) -> str:
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["enough"])
-        return ""
-    try:
-        ReplicationManager().initialize(CheckpointObjectManager(), timeout_s=1.0)
-    finally:
-        store.set("enough", "1")
-    return root
-
-
-def test_a_rank_that_does_not_initialize_is_named(crew: Crew, root: Path) -> None:
-    answers = crew.run(initialize_without, str(root), ranks=2)
-    assert isinstance(answers[0], Failed)
-    assert "rank 1 did not come to ReplicationManager.initialize(), meeting within 1 s" in answers[0].text
-
-
 def work_long(root: str, hosts: str) -> list[Any]:
     """Rank 1 works until it has answered the others for longer than they wait for a rank that does not."""
     rank = dist.get_rank()
@@ -379,24 +232,6 @@ def work_long(root: str, hosts: str) -> list[Any]:
 
 def test_a_rank_may_work_for_longer_than_it_is_waited_for_as_long_as_it_answers(crew: Crew, root: Path) -> None:
     assert succeeded(crew.run(work_long, str(root), "ab", ranks=2)) == [[True, True]] * 2
-
-
-def refuse_strategy() -> str:
-    class Unknown:
-        def get_destination_addresses(self, global_rank: int) -> list[str]:
-            return ["10.0.0.1:1"] if global_rank == 0 else []
-
-    try:
-        ReplicationManager().initialize(CheckpointObjectManager(), repl_strategy=Unknown())
-    except (ValueError, CheckpointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_strategy_that_names_strangers_is_an_error_on_all_ranks(crew: Crew) -> None:
-    first, second = succeeded(crew.run(refuse_strategy, ranks=2))
-    assert first.startswith("ValueError: repl_strategy names 10.0.0.1:1, where no rank listens")
-    assert second.startswith("CheckpointError: ReplicationManager.initialize(), choosing failed on rank 0")
 
 
 # --- bulk, and alone --------------------------------------------------------------------------------------------------
@@ -422,34 +257,6 @@ def test_a_whole_container_of_a_step_is_retrieved_from_one_rank(crew: Crew, root
     _, (ok, missing, got, containers, files) = succeeded(crew.run(retrieve_bulk, str(root), "ab", ranks=2))
     assert (ok, missing, got, containers) == (True, False, 1, 1)
     assert files == sorted([COMMIT_FILE, "common.pt", *(ranks.shard_file(rank, 2, 5, 0) for rank in (0, 1))])
-
-
-def forget_to_initialize(root: str) -> list[Any]:
-    replication = ReplicationManager()
-    content = memoryview(b"x")
-    with pytest.raises(ReplicationError, match=r"ReplicationManager.initialize\(\)"):
-        replication.fetch("a/b", 1 - dist.get_rank(), bytearray)
-    return [
-        replication.push("a/b", content),
-        replication.spread("a/b", content),
-        replication.all_gather("meet", 1),
-        root,
-    ]
-
-
-def test_before_initialize_nothing_is_replicated(crew: Crew) -> None:
-    for answer in succeeded(crew.run(forget_to_initialize, "", ranks=2)):
-        assert answer == [0, [], [1, 1], ""]
-
-
-def test_a_process_without_a_group_is_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_FAILURE_DOMAIN", "x")
-    with ranks.member(str(root), "a", 0) as each:
-        assert (each.rank, each.replication.world_size, each.replication.partners) == (0, 1, ())
-        assert each.replication.push("a/b", memoryview(b"x")) == 0
-        assert each.replication.async_replicate(None) == []
-    with pytest.raises(TypeError, match="CheckpointObjectManager"):
-        ReplicationManager().initialize()
 
 
 # --- containers and buffers -------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_saves import Saving, State, blank, same, saving
-from torchelastic.checkpoint.memory.container import read_commit
 from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.replication import ReplicationError
-from torchelastic.checkpoint.shards.writing import HIDDEN
-from torchelastic.testing.disk_faults import FaultyDisk, fail_at, full_at, kill_at
+from torchelastic.testing.disk_faults import FaultyDisk, fail_at
 
 SIZE = 50_000
 
@@ -83,64 +80,11 @@ def test_tensors_of_all_kinds_come_back_as_they_were(alone: Saving) -> None:
     assert same(alone.load(blank(state), 1), state)
 
 
-def test_values_that_are_no_tensors_come_back(alone: Saving) -> None:
-    state = {"a": 1, "b": {"text": "ü" * 9000, "list": [1, 2.5, None, True]}, "size": torch.Size([2, 3])}
-    alone.save(state, 1)
-    loaded = alone.load({"a": 0, "b": {"text": "", "list": []}, "size": None}, 1)
-    assert loaded == state
-
-
-def test_a_state_may_grow_and_shrink_from_save_to_save(alone: Saving) -> None:
-    for step, size in enumerate((10, SIZE, 40 * SIZE, 10), start=1):
-        state = {**state_of(step, size), **({"extra": torch.ones(step)} if step % 2 else {})}
-        alone.save(state, step)
-        assert same(alone.load(blank(state), step), state)
-
-
-def test_the_newest_checkpoint_is_found_and_the_one_before_it_is_gone(alone: Saving) -> None:
-    for step in (10, 20, 30):
-        alone.save(state_of(step), step)
-        assert (alone.latest(), alone.steps()) == (step, [step])
-    assert [path.name for path in alone.base.iterdir() if path.name.startswith("step-")] == ["step-30_ckpt"]
-
-
-def test_a_run_that_has_gone_back_saves_lower_steps(alone: Saving) -> None:
-    alone.save(state_of(20), 20)
-    alone.save(state_of(11), 11)
-    assert (alone.latest(), alone.steps()) == (11, [11])
-
-
 def test_a_step_that_is_saved_again_replaces_the_first(alone: Saving) -> None:
     alone.save(state_of(1), 5)
     alone.save(state_of(2), 5)
     assert same(alone.load(blank(state_of(2)), 5), state_of(2))
     assert len([name for name in alone.files() if ".shard-" in name]) == 1
-
-
-def test_attached_files_are_part_of_the_checkpoint(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = alone.writer.prepare_local_plan
-
-    def attach_too(*arguments: Any) -> Any:
-        alone.writer.attach("common.pt", b"common")
-        return plan(*arguments)
-
-    monkeypatch.setattr(alone.writer, "prepare_local_plan", attach_too)
-    alone.save(state_of(1), 1)
-    assert read_commit(alone.container.folder_of(1)).extras == {"common.pt": b"common"}
-    assert (Path(alone.id(1)) / "common.pt").read_bytes() == b"common"
-
-
-class HalfPlanner(DefaultSavePlanner):
-    """Stores all in half precision."""
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - torch's name
-        data = super().transform_object(write_item, object)
-        return data.half() if isinstance(data, torch.Tensor) else data
-
-
-def test_planners_may_transform_tensors(alone: Saving) -> None:
-    alone.save({"w": torch.tensor([1.0, 2.5])}, 1, planner=HalfPlanner())
-    assert same(alone.load({"w": torch.zeros(2, dtype=torch.float16)}, 1), {"w": torch.tensor([1.0, 2.5]).half()})
 
 
 def test_planners_may_cache_their_plans(alone: Saving) -> None:
@@ -192,24 +136,6 @@ def is_kept(one: Saving, step: int) -> bool:
     return one.latest() == step and same(one.load(blank(state_of(step)), step), state_of(step))
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("call", ["publish", "store"])
-def test_a_save_that_the_disk_refuses_is_left_out(
-    root: Path, call: str, error: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = FaultyDisk()
-    with saving(root, disk=disk) as one:
-        one.save(state_of(1), 1)
-        disk._faults.append(fail_at(call, error))
-        one.save(state_of(2), 2)
-        disk.require_struck()
-        assert is_kept(one, 1)
-        assert "step 2" in caplog.text
-        assert "skipped" in caplog.text
-        one.save(state_of(3), 3)
-        assert (one.steps(), len(one.files())) == ([3], 3)
-
-
 def test_a_save_without_room_is_left_out(alone: Saving, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     alone.save(state_of(1), 1)
     monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(1000, 2**40))
@@ -217,24 +143,6 @@ def test_a_save_without_room_is_left_out(alone: Saving, monkeypatch: pytest.Monk
     assert is_kept(alone, 1)
     assert "tmpfs" in caplog.text
     assert alone.saver.skipped.count("tmpfs") == 1
-
-
-def test_what_fits_into_a_free_slot_needs_no_room(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone.save(state_of(1), 1)
-    alone.save(state_of(2), 2)
-    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(0, 0))
-    alone.save(state_of(3), 3)
-    assert is_kept(alone, 3)
-
-
-def test_a_full_disk_may_raise_instead(root: Path) -> None:
-    disk = FaultyDisk()
-    with saving(root, disk=disk, on_failure="raise") as one:
-        one.save(state_of(1), 1)
-        disk._faults.append(full_at("allocate"))
-        with pytest.raises(CheckpointException, match="No space left"):
-            one.save(state_of(2), 2)
-        assert is_kept(one, 1)
 
 
 def test_failed_saves_leave_nothing_behind(root: Path) -> None:
@@ -249,29 +157,6 @@ def test_failed_saves_leave_nothing_behind(root: Path) -> None:
             one.save(state_of(step), step)
         assert len(one.files()) == before
         assert is_kept(one, 2)
-
-
-def save_and_die(root: str, call: str) -> None:
-    torch.set_num_threads(1)  # those of the parent are not here
-    disk = FaultyDisk()
-    with saving(root, disk=disk) as one:
-        one.save(state_of(1), 1)
-        disk._faults.append(kill_at(call))
-        one.save(state_of(2), 2)
-
-
-@pytest.mark.parametrize("call", ["create", "allocate", "store", "publish", "rename"])
-def test_a_process_that_is_killed_in_a_save_leaves_the_checkpoint_before(root: Path, call: str) -> None:
-    process = multiprocessing.get_context("fork").Process(target=save_and_die, args=(str(root), call))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -9
-    with saving(root) as one:
-        assert is_kept(one, 1)
-        assert not any(name.startswith(HIDDEN) for name in one.files())
-        one.save(state_of(3), 3)
-        assert (one.latest(), one.steps()) == (3, [3])
-        assert len([name for name in one.files() if ".shard-" in name]) == 1
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -342,19 +227,6 @@ def test_ranks_save_together(crew: Crew, root: Path, hosts: str, shards: int, ca
     for rank, answer in enumerate(answers):
         assert (answer["latest"], answer["steps"], answer["same"]) == (4, [4], True)
         assert answer["files"] >= shards or hosts == "aab", (rank, answer)
-
-
-def load_alone(root: str, host: str, step: int) -> bool:
-    with saving(root, host) as one:
-        loaded: State = {"sharded": torch.zeros(7, 5), "columns": torch.zeros(7, 5), "replicated": torch.zeros(11)}
-        one.load(loaded, step)
-        whole = torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5) + step
-        return same(loaded, {"sharded": whole, "columns": whole, "replicated": torch.full((11,), float(step))})
-
-
-def test_one_host_of_two_has_all_that_is_needed(crew: Crew, root: Path) -> None:
-    succeeded(crew.run(save_steps, str(root), "ab", [1, 2], ranks=2))
-    assert succeeded(crew.run(load_alone, str(root), "b", 2, ranks=1)) == [True]
 
 
 def save_with_failing_rank(root: str, hosts: str, failing: int) -> dict[str, Any]:

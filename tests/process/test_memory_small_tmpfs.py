@@ -94,25 +94,6 @@ def test_a_save_that_does_not_fit_is_skipped_and_the_one_before_stays(small: Pat
     assert sum(path.stat().st_blocks * 512 for path in base.rglob("*") if path.is_file()) <= 3 * MIB
 
 
-def test_saves_go_on_when_there_is_room_again(small: Path) -> None:
-    (told,) = values(run_ranks(train, str(small / "7"), [2, 20, 3, 20, 2]))
-    assert told["loaded"] == 4
-    assert told["metrics"]["checkpoint.memory.skipped.tmpfs"] == 2
-    assert told["metrics"]["checkpoint.memory.skipped"] == 2
-
-
-def test_a_first_save_that_does_not_fit_leaves_nothing(small: Path) -> None:
-    (told,) = values(run_ranks(train, str(small / "7"), [20]))
-    assert told["loaded"] == -1
-    assert not [path for path in (small / "7").rglob("*") if path.is_file() and path.name != ".job"]
-
-
-def test_ranks_that_fit_alone_and_not_together_all_skip(small: Path) -> None:
-    first, second = values(run_ranks(train, str(small / "7"), [1, 7, 1], ranks=2))
-    assert (first["loaded"], second["loaded"]) == (2, 2)
-    assert (skips(first), skips(second)) == (1, 0), "it is told once"
-
-
 def test_one_rank_without_room_makes_all_ranks_skip(small: Path, tmp_path: Path) -> None:
     hosts = [{"TORCHELASTIC_FAILURE_DOMAIN": name} for name in ("a", "b")]
     bases = [str(tmp_path / "7"), str(small / "7")]

@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import StagedItems
-from torchelastic.checkpoint.memory.plans import NotSavedError
-from torchelastic.checkpoint.memory.room import Free
 from torchelastic.checkpoint.replication import ReplicationError
 
 WAIT_S = 60
@@ -110,16 +108,6 @@ def test_saves_may_be_finished_after_others_were_begun(alone: Saving) -> None:
     assert same(alone.load(blank(state_of(2)), 2), state_of(2))
 
 
-def test_a_save_that_ends_after_a_newer_one_is_left_out(alone: Saving) -> None:
-    first, metadata = begin(alone, state_of(1), 1)
-    second, later = begin(alone, state_of(2), 2)
-    for staged in (first, second):
-        staged.write()
-    assert alone.saver.write_metadata(later, [second.results]) is not None
-    assert alone.saver.write_metadata(metadata, [first.results]) is None
-    assert alone.steps() == [2]
-
-
 @pytest.mark.parametrize("write", [None, in_a_thread, in_a_fork])
 def test_an_abandoned_save_gives_its_memory_back(alone: Saving, write: Callable[[StagedItems], bool] | None) -> None:
     alone.save(state_of(1), 1)
@@ -133,16 +121,6 @@ def test_an_abandoned_save_gives_its_memory_back(alone: Saving, write: Callable[
     assert alone.latest() == 1
     assert [name for name in alone.files() if ".shard-" in name] != []
     assert same(alone.load(blank(state_of(1)), 1), state_of(1))
-
-
-def test_a_save_that_is_forgotten_gives_its_memory_back(alone: Saving) -> None:
-    alone.save(state_of(1), 1)
-    for step in (2, 3, 4):
-        staged, _ = begin(alone, state_of(step), step)
-        staged.write()
-        del staged
-    alone.save(state_of(5), 5)
-    assert (alone.latest(), len(alone.inodes())) == (5, 2)
 
 
 def test_what_was_not_written_cannot_be_adopted(alone: Saving) -> None:
@@ -166,17 +144,3 @@ def test_a_replica_that_cannot_be_made_raises_and_removes_the_shard(
     with pytest.raises(ReplicationError, match="on fire"):
         staged.write()
     assert not [name for name in alone.files() if ".shard-" in name]
-
-
-def test_a_save_without_room_raises_before_anything_is_copied(alone: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchelastic.checkpoint.memory.planning.measure", lambda _: Free(0, 0))
-    with pytest.raises(NotSavedError, match="it has to allocate"):
-        begin(alone, state_of(1), 1)
-    assert alone.files() == []
-
-
-def test_a_rank_with_nothing_to_write_has_no_shard(alone: Saving) -> None:
-    staged, _ = begin(alone, {}, 1)
-    staged.write()
-    alone.writer.adopt(staged)
-    assert (staged.results, alone.files()) == ([], [])

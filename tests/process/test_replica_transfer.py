@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import subprocess
 import sys
 import threading
@@ -23,10 +22,8 @@ from tests.process.replicas import (
 )
 from torchelastic.checkpoint.replication import (
     CorruptReplicaError,
-    NoReplicasAvailableError,
     PeerLostError,
     PeerStalledError,
-    ReplicaRefusedError,
     ReplicaServer,
 )
 from torchelastic.checkpoint.replication.receive import digest_of
@@ -57,12 +54,6 @@ def test_an_object_goes_there_and_comes_back(server: ReplicaServer, shelf: Recor
     assert (pulled.size_bytes, pulled.digest) == (size_bytes, sent.digest)
 
 
-def test_any_contiguous_buffer_may_be_sent(server: ReplicaServer, shelf: RecordingShelf) -> None:
-    numbers = array.array("d", range(1000))
-    client_of(server).push("numbers", memoryview(numbers), token_round=1)
-    assert shelf.bytes_of("numbers") == numbers.tobytes()
-
-
 def test_what_is_there_already_does_not_travel_again(server: ReplicaServer) -> None:
     with Wire(server.address) as wire:
         client = client_of(wire)
@@ -81,19 +72,6 @@ def test_new_content_replaces_the_old_one_at_once(server: ReplicaServer, shelf: 
     assert shelf.bytes_of("x") == content_of(2)
 
 
-def test_several_clients_at_once(server: ReplicaServer, shelf: RecordingShelf) -> None:
-    def push(number: int) -> None:
-        client_of(server).push(f"x{number}", content_of(number), token_round=1)
-
-    threads = [threading.Thread(target=push, args=(number,)) for number in range(6)]  # more than max_transfers
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert shelf.ids() == [f"x{number}" for number in range(6)]
-    assert all(shelf.bytes_of(f"x{number}") == content_of(number) for number in range(6))
-
-
 def test_lists_longer_than_a_message_come_in_pages(server: ReplicaServer, shelf: RecordingShelf) -> None:
     assert client_of(server).ids() == []
     names = [f"{number:04}{'x' * 100}" for number in range(1500)]
@@ -102,13 +80,6 @@ def test_lists_longer_than_a_message_come_in_pages(server: ReplicaServer, shelf:
     with Wire(server.address) as wire:
         assert client_of(wire).ids() == names
         assert wire.connections == 3
-
-
-def test_without_a_known_digest_it_is_computed(server: ReplicaServer, shelf: RecordingShelf) -> None:
-    shelf.put("x", content_of(1), "")
-    back = bytearray(SIZE_BYTES)
-    assert client_of(server).pull("x", lambda _: back).digest == digest_of(content_of(1))
-    assert back == content_of(1)
 
 
 def test_nothing_but_the_strategies_and_the_manager_loads_torch() -> None:
@@ -124,11 +95,6 @@ def test_nothing_but_the_strategies_and_the_manager_loads_torch() -> None:
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
-
-
-def test_what_nobody_has_is_said(server: ReplicaServer) -> None:
-    with pytest.raises(NoReplicasAvailableError, match=f"127.0.0.1:{server.address[1]}: x is not here"):
-        client_of(server).pull("x", bytearray)
 
 
 def test_nobody_listens(server: ReplicaServer) -> None:
@@ -147,22 +113,6 @@ def test_closing_cuts_what_is_on_its_way_and_leaves_no_thread(shelf: RecordingSh
     wait_until(
         lambda: not [t for t in threading.enumerate() if t.name.startswith("replica-")], "its threads have ended"
     )
-
-
-def test_a_shelf_that_fails_does_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(RecordingShelf):
-        def destination(self, object_id: str, size_bytes: int) -> bytearray:
-            if object_id == "bad":
-                raise RuntimeError("a fault of the owner")
-            return super().destination(object_id, size_bytes)
-
-    shelf = Broken()
-    with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
-        with pytest.raises(ReplicaRefusedError, match="the shelf failed: RuntimeError; see its log"):
-            client_of(server).push("bad", b"x", token_round=1)
-        client_of(server).push("good", b"x", token_round=1)
-    assert shelf.ids() == ["good"]
-    assert "a fault of the owner" in caplog.text
 
 
 def test_content_that_changes_while_it_is_sent_is_not_published(server: ReplicaServer, shelf: RecordingShelf) -> None:

@@ -11,11 +11,9 @@ from contextlib import suppress
 import pytest
 
 from tests.process.replicas import (
-    SIZE_BYTES,
     TOKEN,
     RecordingShelf,
     Wire,
-    between_chunks,
     client_of,
     content_of,
     wait_until,
@@ -25,7 +23,6 @@ from torchelastic.checkpoint.replication import (
     OutdatedRoundError,
     PeerLostError,
     ProtocolError,
-    ReplicaBusyError,
     ReplicaClient,
     ReplicaRefusedError,
     ReplicaServer,
@@ -38,7 +35,6 @@ from torchelastic.checkpoint.replication.protocol import (
     greet_client,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import digest_of
 
 
 @pytest.fixture
@@ -136,90 +132,7 @@ def test_an_older_round_is_refused(server: ReplicaServer, shelf: RecordingShelf)
     assert shelf.bytes_of("x") == content_of(2)
 
 
-def test_a_round_that_ends_in_the_middle_of_a_push_publishes_nothing(
-    server: ReplicaServer, shelf: RecordingShelf
-) -> None:
-    words = "its sender was replaced and must stop"
-    with between_chunks(lambda: server.fence(5)), pytest.raises(OutdatedRoundError, match=words):
-        client_of(server).push("x", content_of(1), token_round=4)
-    assert shelf.ids() == []
-    assert shelf.abandoned == ["x"]
-
-
 # --- bounds -----------------------------------------------------------------------------------------------------------
-
-
-def test_who_comes_when_it_is_full_waits_for_its_turn(shelf: RecordingShelf) -> None:
-    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_transfers=1) as server:
-        goes_on, is_waiting = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            is_waiting.set()
-            assert goes_on.wait(20)
-
-        with between_chunks(hold):
-            first = threading.Thread(
-                target=client_of(server).push, args=("a", content_of(1)), kwargs={"token_round": 1}
-            )
-            first.start()
-            assert is_waiting.wait(20)
-            with pytest.raises(ReplicaBusyError, match="1 objects are on their way already"):
-                client_of(server, retry_s=0).push("b", b"small", token_round=1)
-            patient = ReplicaClient(server.address, TOKEN, retry_s=20, sleep=lambda _: goes_on.set())
-            patient.push("b", b"small", token_round=1)
-            first.join(20)
-    assert shelf.ids() == ["a", "b"]
-
-
-def test_as_many_pulls_as_are_allowed(shelf: RecordingShelf) -> None:
-    shelf.put("x", content_of(1), digest_of(content_of(1)))
-    is_waiting, goes_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        is_waiting.set()
-        assert goes_on.wait(20)
-
-    with ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_transfers=1) as server, between_chunks(hold):
-        backs: list[bytearray] = []
-
-        def keep(size_bytes: int) -> bytearray:
-            backs.append(bytearray(size_bytes))
-            return backs[-1]
-
-        first = threading.Thread(target=client_of(server).pull, args=("x", keep))
-        first.start()
-        assert is_waiting.wait(20)
-        with pytest.raises(ReplicaBusyError, match="as many objects are being fetched from here as may be"):
-            client_of(server, retry_s=0).pull("x", keep)
-        goes_on.set()
-        first.join(20)
-    assert backs == [content_of(1)]
-
-
-def test_what_is_larger_than_the_shelf_is_refused_before_it_is_sent() -> None:
-    shelf = RecordingShelf(capacity_bytes=1000)
-    with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
-        with pytest.raises(ReplicaRefusedError, match="x has 1001 bytes, and this shelf holds 1000 in all"):
-            client_of(server).push("x", bytes(1001), token_round=1)
-        assert shelf.places == {}
-        client_of(server).push("x", bytes(1000), token_round=1)
-
-
-def test_a_puller_may_refuse_a_size(server: ReplicaServer, shelf: RecordingShelf) -> None:
-    shelf.put("x", content_of(1), digest_of(content_of(1)))
-
-    def refuse(size_bytes: int) -> bytearray:
-        raise ReplicaRefusedError(f"{size_bytes} are too many")
-
-    with pytest.raises(ReplicaRefusedError, match=f"{SIZE_BYTES} are too many"):
-        client_of(server).pull("x", refuse)
-
-
-def test_ids_are_checked_at_both_ends(server: ReplicaServer) -> None:
-    with pytest.raises(ValueError, match="is no id of an object"):
-        client_of(server).push("../etc/passwd", b"", token_round=1)
-    with pytest.raises(ValueError, match="is no id of an object"):
-        client_of(server).pull("", bytearray)
 
 
 GARBAGE = {

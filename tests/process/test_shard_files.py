@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards import ShardReader, flatten, load_tree, save_tree
+from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.tensors import dtype_named
@@ -202,52 +200,10 @@ def test_sparse_tensors(make: Callable[[], torch.Tensor], store: Store, tmp_path
         assert torch.equal(loaded.to_dense(), DENSE)
 
 
-def test_parameters_are_saved_without_their_gradients(store: Store, tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    model(torch.ones(1, 3)).sum().backward()
-    tree = {"weight": model.weight, "grown": model.weight * 2}
-    loaded = store(tmp_path, tree)
-    assert bits(loaded["weight"]) == bits(model.weight)
-    assert bits(loaded["grown"]) == bits(model.weight * 2)
-    assert not loaded["grown"].requires_grad
-    assert model.weight.requires_grad
-    assert model.weight.grad is not None
-
-
-def test_a_tensor_of_another_class_is_saved_as_a_plain_one(store: Store, tmp_path: Path) -> None:
-    class Labelled(torch.Tensor):
-        pass
-
-    loaded = store(tmp_path, {"x": torch.arange(3.0).as_subclass(Labelled)})["x"]
-    assert type(loaded) is torch.Tensor
-    assert torch.equal(loaded, torch.arange(3.0))
-
-
-def test_tensors_in_shared_memory(store: Store, tmp_path: Path) -> None:
-    shared = torch.arange(1000.0).share_memory_()  # type: ignore[no-untyped-call]
-    assert torch.equal(store(tmp_path, {"x": shared, "view": shared[10:20]})["view"], torch.arange(10.0, 20))
-    assert shared.is_shared()
-
-
-def test_loaded_tensors_can_be_written_and_do_not_share_memory(store: Store, tmp_path: Path) -> None:
-    loaded = store(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(4), "n": np.zeros(3)})
-    loaded["a"].add_(1)
-    loaded["n"] += 1
-    assert torch.equal(loaded["b"], torch.zeros(4))
-    loaded["a"].resize_(100)
-
-
 def test_saving_leaves_tensors_that_can_be_resized(store: Store, tmp_path: Path) -> None:
     tensor = torch.zeros(400_000)
     store(tmp_path, {"x": tensor, "small": tensor[:3]})
     tensor.untyped_storage().resize_(0)  # as FSDP does between two steps
-
-
-def test_many_small_and_some_long_tensors(store: Store, tmp_path: Path) -> None:
-    lengths = [1, 7, 0, 64, 100_000, 3, 600_000, 0, 5] + [2] * 1200
-    tree = {str(number): raw(torch.float16, length) for number, length in enumerate(lengths)}
-    loaded = store(tmp_path, tree)
-    assert all(bits(loaded[name]) == bits(tensor) for name, tensor in tree.items())
 
 
 @pytest.fixture(scope="module")
@@ -271,25 +227,3 @@ def test_empty_and_partial_distributed_tensors(mesh: Any, tmp_path: Path) -> Non
     partial = torch.distributed.tensor.DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(TypeError, match="'d' holds partial sums"):
         save_tree(tmp_path / "other", {"d": partial})
-
-
-def test_what_was_saved_is_what_the_file_says(tmp_path: Path) -> None:
-    written = save_tree(tmp_path / "shard", {"w": torch.zeros(3), "n": 1}, meta={"iteration": 7})
-    with ShardReader(tmp_path / "shard") as shard:
-        assert shard.header == written
-        assert shard.header.meta["iteration"] == 7
-        assert bytes(shard.view()) == (tmp_path / "shard").read_bytes()
-
-
-def test_meta_that_json_cannot_hold_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
-        save_tree(tmp_path / "shard", {}, meta={"x": object()})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_name_that_is_taken_is_an_error_and_keeps_its_content(tmp_path: Path) -> None:
-    save_tree(tmp_path / "shard", {"n": 1})
-    with pytest.raises(CheckpointError, match="something else is in the way"):
-        save_tree(tmp_path / "shard", {"n": 2})
-    assert load_tree(tmp_path / "shard") == {"n": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["shard"]

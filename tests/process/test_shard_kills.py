@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.shards import flatten, load_tree, save_tree
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
-from torchelastic.testing import FaultyDisk, fail_at, full_at, kill_at, pause_at, short_write_at
+from torchelastic.testing import FaultyDisk, fail_at, pause_at, short_write_at
 
 WAIT_S = 20.0
 
@@ -112,52 +111,6 @@ def folders(tmp_path: Path, count: int) -> Iterator[tuple[int, Path]]:
         yield number, folder
 
 
-def test_killed_at_every_call(work: Callable[[Path, Disk], None], tmp_path: Path) -> None:
-    calls = calls_of(work, tmp_path / "trial")
-    left_overs = 0
-    for number, folder in folders(tmp_path, len(calls)):
-        status = ended(in_child(lambda: work(folder, FaultyDisk(kill_at(number)))))  # noqa: B023 - called at once
-        assert os.WIFSIGNALED(status), (calls[number], status)
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        assert shards_in(folder)["old"] == 1, calls[number]
-        hidden = len(hidden_in(folder))
-        left_overs += hidden
-        assert remove_left_overs(folder) == hidden
-        assert not hidden_in(folder)
-        for name in shards_in(folder):
-            if name != "old":
-                (folder / name).unlink()
-        work(folder, Disk())
-        assert len(shards_in(folder)) == 2
-    assert left_overs > len(calls) // 2, "the kills came when nothing was being written"
-
-
-def test_killed_between_the_link_and_the_removal_of_the_hidden_name(tmp_path: Path) -> None:
-    status = ended(in_child(lambda: save_a_file(tmp_path, FaultyDisk(kill_at("remove")))))
-    assert os.WIFSIGNALED(status)
-    assert shards_in(tmp_path) == {"new": 2}
-    assert remove_left_overs(tmp_path) == 1
-    assert shards_in(tmp_path) == {"new": 2}
-
-
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-def test_refused_at_every_call(work: Callable[[Path, Disk], None], error: int, tmp_path: Path) -> None:
-    calls = calls_of(work, tmp_path / "trial")
-    for number, folder in folders(tmp_path, len(calls)):
-        if calls[number] == "remove":  # a left-over, which is removed as one; or what close() could not remove
-            continue
-        disk = FaultyDisk(fail_at(number, error))
-        with pytest.raises(CheckpointError) as caught:
-            work(folder, disk)
-        disk.require_struck()
-        assert caught.value.errno == error
-        assert "(" in str(caught.value), "no remedy"
-        assert shards_in(folder)["old"] == 1
-        if work is save_a_file:
-            assert not hidden_in(folder)
-            assert ("new" in shards_in(folder)) == (calls[number] == "sync_folder")
-
-
 def test_a_hidden_name_that_cannot_be_removed_is_no_error(tmp_path: Path) -> None:
     disk = FaultyDisk(fail_at("remove", errno.EIO))
     save_a_file(tmp_path, disk)
@@ -175,14 +128,6 @@ def test_short_writes_lose_nothing(tmp_path: Path) -> None:
     disk.require_struck()
     assert shards_in(folder) == {"new": 2}
     assert (folder / "new").read_bytes() == (tmp_path / "trial" / "new").read_bytes()
-
-
-def test_a_full_disk_names_the_remedy(tmp_path: Path) -> None:
-    disk = FaultyDisk(full_at("write_some"))
-    with pytest.raises(CheckpointError, match=r"the disk is full; free space.*\.tmp-") as caught:
-        save_a_file(tmp_path, disk)
-    assert caught.value.errno == errno.ENOSPC
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_stopped_writer_is_left_alone_and_goes_on(work: Callable[[Path, Disk], None], tmp_path: Path) -> None:
@@ -216,26 +161,6 @@ def test_a_file_that_is_taken_for_a_left_over_is_created_again(tmp_path: Path, m
     assert shards_in(tmp_path) == {"new": 2}
 
 
-def test_a_shard_can_be_read_from_the_moment_it_has_its_name(
-    work: Callable[[Path, Disk], None], tmp_path: Path
-) -> None:
-    class ReadsAtOnce(Disk):
-        read = 0
-
-        def publish(self, source: Path, target: Path) -> None:
-            self.target = target
-            super().publish(source, target)
-
-        def remove(self, path: Path) -> None:
-            if path.exists() and self.target.exists() and path.samefile(self.target):
-                self.read += number_in(self.target) > 1
-            super().remove(path)
-
-    disk = ReadsAtOnce()
-    work(tmp_path, disk)
-    assert disk.read >= 1
-
-
 def test_a_disk_without_locks_works_and_reuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -249,14 +174,3 @@ def test_a_disk_without_locks_works_and_reuses_nothing(tmp_path: Path, monkeypat
     assert shards_in(tmp_path) == {"new": 2, "slot-4": 4}
     (tmp_path / ".tmp-1-dead").touch()
     assert remove_left_overs(tmp_path) == 0
-
-
-def test_a_fault_that_never_happened_fails_the_test() -> None:
-    disk = FaultyDisk(full_at("write"), full_at(7))
-    with pytest.raises(AssertionError, match="never happened"):
-        disk.require_struck()
-
-
-def test_a_short_write_of_what_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="a call to create, not to write_some"):
-        save_a_file(tmp_path, FaultyDisk(short_write_at(0)))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.shards import ShardReader, flatten, load_tree
 from torchelastic.checkpoint.shards.header import Header, lay_out
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
-from torchelastic.checkpoint.shards.slot import Slot
-from torchelastic.checkpoint.shards.stage import Stage, capacity_for
+from torchelastic.checkpoint.shards.stage import Stage
 
 
 def layout(tree: Any, meta: dict[str, Any] | None = None) -> tuple[Header, list[torch.Tensor]]:
@@ -71,18 +68,6 @@ def test_a_thousand_saves_take_two_files_and_no_memory(tmp_path: Path) -> None:
     assert process.num_fds() == before[0] - 4  # a slot has two: its own, and that of its map
 
 
-def test_a_reader_of_a_retired_shard_goes_on_reading_it(tmp_path: Path) -> None:
-    pool = SlotPool(tmp_path)
-    save(pool, tmp_path / "0", state(0))
-    with ShardReader(tmp_path / "0") as reader:
-        pool.retire(tmp_path / "0")
-        for number in (1, 2, 3):
-            save(pool, tmp_path / str(number), state(number))
-        assert torch.equal(reader.read()["w"], torch.zeros(1000))
-        reader.verify()
-    pool.close()
-
-
 def test_a_slot_is_not_used_again_while_a_tensor_that_was_mapped_lives(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path)
     save(pool, tmp_path / "0", state(0))
@@ -99,53 +84,6 @@ def test_a_slot_is_not_used_again_while_a_tensor_that_was_mapped_lives(tmp_path:
     pool.retire(tmp_path / "1")
     save(pool, tmp_path / "2", state(2))
     assert (tmp_path / "2").stat().st_ino == inode
-    pool.close()
-
-
-def test_a_slot_is_used_again_as_soon_as_nobody_reads_it(tmp_path: Path) -> None:
-    pool = SlotPool(tmp_path)
-    save(pool, tmp_path / "0", state(0))
-    inode = (tmp_path / "0").stat().st_ino
-    with ShardReader(tmp_path / "0"):
-        pass
-    pool.retire(tmp_path / "0")
-    save(pool, tmp_path / "1", state(1))
-    assert (tmp_path / "1").stat().st_ino == inode
-    assert names(tmp_path) == ["1"]
-    pool.close()
-
-
-def test_a_shard_that_is_being_written_again_cannot_be_opened(tmp_path: Path) -> None:
-    pool = SlotPool(tmp_path)
-    save(pool, tmp_path / "0", state(0))
-    os.link(tmp_path / "0", tmp_path / "late")  # a reader that had looked the name up before it was retired
-    pool.retire(tmp_path / "0")
-    with pytest.raises(CheckpointError, match="was removed by its owner while it was opened"):
-        ShardReader(tmp_path / "late")
-    pool.close()
-
-
-def test_a_name_that_is_renamed_between_opening_and_locking_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = SlotPool(tmp_path)
-    save(pool, tmp_path / "0", state(0))
-    real_flock = fcntl.flock
-    raced: list[int] = []
-
-    def flock(descriptor: int, operation: int) -> None:
-        if operation == fcntl.LOCK_SH | fcntl.LOCK_NB and not raced:
-            raced.append(operation)
-            monkeypatch.setattr(fcntl, "flock", real_flock)
-            pool.retire(tmp_path / "0")
-            save(pool, tmp_path / "1", state(1))
-            monkeypatch.setattr(fcntl, "flock", flock)
-        real_flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(CheckpointError, match="was removed by its owner"):
-        ShardReader(tmp_path / "0")
-    assert raced
     pool.close()
 
 
@@ -186,20 +124,6 @@ def test_readers_that_race_with_a_writer_never_see_a_mixture(tmp_path: Path) -> 
     pool.close()
 
 
-def test_a_name_that_is_taken_is_an_error_and_the_stage_can_take_another(tmp_path: Path) -> None:
-    pool = SlotPool(tmp_path)
-    save(pool, tmp_path / "0", state(0))
-    stage = filled(pool, state(1))
-    with pytest.raises(CheckpointError, match="something else is in the way"):
-        pool.publish(stage, tmp_path / "0")
-    assert load_tree(tmp_path / "0")["n"] == 0
-    pool.publish(stage, tmp_path / "1")
-    assert load_tree(tmp_path / "1")["n"] == 1
-    pool.retire(tmp_path / "0")
-    pool.close()
-    assert names(tmp_path) == ["1"]
-
-
 def test_what_is_copied_is_not_read_before_it_is_sealed(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path)
     stage = save(pool, tmp_path / "0", state(0))
@@ -211,28 +135,6 @@ def test_what_is_copied_is_not_read_before_it_is_sealed(tmp_path: Path) -> None:
     pool.publish(again, tmp_path / "torn")
     with pytest.raises(CorruptCheckpointError, match="does not begin like a finished shard"):
         load_tree(tmp_path / "torn")
-    pool.close()
-
-
-def test_a_stage_that_is_given_back_is_taken_again(tmp_path: Path) -> None:
-    pool = SlotPool(tmp_path)
-    stage = filled(pool, state(0))
-    pool.give_back(stage)
-    assert pool.take(layout(state(1))[0]) is stage
-    assert pool.take(layout(state(1))[0]) is not stage
-    pool.close()
-
-
-def test_slots_that_are_too_small_are_dropped_and_larger_ones_are_cut_anew(tmp_path: Path) -> None:
-    pool = SlotPool(tmp_path)
-    pool.give_back(filled(pool, state(0, 1000)))
-    large = filled(pool, state(1, 100_000))
-    assert len(names(tmp_path)) == 1, "the small one is still there"
-    pool.give_back(large)
-    smaller = filled(pool, {"v": torch.arange(5)})
-    assert smaller.slot is large.slot
-    pool.publish(smaller, tmp_path / "v")
-    assert torch.equal(load_tree(tmp_path / "v")["v"], torch.arange(5))
     pool.close()
 
 
@@ -252,18 +154,6 @@ def test_a_header_that_outgrows_its_slot_moves_to_a_larger_one(tmp_path: Path) -
     pool.close()
 
 
-def test_a_shard_of_somebody_else_is_removed(tmp_path: Path) -> None:
-    first, second = SlotPool(tmp_path), SlotPool(tmp_path)
-    save(first, tmp_path / "0", state(0))
-    second.retire(tmp_path / "0")
-    second.retire(tmp_path / "0")  # it is gone: no error
-    first.retire(tmp_path / "0")
-    assert names(tmp_path) == []
-    save(first, tmp_path / "1", state(1))
-    first.close()
-    second.close()
-
-
 def test_left_overs_of_the_living_stay(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path)
     stage = filled(pool, state(0))
@@ -276,24 +166,6 @@ def test_left_overs_of_the_living_stay(tmp_path: Path) -> None:
     assert load_tree(tmp_path / "0")["n"] == 0
     assert (tmp_path / "elsewhere").exists()
     assert remove_left_overs(tmp_path / "absent") == 0
-    pool.close()
-
-
-def test_a_pool_without_files(tmp_path: Path) -> None:
-    pool = SlotPool(None)
-    header, sources = layout(state(4))
-    stage = pool.take(header)
-    stage.copy(sources)
-    length = stage.seal(header)
-    (tmp_path / "copy").write_bytes(stage.slot.view()[:length])
-    assert load_tree(tmp_path / "copy")["n"] == 4
-    with pytest.raises(ValueError, match="anonymous memory has no name"):
-        pool.publish(stage, tmp_path / "0")
-    with pytest.raises(ValueError, match="anonymous memory has no name"):
-        stage.slot.withdraw(tmp_path / "0")
-    stage.slot.flush()
-    pool.give_back(stage)
-    assert pool.take(header) is stage
     pool.close()
 
 
@@ -314,21 +186,6 @@ def test_a_closed_pool_gives_everything_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the slot is closed"):
         held.slot.view()
     assert load_tree(tmp_path / "1")["n"] == 1
-
-
-def test_a_slot_is_as_long_as_its_file(tmp_path: Path) -> None:
-    with Slot(5000, tmp_path / "slot") as slot:
-        assert slot.capacity_bytes == 8192 == (tmp_path / "slot").stat().st_size
-        slot.memory[100] = 7
-        slot.flush()
-        assert (tmp_path / "slot").read_bytes()[100] == 7
-        assert (tmp_path / "slot").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_slot_that_is_too_small_is_refused() -> None:
-    header, _ = layout(state(0, 100_000))
-    with Slot(capacity_for(header) - 4096) as slot, pytest.raises(ValueError, match="is too small for"):
-        Stage.prepare(slot, header)
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import torchelastic
-from tests.process.tiered_work import Plain, digest, make_state, steps_of
+from tests.process.tiered_work import digest, make_state, steps_of
 from torchelastic import metrics
-from torchelastic.checkpoint.api import load_latest, save
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.policy import EverySteps, KeepLast
 from torchelastic.checkpoint.shards import pool
@@ -97,21 +96,6 @@ def test_two_saves_run_beside_the_training_and_the_third_says_that_it_waits(
     assert "checkpoint.durable.disk.duration.ms" in published.names
 
 
-def test_a_slot_that_stays_busy_costs_the_save_and_the_next_ones_are_not_harmed(managers: Make, tmp_path: Path) -> None:
-    tier, peers, state = Held(tmp_path), Alone(), make_state(1, 1)
-    manager = managers(tier, slot_wait_s=0.05)
-    manager.save_step(state, 1, peers)
-    manager.save_step(state, 2, peers)
-    with pytest.raises(CheckpointError, match="save more rarely"):
-        manager.save_step(state, 3, peers)
-    tier.go.set()
-    assert manager.wait(30)
-    manager.save_step(state, 4, peers)
-    assert manager.wait(30)
-    assert steps_of(manager) == [4, 2, 1]
-    assert not manager.failures
-
-
 def test_the_state_may_change_as_soon_as_save_step_returns(managers: Make, tmp_path: Path) -> None:
     tier, peers, state = Held(tmp_path), Alone(), make_state(1, 3)
     manager, before = managers(tier), digest(state)
@@ -173,29 +157,6 @@ def test_memory_without_a_memory_tier_is_used_again_and_again(
     assert len(made) == 1
 
 
-def test_groups_whose_rounds_are_not_numbered_save_one_after_the_other(managers: Make, tmp_path: Path) -> None:
-    manager, state = managers(DiskTier(tmp_path)), make_state(1, 1)
-    for _ in range(2):  # the second one has gone back to the first one's step
-        manager.save_step(state, 1, Alone())
-        assert manager.wait(30)
-    assert steps_of(manager) == [1, 1]
-    assert not manager.failures
-
-
-def test_a_writer_that_was_replaced_publishes_nothing_any_more(managers: Make, tmp_path: Path) -> None:
-    old, peers, state = managers(DiskTier(tmp_path)), Alone(), make_state(1, 1)
-    old.save_step(state, 1, peers)
-    assert old.wait(30)
-    new = managers(DiskTier(tmp_path))
-    new.save_step(state, 2, Alone())
-    assert new.wait(30)
-    old.save_step(state, 3, peers)
-    assert old.wait(30)
-    (failure,) = old.failures
-    assert "was replaced by" in failure
-    assert steps_of(new) == [2, 1]
-
-
 def test_a_tier_that_fails_is_reported_and_the_others_have_the_checkpoint(
     managers: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, published: Recorded
 ) -> None:
@@ -240,18 +201,6 @@ def test_a_save_that_cannot_be_published_leaves_nothing_and_its_memory_is_used_a
             restored = make_state(9, 1)
             restored.load(stream)
         assert digest(restored) == digests[one.sequence_id]
-
-
-def test_plain_values_may_grow_from_save_to_save(managers: Make, tmp_path: Path) -> None:
-    manager, peers, state = managers(MemoryTier(tmp_path / "memory")), Alone(), make_state(1, 1)
-    for step in (1, 2, 3):
-        state.extra["losses"] += [0.123456789] * 1000
-        manager.save_step(state, step, peers)
-        assert manager.wait(30)
-    restored = make_state(9, 1)
-    assert manager.restore(restored, peers) == 3
-    assert len(restored.extra["losses"]) == 3001
-    assert not manager.failures
 
 
 def test_something_that_cannot_be_saved_is_named_at_once(managers: Make, tmp_path: Path) -> None:
@@ -326,47 +275,3 @@ def trained_to(limit: int, seen: list[int] | None = None) -> Callable[[torchelas
 
 
 # --- the API of 0.1 ---------------------------------------------------------------------------------------------------
-
-
-def test_save_and_load_latest_of_0_1_work(managers: Make, tmp_path: Path) -> None:
-    manager, state = managers(MemoryTier(tmp_path / "memory"), DiskTier(tmp_path / "disk")), Plain(b"one")
-    assert load_latest(manager, state) is None
-    save(manager, state)
-    save(manager, Plain(b"two"))
-    restored = Plain(b"")
-    load_latest(manager, restored)
-    assert restored.content == b"two"
-    first = manager.get_checkpoint(0)
-    assert first is not None
-    with first.open_input_stream("default") as stream:
-        assert stream.read() == b"one"
-    assert manager.get_checkpoint(5) is None
-    with pytest.raises(CheckpointError, match="no stream 'other'"):
-        first.open_input_stream("other")
-
-
-def test_several_streams_and_a_discarded_checkpoint(managers: Make, tmp_path: Path) -> None:
-    manager = managers(DiskTier(tmp_path))
-    checkpoint = manager.create_checkpoint()
-    for key, data in {"default": b"weights", "metrics": b"loss 0.25"}.items():
-        with checkpoint.open_output_stream(key) as stream:
-            stream.write(data)
-    checkpoint.commit()
-    other = manager.create_checkpoint()
-    other.open_output_stream("default").write(b"never")
-    other.discard()
-    latest = manager.get_latest_checkpoint()
-    assert latest is not None
-    with latest.open_input_stream("metrics") as stream:
-        assert stream.read() == b"loss 0.25"
-    assert len(manager.list_checkpoints()) == 1
-
-
-def test_a_commit_that_fails_raises(managers: Make, tmp_path: Path) -> None:
-    class Full(DiskTier):
-        def put(self, shard: SealedShard) -> Any:
-            raise CheckpointError("the disk is full")
-
-    manager = managers(Full(tmp_path))
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        save(manager, Plain(b"one"))

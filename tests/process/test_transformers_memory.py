@@ -103,13 +103,6 @@ def test_a_killed_run_goes_on_from_memory_and_ends_with_the_same_weights(
     assert not Path(run.base).exists(), "the run is over"
 
 
-def test_a_kill_in_the_middle_of_a_save_costs_that_save_only(run: Run, undisturbed: str) -> None:
-    crash(replace(run, every=1, kill_at=7, at_once=True))
-    (outcome,) = trained(run)
-    assert outcome.first_step in (6, 7)
-    assert outcome.digest == undisturbed
-
-
 def test_the_folder_is_in_the_trainers_own_layout_and_holds_plain_values(crashed_alone: Run, run: Run) -> None:
     run = again(crashed_alone, run)
     ((path, content, _),) = values(start(look, run))
@@ -156,17 +149,6 @@ def test_lost_memory_falls_back_to_the_durable_checkpoint_and_then_to_a_fresh_st
     assert (outcome.resumed_from, outcome.digest) == (f"{run.folder}/checkpoint-5", undisturbed)
     shutil.rmtree(run.folder)
     assert values(start(look, run))[0][0] is None
-
-
-def test_damaged_memory_is_passed_over(crashed_alone: Run, run: Run) -> None:
-    run = again(crashed_alone, run)
-    for shard in Path(run.base).glob("step-6_ckpt/*.shard-*"):
-        content = bytearray(shard.read_bytes())
-        content[-3000:-1000] = bytes(2000)
-        shard.write_bytes(content)
-    ((path, _, warnings),) = values(start(look, run))
-    assert path == f"{run.folder}/checkpoint-5"
-    assert warnings
 
 
 def test_a_folder_that_cannot_be_made_is_passed_over(crashed_alone: Run, run: Run, tmp_path: Path) -> None:
@@ -226,16 +208,6 @@ def test_states_of_callbacks_are_restored_if_the_trainer_is_known(run: Run) -> N
     assert "resume_from_checkpoint(trainer)" in ended.error
 
 
-def test_a_run_for_which_there_is_no_memory_goes_on_undisturbed(run: Run, undisturbed: str) -> None:
-    run = replace(run, arguments=DURABLE)
-    crash(replace(run, kill_at=8, has_memory=False))
-    assert not list(Path(run.base).glob("step-*"))
-    (outcome,) = trained(replace(run, has_memory=False))
-    assert outcome.resumed_from == f"{run.folder}/checkpoint-5", "durable saves went on"
-    assert outcome.digest == undisturbed
-    assert any("was skipped" in text for text in outcome.warnings)
-
-
 # --- two ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -253,13 +225,6 @@ def test_two_killed_ranks_go_on_with_their_own_random_numbers(
     assert not list(Path(run.base).parent.glob("*/job7"))
 
 
-def test_a_lost_host_is_served_by_its_peer(crashed_pair: Run, run: Run, undisturbed_pair: list[str]) -> None:
-    run = again(crashed_pair, run)
-    shutil.rmtree(Path(run.base).parent / "b")
-    outcomes = trained(run, 2, HOSTS)
-    assert [(outcome.first_step, outcome.digest) for outcome in outcomes] == [(6, one) for one in undisturbed_pair]
-
-
 def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_pair: Run) -> None:
     written: list[dict[str, int]] = []
     for shard in sorted((Path(crashed_pair.base).parent / "a" / "job7" / "step-6_ckpt").glob("*.shard-*")):
@@ -275,16 +240,6 @@ def test_what_ddp_replicates_is_written_once_and_each_rank_writes_half(crashed_p
         assert any(f"rank-{rank}/" in name for name in each)
         assert not any(f"rank-{1 - rank}/" in name for name in each)
         assert any("running_mean" in name for name in each) == (rank == 0), "DDP takes buffers from rank 0"
-
-
-def test_other_numbers_of_ranks_resume_too(crashed_pair: Run, crashed_alone: Run, run: Run) -> None:
-    alone = again(crashed_pair, run)
-    alone = replace(alone, base=f"{Path(alone.base).parent}/a/job7")
-    ((path, content, _),) = values(start(look, alone))
-    assert path == f"{alone.base}/resume/checkpoint-6"
-    assert "rng_state.pth" in content
-    (outcome,) = trained(alone)
-    assert outcome.first_step == 6
 
 
 def test_a_second_rank_that_did_not_save_keeps_its_random_numbers(crashed_alone: Run, run: Run) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.shards import Box, Extent, flatten, read_tree, split_replicated
-from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header, place
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -103,36 +100,3 @@ def restore(tier: Tier) -> int | None:
 def hidden_in(folder: Path) -> list[str]:
     """What a reader passes over, anywhere in a folder; the fence's own files are left out."""
     return sorted(path.name for path in folder.rglob(".*") if path.name.startswith(".tmp-"))
-
-
-class DiskThatSignals(Disk):
-    """Sends a signal to its own process right before the n-th call; a write is half done then.
-
-    Args:
-        number: counted from 1.
-        signal_number: SIGKILL or SIGSTOP.
-        method: count only calls of this name.
-    """
-
-    def __init__(self, number: int, signal_number: int = signal.SIGKILL, method: str | None = None) -> None:
-        self._number = number
-        self._signal = signal_number
-        self._method = method
-        self._calls = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name.startswith("_"):
-            return value
-
-        def counted(*arguments: Any, **options: Any) -> Any:
-            if self._method in (None, name):
-                self._calls += 1
-                if self._calls == self._number:
-                    if name == "write_some":
-                        descriptor, buffer = arguments
-                        os.write(descriptor, buffer[: len(buffer) // 2])
-                    os.kill(os.getpid(), self._signal)
-            return value(*arguments, **options)
-
-        return counted

@@ -1,16 +1,11 @@
-"""Jobs with a `BCPState`, for test_bcp_state.py: in this process, as ranks of a group, and killed while they save.
-
-As a script it kills processes at calls that a save makes to the disk; see `main`.
-"""
+"""Jobs with a `BCPState`: in this process, as ranks of a group, and as ranks that may be killed."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import random
-import shutil
 import sys
 import time
 import warnings
@@ -30,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchelastic.checkpoint import BCPState, MemoryTier
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.testing.disk_faults import FaultyDisk, full_at, kill_at
+from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 TIMEOUT_S = 20.0
 
@@ -264,11 +259,6 @@ def refused(folder: str) -> list[tuple[str, str]]:
     ]
 
 
-def out_of_step(folder: str) -> tuple[str, str]:
-    job = Job(Path(folder), "ddp")
-    return attempt(job.state.save if dist.get_rank() == 0 else job.state.maybe_resume_from_ckpt)
-
-
 def another_model_on_rank_1(folder: str) -> tuple[tuple[str, str], bool]:
     Job(Path(folder), "plain").state.save()
     job = Job(Path(folder), "plain", wide=12 + dist.get_rank(), seed=2)
@@ -323,56 +313,3 @@ def run(ranks: int, scratch: Path, work: Callable[[], Any]) -> tuple[list[int], 
         time.sleep(0.002)
     found = [json.loads(path.read_text()) if path.exists() else None for path in answers]
     return [statuses[child] for child in children], found
-
-
-def train_and_save(folder: Path, kind: str, sync: bool, killed: tuple[int, int] | None) -> int:
-    """One life: resumes, trains, saves; how many calls its disk got."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    is_mine = killed is not None and killed[0] == rank
-    disk = FaultyDisk(*([kill_at(killed[1])] if killed is not None and is_mine else []))
-    job = Job(folder, kind, disk=disk, seed=11)
-    job.resume()
-    job.train(2)
-    job.state.save(sync=sync)
-    job.state.wait()
-    return len(disk.calls)
-
-
-def look(folder: Path, kind: str) -> list[Any]:
-    """What the next life finds: its iteration, and whether it holds exactly what was saved then."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        job = Job(folder, kind, seed=12)
-        extra = job.resume()
-    assert extra is not None
-    is_same = extra["digest"] == job.digest()
-    job.train(1)
-    job.state.save()
-    return [extra["iteration"], is_same]
-
-
-def main(ranks: int, kind: str, sync: bool, every: int, scratch: Path) -> None:
-    """Kills one rank at every `every`-th call of a save; prints what the life after each kill finds."""
-    torch.set_num_threads(1)  # a forked child has none of its parent's threads
-    importlib.import_module("torch._dynamo")  # DDP and optimizers do, which takes a second in each child
-    base = scratch / "base"
-    for life in range(2):
-        statuses, calls = run(ranks, scratch / f"life{life}", lambda: train_and_save(base, kind, True, None))
-        assert statuses == [0] * ranks, statuses
-    outcomes = []
-    for rank in range(ranks):
-        for call in range(rank % every, calls[rank] + 1, every):
-            folder = scratch / f"killed{rank}-{call}"
-            shutil.copytree(base, folder)
-            killed = (rank, call)
-            work = lambda folder=folder, killed=killed: train_and_save(folder, kind, sync, killed)  # noqa: E731
-            statuses, _ = run(ranks, scratch / f"trial{rank}-{call}", work)
-            seen, found = run(ranks, scratch / f"look{rank}-{call}", lambda folder=folder: look(folder, kind))  # type: ignore[misc]
-            hidden = [path.name for path in folder.iterdir() if path.name.startswith(".tmp")]
-            shutil.rmtree(folder)
-            outcomes.append({"call": call, "statuses": statuses, "seen": seen, "found": found, "hidden": hidden})
-    print(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "sync", int(sys.argv[4]), Path(sys.argv[5]))

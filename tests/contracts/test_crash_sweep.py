@@ -1,0 +1,103 @@
+"""Contract: whatever happens to a save at any of its calls to the disk, the checkpoint before is there, or the new one.
+
+A job saves step 1. Another one saves step 2, and is killed at its n-th call, or that call says that the disk is full;
+for every n. The job after it finds one of the two, bit for bit, and saves step 3.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.facades import KINDS, VARIANTS, Facade, outcome
+from tests.contracts.faults import Fault, in_child, numbers, warm_up, with_fault
+
+FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
+#: Which share most of their code with one of the others.
+SIMILAR = ("private disk", "memory tier", "training-memory", "training-durable")
+EACH = [pytest.param(name, marks=[pytest.mark.long] * (name in SIMILAR)) for name in FACADES]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder without a slow disk below it, where there is one: what a fault leaves does not depend on the disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What one fault has left.
+
+    Attributes:
+        was_killed: the job that saved step 2.
+        told: what that job said of its save; None if it was killed.
+        found: by the next job.
+        then: by the one after that, which had another save before it.
+        hidden: files that no reader looks at, at the end.
+    """
+
+    was_killed: bool
+    told: Any
+    found: Any
+    then: Any
+    hidden: int
+
+
+def sweep(facade: Facade, fault: Fault, place: Path) -> list[Swept]:
+    """One fault after the other, until a save has no more calls; each with a copy of what was there before."""
+    base, swept = place / "base", []
+    warm_up([lambda: facade.save(place / "trial", 1), lambda: facade.resume(place / "trial")])
+    assert not in_child(lambda: facade.save(base, 1)).was_killed
+    for number in numbers():
+        folder = Path(shutil.copytree(base, place / "copy", symlinks=True))
+        ended = in_child(with_fault(lambda folder=folder: outcome(lambda: facade.save(folder, 2)), fault, number))  # type: ignore[misc]
+        told, has_struck = ended.value or (None, True)
+        (found, _, then) = in_child(
+            lambda folder=folder: [  # type: ignore[misc]
+                outcome(lambda: facade.resume(folder)),
+                facade.save(folder, 3),
+                outcome(lambda: facade.resume(folder)),
+            ]
+        ).value
+        hidden = len([path for path in folder.rglob("*") if path.name.startswith(".tmp-")])
+        swept.append(Swept(ended.was_killed, told, found, then, hidden))
+        shutil.rmtree(folder)
+        if not has_struck:
+            return swept
+    raise AssertionError("the save has no end")
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_save_that_is_killed_at_any_call_leaves_the_checkpoint_before_or_the_new_one(name: str, place: Path) -> None:
+    swept = sweep(FACADES[name], "kill", place)
+    found = [one.found.get("value") for one in swept]
+    assert len(swept) > 8
+    assert [one.was_killed for one in swept] == [True] * (len(swept) - 1) + [False]
+    assert found == sorted(found), "from some call on it is the new one"
+    assert (found[0], found[-1]) == (1, 2)
+    assert set(found) == {1, 2}
+    assert [one.then.get("value") for one in swept] == [3] * len(swept)
+    left = swept[-1].hidden  # by a job that was not disturbed, such as slots that are used again
+    assert max(one.hidden for one in swept) <= left, "left-overs of the dead are removed"
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_disk_that_is_full_at_any_call_costs_that_save_and_no_other(name: str, place: Path) -> None:
+    swept = sweep(FACADES[name], "full", place)
+    assert len(swept) > 3
+    for one in swept:
+        assert one.told is not None
+        assert "value" in one.told or {"OSError", "ReplicationError"} & set(one.told["kinds"]), one.told
+        assert "value" in one.told or "No space left" in one.told["error"], one.told
+        assert one.found.get("value") in ((2,) if "value" in one.told else (1, 2)), one
+        assert one.then.get("value") == 3
+    assert any("error" in one.told for one in swept)
+    assert max(one.hidden for one in swept) <= swept[-1].hidden
