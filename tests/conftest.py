@@ -12,6 +12,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -35,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # inherit that: none could be ended by Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test-long` imports no file in which nothing is marked so: all of them take each process half a minute."""
+    is_asked = str(config.option.markexpr).startswith("long and ") and collection_path.name.startswith("test_")
+    return True if is_asked and "mark.long" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)

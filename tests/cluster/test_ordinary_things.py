@@ -51,8 +51,9 @@ def test_a_run_shows_by_itself_how_far_it_is_and_its_loss_without_garbling_a_lin
     assert not any(map(line.fullmatch, shell.screen)), "it was in its place, and is gone"
 
 
-def test_watch_the_run_without_an_address(at_terminal: AtTerminal) -> None:
-    shell = at_terminal("run", "--rdzv-id=mine", "train.py", text=script(in_step="time.sleep(0.1)", epochs=100))
+def test_watch_the_run_without_an_address_until_ctrl_c_stops_it_and_leaves_no_process(at_terminal: AtTerminal) -> None:
+    text = script(in_step="time.sleep(0.1)", epochs=100)
+    shell = at_terminal("run", "--nproc-per-node=2", "--rdzv-id=mine", "train.py", text=text)
     shell.until("committed its first step")
     status = at_terminal("status")
     assert status.end() == 0, status.said
@@ -61,13 +62,6 @@ def test_watch_the_run_without_an_address(at_terminal: AtTerminal) -> None:
     top.until("of 800 (")
     top.type("q")
     assert top.end() == 0
-    shell.type("\x03")
-    assert shell.end() == 130
-
-
-def test_ctrl_c_stops_it_and_leaves_no_process(at_terminal: AtTerminal) -> None:
-    shell = at_terminal("run", "--nproc-per-node=2", "train.py", text=script(in_step="time.sleep(0.1)", epochs=100))
-    shell.until("committed its first step")
     processes = psutil.Process(shell.pid).children(recursive=True)
     assert len(processes) >= 3, "two workers and an etcd"
     shell.type("\x03")

@@ -139,11 +139,11 @@ def test_steps_and_formations_that_fail_are_repeated_with_the_same_bits(
 
 
 @pytest.mark.long
-def test_a_rank_that_fails_where_others_commit_draws_the_same_random_numbers_afterwards(jobs: MakeJob) -> None:
-    options = {"seed": 5, "dropout": 0.2, "epochs": 2}
-    undisturbed = run_standalone(jobs(**options)).check_identity(finishers=3)
+def test_a_rank_that_fails_where_others_commit_draws_the_same_random_numbers_afterwards(
+    jobs: MakeJob, undisturbed: torch.Tensor
+) -> None:
     fault = Fault("raise", "optimizer", rank=1, step=7)
-    job = run_standalone(jobs([fault], **options))
+    job = run_standalone(jobs([fault], **SAME_BITS))
     assert_all_struck(job, [fault])
     assert torch.equal(job.check_identity(finishers=3), undisturbed)
 

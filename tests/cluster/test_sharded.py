@@ -118,19 +118,24 @@ def test_an_undisturbed_run_is_that_of_one_process(jobs: list[ShardedJob], tmp_p
     assert set(job.rounds().values()) == {3}
 
 
-DAILY = ("forward", "optimizer")
-OTHERS = ("step", "drawn", "backward", "tail", "copying", "copied")
-PHASES = [*DAILY, *(pytest.param(phase, marks=pytest.mark.long) for phase in OTHERS)]
+def pairs(daily: tuple[str, ...], *others: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Phases of steps in which a run loses a rank, one after the other."""
+    runs = [daily, *(pytest.param(phases, marks=pytest.mark.long) for phases in others)]
+    return pytest.mark.parametrize("phases", runs, ids="-".join)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_what_a_killed_rank_held_comes_from_its_copy(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
-    job = start(jobs, tmp_path, Fault("kill", phase, rank=1, step=6), wait_for_newcomer_at=[12])
+@pairs(("forward", "optimizer"), ("step", "backward"), ("drawn", "tail"), ("copying", "copied"))
+def test_what_a_killed_rank_held_comes_from_its_copy(
+    jobs: list[ShardedJob], tmp_path: Path, phases: tuple[str, ...]
+) -> None:
+    """Rank 1 is killed in one phase of a step, and in another one later, where a newcomer is among the ranks."""
+    faults = [Fault("kill", phase, rank=1, step=4 + 7 * n, incarnation=None) for n, phase in enumerate(phases)]
+    job = start(jobs, tmp_path, *faults, wait_for_newcomer_at=[8, 15])
     job.run()
     job.check()
     worlds = [world for _, world in sorted(job.rounds().items())]
-    assert worlds == [3, 2, 3]
-    assert job.lost_steps() <= 2, "with every=1 at most the step whose copy was on its way, and the one before"
+    assert worlds == [3, 2, 3, 2, 3]
+    assert job.lost_steps() <= 4, "with every=1 at most the step whose copy was on its way, and the one before"
 
 
 @pytest.mark.long
@@ -190,12 +195,11 @@ def test_other_optimizers(jobs: list[ShardedJob], tmp_path: Path, optimizer: str
     job.check()
 
 
-@pytest.mark.parametrize("phase", [
-    "tail", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("step", "forward", "backward", "optimizer"))
-])  # fmt: skip
-def test_a_step_that_fails_without_a_loss_loses_nothing(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
-    """What fails in "optimizer" has stepped already: the others complete the step, and it stands."""
-    job = start(jobs, tmp_path, Fault("raise", phase, rank=1, step=6), Fault("raise", phase, rank=0, step=11))
+def test_a_step_that_fails_without_a_loss_loses_nothing(jobs: list[ShardedJob], tmp_path: Path) -> None:
+    """Each phase on two ranks. What fails in "optimizer" has stepped already: the others complete it, and it stands."""
+    cases = [(phase, rank) for phase in ("step", "forward", "backward", "optimizer", "tail") for rank in (1, 0)]
+    faults = [Fault("raise", phase, rank=rank, step=1 + 2 * n) for n, (phase, rank) in enumerate(cases)]
+    job = start(jobs, tmp_path, *faults)
     job.run()
     job.check()
     assert job.lost_steps() == 0
@@ -315,15 +319,16 @@ def test_runs_with_the_same_history_have_the_same_bits(jobs: list[ShardedJob], t
 HYBRID = {"hybrid": 2, "replicas": 0, "full_world": 4}
 
 
-@pytest.mark.parametrize("phase", [
-    "optimizer", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("drawn", "forward", "backward", "tail"))
-])  # fmt: skip
-def test_with_replicas_in_the_mesh_a_loss_costs_no_step(jobs: list[ShardedJob], tmp_path: Path, phase: str) -> None:
+@pairs(("optimizer",), ("drawn", "forward"), ("backward", "tail"))
+def test_with_replicas_in_the_mesh_a_loss_costs_no_step(
+    jobs: list[ShardedJob], tmp_path: Path, phases: tuple[str, ...]
+) -> None:
     """Two by two: the two that are whole together go on, the third waits, and all four are there again."""
-    job = start(jobs, tmp_path, Fault("kill", phase, rank=1, step=6), wait_for_newcomer_at=[12], **HYBRID)
+    faults = [Fault("kill", phase, rank=1, step=4 + 7 * n, incarnation=None) for n, phase in enumerate(phases)]
+    job = start(jobs, tmp_path, *faults, wait_for_newcomer_at=[8, 15], **HYBRID)
     job.run(4, "--multiple-of=2")
     job.check()
-    assert [world for _, world in sorted(job.rounds().items())] == [4, 2, 4]
+    assert [world for _, world in sorted(job.rounds().items())] == [4, *[2, 4] * len(phases)]
     assert job.lost_steps() == 0
 
 

@@ -140,10 +140,11 @@ def test_the_help_loads_no_room_that_does_the_work() -> None:
     assert not loaded & {"torch", "numpy", "asyncio", "aiohttp", "grpc", "jinja2", "msgspec", "psutil", "rich"}
 
 
-def test_the_trainer_loads_neither_grpc_nor_protobuf() -> None:
-    loaded = loaded_by("import torchelastic.p2p, torchelastic.model_state, torchelastic.train_loop")
+def test_the_trainer_loads_neither_grpc_nor_protobuf_nor_what_costs_torch_a_second() -> None:
+    rooms = ("p2p", "model_state", "train_loop", "checkpoint.tiered")
+    loaded = loaded_by(f"import {', '.join(f'torchelastic.{room}' for room in rooms)}")
     assert "torch" in loaded
-    assert not loaded & {"grpc", "etcd3", "google.protobuf"}
+    assert not loaded & {"grpc", "etcd3", "google.protobuf", "torch.distributed.tensor", "torch._dynamo"}
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,19 @@ so each is stored for itself, but the same view twice is stored once.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchelastic.checkpoint.shards.boxes import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 _DTYPES = {
     name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)
@@ -134,6 +137,12 @@ class Leaf(NamedTuple):
 LEAF_TYPES = (torch.Tensor, ShardOf)
 
 
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor; there is none where nobody has imported them, which takes a second."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
 def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
     """Takes a tensor apart; copies nothing but the parts of quantised and sparse tensors.
 
@@ -147,7 +156,7 @@ def encode_leaf(value: torch.Tensor | ShardOf, name: str) -> Leaf:
             raise TypeError(f"the part {name!r} is not a plain tensor: only those can be saved in parts")
         part = TensorPart("data", name, tensor, tuple(value.shape), value.box, is_shard=True)
         return _shard(part, value.tensor)
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         return _encode_dtensor(value, name)
     tensor = _with_data(value, name)
     device = str(tensor.device)
@@ -204,8 +213,10 @@ def _shard(part: TensorPart, value: torch.Tensor) -> Leaf:
 
 def box_of(value: torch.Tensor) -> Box:
     """The box of the whole tensor that this rank holds; a plain tensor is whole on every rank."""
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return Box.whole(value.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     # torch places what is empty behind the end
     return Box(tuple(offsets), tuple(sizes)) if 0 not in sizes else Box((0,) * len(sizes), tuple(sizes))
