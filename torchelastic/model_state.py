@@ -16,7 +16,7 @@ from torchelastic.model import digest, module_state, random_state, wrapping
 from torchelastic.model.extras import Extras, Snapshot, copied, synchronize_auxiliary
 from torchelastic.model.module_state import InCheckpoints
 from torchelastic.model.one_or_many import OneOrMany, check_stateful
-from torchelastic.model.optimizers import Optimizers, Progress
+from torchelastic.model.optimizers import OptimizerProgress, Optimizers
 from torchelastic.model.random_state import RandomState
 from torchelastic.model.step_gradients import StepGradients
 from torchelastic.model.step_salvage import Salvaged
@@ -99,7 +99,7 @@ class ModelState(InCheckpoints, State):
         self.optimizer: Any = optimizer
         self.scheduler = scheduler
         self.sampler = sampler
-        self.level: digest.Level | None = None
+        self.level: digest.ReplicaComparison | None = None
         self._extras = Extras({} if extra is None else extra)
         self._schedulers = OneOrMany("scheduler", scheduler)
         self._gradients = StepGradients(model, sampler, logical_shards, salvage, find_unused_parameters)
@@ -205,7 +205,7 @@ class ModelState(InCheckpoints, State):
         if snapshot.full is not None:
             self._load_weights(unpack(snapshot.full))
         else:
-            if self._optimizers.progress is Progress.UNTOUCHED:
+            if self._optimizers.progress is OptimizerProgress.UNTOUCHED:
                 self._gradients.keep(snapshot.step, self._buffers)
             self._judge_weights(snapshot)
             self._optimizers.zero_grad()
@@ -222,12 +222,12 @@ class ModelState(InCheckpoints, State):
     def _judge_weights(self, snapshot: Snapshot) -> None:
         """What the weights are worth now that the step has failed."""
         progress = self._optimizers.progress
-        if progress is Progress.UNTOUCHED:
+        if progress is OptimizerProgress.UNTOUCHED:
             return
-        if progress is Progress.UNDOABLE:
+        if progress is OptimizerProgress.UNDOABLE:
             self._optimizers.undo()
             self._extras.restore_large()
-        elif progress is Progress.COMPLETE and self._standing is Standing.WHOLE and self.step == snapshot.step:
+        elif progress is OptimizerProgress.COMPLETE and self._standing is Standing.WHOLE and self.step == snapshot.step:
             self.commit()
             self._ahead = self._capture(None)
             self._standing = Standing.UNCOMMITTED

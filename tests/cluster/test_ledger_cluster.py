@@ -10,14 +10,17 @@ import pytest
 
 from tests.cluster.conftest import MakeJob
 from tests.cluster.harness import Job, wait_until
-from torchelastic.ledger import Account, Book, Journal, figures_of, read_journals, seen
+from torchelastic.ledger.accounts import Account
+from torchelastic.ledger.figures import figures_of, seen
+from torchelastic.ledger.host_ledger import HostLedger
+from torchelastic.ledger.journal import Journal, read_journals
 from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
 from torchelastic.rendezvous.server import EtcdServer
 
 ETCD_IS_SEEN_AGAIN_S = 15.0
 
 
-def ledger(job: Job) -> tuple[Journal, Book]:
+def ledger(job: Job) -> tuple[Journal, HostLedger]:
     """The journal of the only host, and its book."""
     [journal] = read_journals(job.folder / "logs").values()
     assert (journal.damaged, journal.unknown) == (0, 0)
@@ -28,7 +31,7 @@ def of(journal: Journal, kind: str) -> list[Any]:
     return [event for event in journal.events if event.kind == kind]
 
 
-def check_sums(book: Book) -> None:
+def check_sums(book: HostLedger) -> None:
     """Every worker's accounts sum to its life, and all have ended."""
     assert book.lives
     for life in book.lives.values():

@@ -22,8 +22,9 @@ from tests.cluster.prometheus_server import (
     why_impossible,
 )
 from torchelastic.launch.main import main
-from torchelastic.ledger import Account, figures_of, read_journals
-from torchelastic.ledger.accounts import by_label
+from torchelastic.ledger.accounts import Account, by_label
+from torchelastic.ledger.figures import figures_of
+from torchelastic.ledger.journal import read_journals
 from torchelastic.status.host import seen_of
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from torchelastic.agent.causes import Failed
-from torchelastic.agent.events import Event, Publish, Said, WorkerFailed, WorkerSaid, ignore
+from torchelastic.agent.causes import FailedWorker
+from torchelastic.agent.events import Event, Publish, Statement, WorkerFailed, WorkerSaid, ignore
 from torchelastic.agent.plain_group import PlainGroup
 from torchelastic.agent.supervisor import Supervisor
 
@@ -46,7 +46,7 @@ def supervise(
     asyncio.run(run())
 
 
-def failures_into(failures: list[Failed]) -> Publish:
+def failures_into(failures: list[FailedWorker]) -> Publish:
     """What to publish to: keeps what has failed."""
 
     def keep(event: Event) -> None:
@@ -58,7 +58,7 @@ def failures_into(failures: list[Failed]) -> Publish:
 
 def ask(supervisor: Supervisor, pid: int, local_rank: int | None) -> None:
     """A process asks for a group."""
-    supervisor.on_event(WorkerSaid(Said.ASKS, pid, local_rank))
+    supervisor.on_event(WorkerSaid(Statement.ASKS, pid, local_rank))
 
 
 def pid_of(supervisor: Supervisor, local_rank: int) -> int:

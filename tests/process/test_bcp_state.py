@@ -30,7 +30,7 @@ from torchelastic.checkpoint import (
     MemoryTier,
 )
 from torchelastic.checkpoint.errors import FencedError
-from torchelastic.checkpoint.store import Tier, list_checkpoints, open_checkpoint
+from torchelastic.checkpoint.store import SealedShard, ShardRecord, Tier, list_checkpoints, open_checkpoint
 from torchelastic.checkpoint.store.fence import OwnedError
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
@@ -247,6 +247,29 @@ def test_a_background_save_that_fails_is_told_by_the_next_save_which_counts(fold
     disk.require_struck()
     job.state.wait()
     assert Job(folder, seed=2).resume()["iteration"] == 3  # type: ignore[index]
+
+
+class BrokenOnce(DiskTier):
+    """Its second shard meets an error of a library, which is no `CheckpointError`."""
+
+    puts = 0
+
+    def put(self, shard: SealedShard) -> ShardRecord:
+        self.puts += 1
+        if self.puts == 2:
+            raise ConnectionError("the place is gone")
+        return super().put(shard)
+
+
+def test_whatever_a_place_raises_in_the_background_is_told_once_and_the_next_save_counts(folder: Path) -> None:
+    job = Job(folder, tiers=[BrokenOnce(folder)])
+    for _ in range(2):
+        job.train(1)
+        job.state.save(sync=False)
+    job.train(1)
+    with pytest.warns(RuntimeWarning, match="the save before failed on this rank: the place is gone"):
+        job.state.save()
+    assert [info.name.step for info in list_checkpoints(folder)] == [3, 1]
 
 
 def test_so_many_stay_as_keep_says_and_nothing_else_is_removed(folder: Path) -> None:

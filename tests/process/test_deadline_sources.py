@@ -24,7 +24,7 @@ from torchelastic.lifetime.sources import (
     close_all,
     detect,
 )
-from torchelastic.lifetime.sources.slurm import CommandError, NoCommandError, run_command
+from torchelastic.lifetime.sources.slurm import NoCommandError, SlurmCommandError, run_command
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def test_an_end_that_stays_does_not_move_with_the_clock_of_the_host(clocks: Cloc
     assert job.remaining_s(clocks.now_s) == 600.0
 
 
-@pytest.mark.parametrize("says", [CommandError("slurm_load_jobs error"), "", "42 soon", "<html>"], ids=str)
+@pytest.mark.parametrize("says", [SlurmCommandError("slurm_load_jobs error"), "", "42 soon", "<html>"], ids=str)
 def test_a_squeue_that_fails_changes_nothing_and_is_one_warning(
     says: str | Exception, clocks: Clocks, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,9 +146,9 @@ def test_a_real_command_is_run_with_its_variables(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_hangs_or_is_missing_is_one_sort_of_error(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="ended with 3: Invalid job id"):
+    with pytest.raises(SlurmCommandError, match="ended with 3: Invalid job id"):
         run_command([program(tmp_path, "echo Invalid job id >&2; exit 3")], {}, PATIENCE_S)
-    with pytest.raises(CommandError, match="timed out"):
+    with pytest.raises(SlurmCommandError, match="timed out"):
         run_command([program(tmp_path, "exec sleep 600")], {}, 0.1)
     with pytest.raises(NoCommandError):
         run_command([str(tmp_path / "none")], {}, PATIENCE_S)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.process.supervised import ask, failures_into, pid_of, supervise, until
 from torchelastic.agent import supervisor as supervising
-from torchelastic.agent.causes import Failed
+from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.idle_workers import IdleWorkers
 from torchelastic.agent.supervisor import Supervisor
 from torchelastic.rendezvous.records import NO_ROUND, Member, Round, RoundState
@@ -72,7 +72,7 @@ def test_the_successor_of_a_hung_worker_that_died_by_itself_is_not_killed_in_its
 
 
 def test_a_hung_worker_that_is_still_there_is_killed_and_started_again() -> None:
-    failures: list[Failed] = []
+    failures: list[FailedWorker] = []
 
     async def scenario(supervisor: Supervisor) -> None:
         worker = supervisor.workers[0]
@@ -166,7 +166,7 @@ def test_a_worker_that_was_to_leave_and_hangs_is_ended_once_the_others_train_wit
 def test_after_the_run_has_finished_a_late_worker_has_its_grace_and_is_ended_with_its_stacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    failures: list[Failed] = []
+    failures: list[FailedWorker] = []
 
     async def scenario(supervisor: Supervisor) -> None:
         asked, late = supervisor.workers

@@ -7,13 +7,13 @@ import os
 import signal
 
 from tests.process.supervised import PATIENCE_S, ask, failures_into, pid_of, supervise, until
-from torchelastic.agent.causes import Failed
+from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.events import WorkerLeaves
 from torchelastic.agent.supervisor import Supervisor
 
 
 def test_a_worker_that_leaves_is_not_started_again_though_it_is_killed_and_the_other_one_is() -> None:
-    failures: list[Failed] = []
+    failures: list[FailedWorker] = []
 
     async def scenario(supervisor: Supervisor) -> None:
         leaves, stays = pid_of(supervisor, 0), pid_of(supervisor, 1)

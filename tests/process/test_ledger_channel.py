@@ -20,7 +20,7 @@ from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.ledger import page as page_module
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Event, LedgerFormatError, Straggler, to_dict
+from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler, to_dict
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.keeper import Keeper
 from torchelastic.ledger.meter import LEDGER_VARIABLE, Meter, this_worker
@@ -38,9 +38,9 @@ class Lines:
     """A journal in a list."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[LedgerEvent] = []
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         self.events.append(event)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.process.ledger_workers import HEAD, ROOT, killed, started
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.events import Event, LedgerFormatError, Straggler
+from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler
 from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
 from torchelastic.ledger.journal import BackgroundJournal, JournalWriter, Sync, read_journals
 from torchelastic.ledger.keeper import Keeper, journal_name
@@ -140,9 +140,9 @@ class Stuck:
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
-        self.written: list[Event] = []
+        self.written: list[LedgerEvent] = []
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         assert self.goes_on.wait(30)
         self.written.append(event)
 

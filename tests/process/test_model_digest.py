@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchelastic
 from torchelastic.model import digest as digests
-from torchelastic.model.digest import PIECE_BYTES, Level, digest, leaves_of
+from torchelastic.model.digest import PIECE_BYTES, ReplicaComparison, digest, leaves_of
 from torchelastic.rendezvous.records import Standing
 
 WORLD_SIZE = 3
@@ -143,10 +143,10 @@ def test_a_sample_reads_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_level_tells_what_differs_and_where() -> None:
-    level = Level(True, {"module": (1,), "buffers": (0, 2), "optimizer": (2,)}, {"module": ("0.weight",)})
+    level = ReplicaComparison(True, {"module": (1,), "buffers": (0, 2), "optimizer": (2,)}, {"module": ("0.weight",)})
     assert not level.is_level
     assert str(level) == "module differs on rank 1 (0.weight); optimizer differs on rank 2 (it has other parts there)"
-    assert Level(True, {"buffers": (1,)}, {}).is_level
+    assert ReplicaComparison(True, {"buffers": (1,)}, {}).is_level
 
 
 # --- three processes --------------------------------------------------------------------------------------------------
@@ -322,12 +322,12 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 def test_after_a_sync_that_brought_somebody_level_every_byte_was_compared(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["first"]["level"] == Level(True, {}, {})
+        assert result["first"]["level"] == ReplicaComparison(True, {}, {})
 
 
 def test_where_nothing_was_sent_a_sample_is_compared(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["again"]["level"] == Level(False, {}, {})
+        assert result["again"]["level"] == ReplicaComparison(False, {}, {})
 
 
 def test_plain_values_of_extra_are_each_ranks_own_and_not_compared(results: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import torchelastic
 from tests.process.test_model_state import assert_same, picture
-from torchelastic.model.optimizers import Counts
+from torchelastic.model.optimizers import StepCounts
 from torchelastic.rendezvous.records import Standing
 
 
@@ -207,7 +207,7 @@ def test_how_often_optimizers_step_is_sent_along_with_the_state() -> None:
 def test_counts_decide(
     begun: tuple[int, ...], done: tuple[int, ...], usual: tuple[int, ...], complete: bool, more_after_first: bool
 ) -> None:
-    counts = Counts(begun, done, usual)
+    counts = StepCounts(begun, done, usual)
     assert counts.are_complete is complete
     assert counts.more_to_come(0) is more_after_first
 

@@ -16,7 +16,8 @@ from tests.pure.report_runs import Host, killed_run
 from torchelastic.launch.main import main
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import JournalWriter
-from torchelastic.report import LossFileError, find_journals, read_losses
+from torchelastic.report.losses import LossFileError, read_losses
+from torchelastic.report.reading import find_journals
 
 ROOT = Path(__file__).parents[2]
 

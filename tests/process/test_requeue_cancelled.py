@@ -9,7 +9,7 @@ import pytest
 from tests.process.deadline_clocks import Clocks
 from torchelastic.lifetime import Requeue, requeue_job
 from torchelastic.lifetime.requeue import who_ends_it
-from torchelastic.lifetime.sources.slurm import CommandError, SlurmDeadline, is_being_ended
+from torchelastic.lifetime.sources.slurm import SlurmCommandError, SlurmDeadline, is_being_ended
 
 ARRAY = {"SLURM_JOB_ID": "45", "SLURM_ARRAY_JOB_ID": "42", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
 CANCELLED = "COMPLETING          None                2                   \n"
@@ -26,7 +26,7 @@ class Controller:
         if command[0] == "scontrol":
             return ""
         if self.answer is None:
-            raise CommandError("Unable to contact slurm controller")
+            raise SlurmCommandError("Unable to contact slurm controller")
         return self.answer
 
 

@@ -14,7 +14,7 @@ from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, Start
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry
-from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, Place
+from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, WorkerPlace
 
 S = 10**9
 SCRAPERS, SCRAPES = 16, 12
@@ -44,7 +44,7 @@ def test_many_scrapes_at_a_time_get_whole_answers_each_of_one_moment() -> None:
         book = HostLedger().after_all(
             [Start(at_ns=0, worker="a/0.0"), Counted(at_ns=tally.since_ns, worker="a/0.0", tally=tally)]
         )
-        return HostSnapshot(book, now_ns, (Place(0, is_up=True, step=tally.step),))
+        return HostSnapshot(book, now_ns, (WorkerPlace(0, is_up=True, step=tally.step),))
 
     registry = MetricsRegistry()
     registry.add(LedgerCollector(read, run_id="r", host="a"))

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster.shell import shown
 from tests.process.supervised import failures_into
-from torchelastic.agent.causes import Failed, report_of
+from torchelastic.agent.causes import FailedWorker, report_of
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.screen_writer import ScreenWriter
 from torchelastic.agent.supervisor import Supervisor
@@ -129,9 +129,9 @@ def test_lines_below_do_not_pile_up_before_a_screen_that_takes_nothing() -> None
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-def run_workers(script: str, nproc: int, terminal: Terminal, log_dir: Path | None = None) -> list[Failed]:
+def run_workers(script: str, nproc: int, terminal: Terminal, log_dir: Path | None = None) -> list[FailedWorker]:
     """Run them to their end, each once; returns what has failed, in the order in which that was known."""
-    failures: list[Failed] = []
+    failures: list[FailedWorker] = []
 
     async def run() -> None:
         supervisor = Supervisor(

@@ -163,7 +163,7 @@ def test_the_job_is_told_its_grace_unless_the_user_has_said_it(before: dict[str,
 def test_what_the_library_reads_is_what_the_job_is_told() -> None:
     script = (
         "import time\n"
-        "from torchelastic.lifetime import automatic_deadlines\n"
+        "from torchelastic.lifetime.deadline import automatic_deadlines\n"
         "print(sorted(400 < d.remaining_s(time.monotonic()) <= 500 for d in automatic_deadlines()))"
     )
     done = simulate(shlex.join([sys.executable, "-c", script]), "--timeout", "500")

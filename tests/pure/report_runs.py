@@ -12,10 +12,10 @@ from torchelastic.ledger.events import (
     Counted,
     Drain,
     End,
-    Event,
     Failure,
     FirstStep,
     Join,
+    LedgerEvent,
     ReForm,
     Restore,
     Save,
@@ -39,7 +39,7 @@ class Host:
     ahead_ns: int = 0
     run_id: str = "run-1"
     configured: int = 4
-    events: list[Event] = field(default_factory=list)
+    events: list[LedgerEvent] = field(default_factory=list)
 
     def head(self) -> Head:
         return Head(self.run_id, self.name, self.ahead_ns, DAY_NS, self.configured)
@@ -66,7 +66,7 @@ class Worker:
         self._noticed_ms = 0
         host.events.append(Start(at_ns=host.ns(at_ms), worker=self.name))
 
-    def told(self, event: Event) -> None:
+    def told(self, event: LedgerEvent) -> None:
         self.host.events.append(event)
         self.counted()
 

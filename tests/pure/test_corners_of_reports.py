@@ -13,10 +13,12 @@ from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Start
 from torchelastic.ledger.host_ledger import Earlier, HostLedger
 from torchelastic.ledger.journal import Journal
-from torchelastic.report import LossFileError, html_page, report_of, to_plain
+from torchelastic.report.building import report_of
 from torchelastic.report.charts import loss_chart
-from torchelastic.report.losses import curve_of, read_losses
+from torchelastic.report.losses import LossFileError, curve_of, read_losses
 from torchelastic.report.model import Mark, Report
+from torchelastic.report.page import html_page
+from torchelastic.report.plain import to_plain
 from torchelastic.report.svg import write
 from torchelastic.report.timeline import timeline
 from torchelastic.text import percent

@@ -12,8 +12,8 @@ from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     Counted,
     End,
-    Event,
     Failure,
+    LedgerEvent,
     LedgerFormatError,
     ReForm,
     Restore,
@@ -104,6 +104,6 @@ def test_a_step_that_is_not_known_is_marked_nowhere() -> None:
 @pytest.mark.parametrize(
     "event", [Start(at_ns=1), counted(trained()), End(at_ns=1), Failure(at_ns=1), Restore(at_ns=1, step=0)]
 )
-def test_an_event_that_does_not_name_its_worker_changes_nobodys_accounts(event: Event) -> None:
+def test_an_event_that_does_not_name_its_worker_changes_nobodys_accounts(event: LedgerEvent) -> None:
     ledger = HostLedger().after(replace(event, worker=""))
     assert (ledger.lives, ledger.worker_ns(10), ledger.counts.failures) == ({}, 0, 0)

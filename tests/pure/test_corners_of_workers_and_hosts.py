@@ -20,7 +20,7 @@ from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meet
 from torchelastic.ledger.events import Start
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.lifetime.bounds import Bound, guess, step_bound
-from torchelastic.lifetime.decision import Tier
+from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.progress import LifetimeSummary, progress_line
 from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position
@@ -155,7 +155,7 @@ def test_a_host_that_met_nobody_is_not_compared_with_anybody() -> None:
 
 
 def sample(*tiers: str) -> Sample:
-    found = tuple(Tier(name, guess(4.0, "no save was measured")) for name in tiers)
+    found = tuple(SaveTarget(name, guess(4.0, "no save was measured")) for name in tiers)
     return Sample(60.0, 0.5, guess(1.0, "measured here"), 1.0, 1, found, count=10, lived=10)
 
 

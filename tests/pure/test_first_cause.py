@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from torchelastic.agent.causes import (
-    Failed,
+    FailedWorker,
+    FailureReport,
     LostElsewhere,
-    Report,
     Trouble,
     Undone,
     describe_exit,
@@ -35,12 +35,12 @@ STACKS = (
 )  # fmt: skip
 
 
-def failed(worker: int, at_s: float, lines: tuple[str, ...] = BOOM, exit_code: int = 1, **more: object) -> Failed:
+def failed(worker: int, at_s: float, lines: tuple[str, ...] = BOOM, exit_code: int = 1, **more: object) -> FailedWorker:
     position = Position(worker + 10, 3, 12)
-    return Failed(at_s=at_s, worker=worker, exit_code=exit_code, position=position, lines=lines, **more)  # type: ignore[arg-type]
+    return FailedWorker(at_s=at_s, worker=worker, exit_code=exit_code, position=position, lines=lines, **more)  # type: ignore[arg-type]
 
 
-def report(*troubles: Trouble) -> Report:
+def report(*troubles: Trouble) -> FailureReport:
     found = report_of(troubles)
     assert found is not None
     return found
@@ -127,7 +127,7 @@ def test_a_step_that_was_undone_in_a_round_before_has_another_cause() -> None:
     before, after = (Undone(at_s=6.0, position=Position(0, number, 12), error="x") for number in (2, 3))
     assert report(before, failed(1, 7.0)).others == ()
     assert report(after, failed(1, 7.0)).others == (after,)
-    unknown = Failed(at_s=7.0, worker=1, exit_code=1)
+    unknown = FailedWorker(at_s=7.0, worker=1, exit_code=1)
     assert report(before, unknown).others == (before,), "nobody knows in which round it was"
 
 
@@ -163,7 +163,7 @@ ROUND = Round(3, RoundState.RUNNING, (MINE, THEIRS))
 class Gathered:
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.said: list[Report] = []
+        self.said: list[FailureReport] = []
         self.members: list[Member] = [Member(MINE, "a"), Member(THEIRS, "b")]
         self.reporter = FailureReporter(
             "aaaaaaaa", lambda: self.members, say=self.said.append, wall_s=lambda: self.now_s
@@ -179,7 +179,7 @@ class Gathered:
             counts.append(len(self.said))
         return counts
 
-    def last_words(self) -> Report | None:
+    def last_words(self) -> FailureReport | None:
         return asyncio.run(self.reporter.last_words())
 
 
@@ -282,7 +282,7 @@ def test_who_was_asked_to_leave_is_not_lost_in_the_end() -> None:
     gathered.reporter.on_event(WorkerFailed(failed(0, 100.0, RESET)))
     told = gathered.last_words()
     assert told is not None
-    assert isinstance(told.first, Failed)
+    assert isinstance(told.first, FailedWorker)
 
 
 def test_a_loss_elsewhere_that_was_told_long_ago_is_still_the_cause_when_no_group_came_after_it() -> None:

@@ -18,8 +18,8 @@ from torchelastic.p2p.hangs import (
     Act,
     HangPolicy,
     Place,
-    Sample,
     Suspicion,
+    ThreadSample,
     has_worked,
     idle_bound_s,
     unchanged_since_s,
@@ -124,7 +124,7 @@ def test_one_that_the_user_has_chosen_does_not_grow() -> None:
     assert unchosen == DEFAULT_TIMEOUT_MS
 
 
-STANDS = Sample(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)
+STANDS = ThreadSample(10.0, Place.USER_CODE, ("code", 7), cpu_s=1.0, io_bytes=100)
 
 
 @pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}, {"io_bytes": 101}])
@@ -151,7 +151,7 @@ def test_a_busy_processor_says_nothing_where_it_may_wait_for_a_gpu() -> None:
 
 
 def test_one_that_is_seen_at_the_same_point_without_computing_has_stood_since_the_first_look() -> None:
-    looks = [Sample(at_s, Place.COLLECTIVE, ("code", 7), cpu_s=1.0 + 0.01 * at_s) for at_s in (10.0, 11.0, 12.0)]
+    looks = [ThreadSample(at_s, Place.COLLECTIVE, ("code", 7), cpu_s=1.0 + 0.01 * at_s) for at_s in (10.0, 11.0, 12.0)]
     since_s = unchanged_since_s(None, None, looks[0])
     for earlier, later in pairwise(looks):
         since_s = unchanged_since_s(since_s, earlier, later)
@@ -160,7 +160,7 @@ def test_one_that_is_seen_at_the_same_point_without_computing_has_stood_since_th
 
 @pytest.mark.parametrize("change", [{"point": ("code", 8)}, {"cpu_s": 1.5}])
 def test_one_that_has_moved_or_computed_meanwhile_has_not(change: dict[str, Any]) -> None:
-    earlier = Sample(10.0, Place.COLLECTIVE, ("code", 7), cpu_s=1.0)
+    earlier = ThreadSample(10.0, Place.COLLECTIVE, ("code", 7), cpu_s=1.0)
     later = replace(earlier, at_s=11.0, **change)
     assert unchanged_since_s(10.0, earlier, later) == 11.0
 

@@ -17,11 +17,11 @@ from torchelastic.ledger.events import (
     Counted,
     Drain,
     End,
-    Event,
     Failure,
     Join,
+    LedgerEvent,
     LedgerFormatError,
-    Loss,
+    LostMember,
     ReForm,
     Restore,
     Save,
@@ -42,9 +42,9 @@ class Worker:
 
     name: str
     tally: Counters
-    told: list[Event] = field(default_factory=list)
+    told: list[LedgerEvent] = field(default_factory=list)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: LedgerEvent) -> None:
         filled = replace(event, worker=self.name, rank=self.tally.rank, round=self.tally.round, step=self.tally.step)
         self.told.append(filled)
 
@@ -98,9 +98,9 @@ DOINGS = st.lists(
 )
 
 
-def play(doings: list[tuple[int, str, int, int]]) -> tuple[list[Event], int]:
+def play(doings: list[tuple[int, str, int, int]]) -> tuple[list[LedgerEvent], int]:
     """What three places of a host tell, in the order in which it happens; ended workers are followed by new ones."""
-    events: list[Event] = []
+    events: list[LedgerEvent] = []
     workers = {place: begins(f"h/{place}.0") for place in range(3)}
     now_ns, lives, round_ = 0, itertools.count(1), 0
     for place, what, number, passed_ns in doings:
@@ -122,7 +122,7 @@ def play(doings: list[tuple[int, str, int, int]]) -> tuple[list[Event], int]:
         elif what == "outage":
             worker.told.append(StoreOutage(at_ns=now_ns, is_over=bool(number % 2), away_ns=passed_ns))
         elif what == "loss":
-            worker.told.append(Loss(at_ns=now_ns, member="elsewhere"))
+            worker.told.append(LostMember(at_ns=now_ns, member="elsewhere"))
         else:
             worker.counts()
         events += worker.told
@@ -193,7 +193,7 @@ def test_events_survive_json(doings: list[tuple[int, str, int, int]]) -> None:
     ],
     ids=lambda event: event.kind,
 )
-def test_every_kind_of_event_survives_json(event: Event) -> None:
+def test_every_kind_of_event_survives_json(event: LedgerEvent) -> None:
     assert from_dict(to_dict(event)) == event
     assert KINDS[event.kind] is type(event)
 
@@ -348,7 +348,7 @@ def test_a_loss_on_another_host_is_detected_like_one_here() -> None:
     worker = begins("h/0.0")
     worker.level(0, 1, 0)
     worker.fails(910)
-    book = HostLedger().after_all([*worker.told, Loss(at_ns=210, member="other-0", certainty="fact")])
+    book = HostLedger().after_all([*worker.told, LostMember(at_ns=210, member="other-0", certainty="fact")])
     assert amount(book, "h/0.0", Account.DETECT, 910) == 700
     assert amount(book, "h/0.0", Account.REPLAYED, 910) == 200
 

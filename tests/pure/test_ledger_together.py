@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Event, Failure, Restore, Start
+from torchelastic.ledger.events import Counted, End, Failure, LedgerEvent, Restore, Start
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Head, Journal
 from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
@@ -13,11 +13,13 @@ from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
 AHEAD_NS = 7_000_000
 
 
-def journal(host: str, ahead_ns: int, events: list[Event]) -> Journal:
+def journal(host: str, ahead_ns: int, events: list[LedgerEvent]) -> Journal:
     return Journal(Head("run", host, 5_000 + ahead_ns, 10**18), HostLedger(), tuple(events))
 
 
-def trained(worker: str, ahead_ns: int, steps: int, round_: int = 1, begin: int = 0) -> tuple[Counters, list[Event]]:
+def trained(
+    worker: str, ahead_ns: int, steps: int, round_: int = 1, begin: int = 0
+) -> tuple[Counters, list[LedgerEvent]]:
     """A worker that trains steps of 100 ns from 1000 on, by its clock."""
     start_ns = 1_000 + ahead_ns
     tally = Counters.begun(start_ns).entered(start_ns, round_, 0, 2).level(start_ns, begin)

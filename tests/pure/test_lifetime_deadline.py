@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from torchelastic.lifetime import Deadline, DeadlineAt, automatic_deadlines, nearest, time_limit_s
-from torchelastic.lifetime.deadline import MLP_VARIABLE, SAGEMAKER_VARIABLE
+from torchelastic.lifetime import Deadline, DeadlineAt, nearest, time_limit_s
+from torchelastic.lifetime.deadline import MLP_VARIABLE, SAGEMAKER_VARIABLE, automatic_deadlines
 
 NOW_S, WALL_S = 500.0, 1_800_000_000.0
 

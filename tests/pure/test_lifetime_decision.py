@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.lifetime import Bound, StopDecision, Tier, decide, guess, part_of_risk, step_bound, upper_bound
+from torchelastic.lifetime.bounds import Bound, guess, step_bound, upper_bound
+from torchelastic.lifetime.decision import SaveTarget, StopDecision, decide, part_of_risk
 
-DURABLE, DISK, MEMORY = (Tier(name, guess(s, "given"), s / 2) for name, s in (("durable", 60), ("disk", 8), ("ram", 1)))
+DURABLE, DISK, MEMORY = (
+    SaveTarget(name, guess(s, "given"), s / 2) for name, s in (("durable", 60), ("disk", 8), ("ram", 1))
+)
 STEP = guess(2.0, "given")
 
 tiers = st.lists(st.floats(0.0, 1e4), min_size=1, max_size=4).map(
-    lambda bounds: [Tier(f"tier {number}", guess(bound, "given")) for number, bound in enumerate(bounds)]
+    lambda bounds: [SaveTarget(f"tier {number}", guess(bound, "given")) for number, bound in enumerate(bounds)]
 )
 times = st.floats(-1e4, 1e5)
 steps = st.floats(0.0, 1e3).map(lambda seconds: guess(seconds, "given"))
@@ -51,7 +54,7 @@ def test_the_margins_of_few_samples_are_part_of_the_reserve(
     step_margin_s: float, save_margin_s: float, needed_s: float
 ) -> None:
     step = Bound(2.0, 0.99, False, 3, "of a test", step_margin_s)
-    tier = Tier("durable", Bound(60.0, 0.99, False, 3, "of a test", save_margin_s))
+    tier = SaveTarget("durable", Bound(60.0, 0.99, False, 3, "of a test", save_margin_s))
     assert not decide(needed_s, step, [tier], reserve_s=5.0).stops
     assert decide(needed_s - 0.1, step, [tier], reserve_s=5.0).stops
 
@@ -117,7 +120,9 @@ def test_while_no_step_is_known_only_the_save_counts() -> None:
 
 
 @given(times, steps, tiers, reserves)
-def test_going_on_always_leaves_time_for_the_save(remaining_s: float, step: object, some: list[Tier], r: float) -> None:
+def test_going_on_always_leaves_time_for_the_save(
+    remaining_s: float, step: object, some: list[SaveTarget], r: float
+) -> None:
     decision = decide(remaining_s, step, some, reserve_s=r)  # type: ignore[arg-type]
     tier = next(tier for tier in some if tier.name == decision.tier)
     if not decision.stops:
@@ -127,7 +132,7 @@ def test_going_on_always_leaves_time_for_the_save(remaining_s: float, step: obje
 
 
 @given(times, steps, tiers, reserves)
-def test_no_tier_is_passed_over_that_fits(remaining_s: float, step: object, some: list[Tier], r: float) -> None:
+def test_no_tier_is_passed_over_that_fits(remaining_s: float, step: object, some: list[SaveTarget], r: float) -> None:
     decision = decide(remaining_s, step, some, reserve_s=r)  # type: ignore[arg-type]
     place = [tier.name for tier in some].index(decision.tier or "")
     room_s = remaining_s - r if any(tier.bound.seconds + r <= remaining_s for tier in some) else remaining_s
@@ -140,7 +145,7 @@ def test_no_tier_is_passed_over_that_fits(remaining_s: float, step: object, some
 
 @given(times, st.floats(0.0, 1e3), steps, tiers, reserves)
 def test_less_time_never_turns_stopping_into_going_on(
-    remaining_s: float, less_s: float, step: object, some: list[Tier], reserve_s: float
+    remaining_s: float, less_s: float, step: object, some: list[SaveTarget], reserve_s: float
 ) -> None:
     """For one and the same tier; a tier below may have its own last safe step."""
     more = decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
@@ -150,7 +155,7 @@ def test_less_time_never_turns_stopping_into_going_on(
 
 
 @given(times, steps, tiers, reserves)
-def test_it_is_a_value(remaining_s: float, step: object, some: list[Tier], reserve_s: float) -> None:
+def test_it_is_a_value(remaining_s: float, step: object, some: list[SaveTarget], reserve_s: float) -> None:
     one = decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
     assert one == decide(remaining_s, step, some, reserve_s=reserve_s)  # type: ignore[arg-type]
     assert hash(one)
@@ -167,16 +172,16 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="reserve_s is -1"):
         decide(1.0, STEP, [DISK], reserve_s=-1.0)
     with pytest.raises(ValueError, match="name is empty"):
-        Tier("", STEP)
+        SaveTarget("", STEP)
 
 
 def test_a_tier_knows_its_saves_or_says_that_it_does_not() -> None:
-    unknown = Tier.of("disk", [], if_unknown_s=10.0)
+    unknown = SaveTarget.of("disk", [], if_unknown_s=10.0)
     assert (unknown.bound.seconds, unknown.bound.is_assured) == (10.0, False)
     assert "no save to 'disk' was measured yet" in unknown.bound.because
-    measured = Tier.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0)
+    measured = SaveTarget.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0)
     assert (measured.bound, measured.usual_s) == (upper_bound([4.0, 2.0, 3.0], what="saves"), 3.0)
-    reserved = Tier.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0, at_least_s=20.0)
+    reserved = SaveTarget.of("disk", [4.0, 2.0, 3.0], if_unknown_s=10.0, at_least_s=20.0)
     assert (reserved.bound.seconds, reserved.bound.because) == (20.0, "reserved by the user")
 
 
@@ -209,7 +214,7 @@ def one_deadline(seed: int, kind: str) -> End:
     confidence = part_of_risk(CONFIDENCE)
     step_times = [STEPS[kind](generator) for _ in range(1000)]
     some = [
-        Tier.of(
+        SaveTarget.of(
             name,
             [scale * generator.lognormvariate(0.0, spread) for _ in range(199)],
             confidence=confidence,
@@ -242,7 +247,7 @@ def test_of_500_deadlines_at_least_99_in_100_are_met() -> None:
 
 
 def test_no_trial_is_made_while_the_deadline_is_far() -> None:
-    unmeasured = Tier("durable", guess(60.0, "a guess"))
+    unmeasured = SaveTarget("durable", guess(60.0, "a guess"))
     near = decide(1000.0, STEP, [unmeasured], may_try={"durable"})
     far = decide(10_000.0, STEP, [unmeasured], may_try={"durable"})
     assert (near.action, far.stops) == ("save and go on", False)

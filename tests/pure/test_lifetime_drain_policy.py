@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchelastic.lifetime.bounds import guess
-from torchelastic.lifetime.decision import Tier
+from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.drain_policy import (
     LEAVE_S,
     TOGETHER_S,
@@ -28,7 +28,7 @@ ranks_left_s = st.lists(left_s, min_size=1, max_size=12)
 
 
 def sample(step_s: float = 1.0, save_s: float = 3.0, remaining_s: float = INF) -> Sample:
-    tiers = (Tier("durable", guess(save_s, "measured")),)
+    tiers = (SaveTarget("durable", guess(save_s, "measured")),)
     return Sample(remaining_s, step_s, guess(step_s, "measured"), step_s, 1, tiers, count=10, lived=10)
 
 

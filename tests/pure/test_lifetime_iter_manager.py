@@ -17,7 +17,7 @@ import pytest
 from tests.pure.managed_loops import START_S, Job
 from torchelastic.lifetime import STOPPED_EARLY, IterManager
 from torchelastic.lifetime.deadline import MLP_VARIABLE
-from torchelastic.lifetime.progress import Screen
+from torchelastic.lifetime.progress import TerminalLine
 
 
 @pytest.fixture(autouse=True)
@@ -455,7 +455,7 @@ class Terminal:
 def test_only_a_terminal_gets_a_line_and_not_too_often() -> None:
     terminal, file = Terminal(True), Terminal(False)
     for stream in (terminal, file):
-        screen = Screen(stream)  # type: ignore[arg-type]
+        screen = TerminalLine(stream)  # type: ignore[arg-type]
         for now_s in (10.0, 10.1, 10.6):
             screen.show(f"iteration at {now_s}", now_s)
     assert file.text == ""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.managed_loops import Job
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.lifetime import SoloAgreement
+from torchelastic.lifetime.group_monitor import SoloAgreement
 
 
 @pytest.fixture(autouse=True)

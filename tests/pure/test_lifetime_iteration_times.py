@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.lifetime import IterationTimes
+from torchelastic.lifetime.iteration_times import IterationTimes
 
 
 def of(*seconds: float, window: int = 1024, warm_up: int = 0) -> IterationTimes:

@@ -15,7 +15,7 @@ from torchelastic.agent.event_log import EventLog, events_log, level_of
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.terminal import Terminal
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Event, Failure, Join, Save, Start, StoreOutage, to_dict
+from torchelastic.ledger.events import Counted, End, Failure, Join, LedgerEvent, Save, Start, StoreOutage, to_dict
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.meter import Meter
 from torchelastic.log_lines import (
@@ -196,7 +196,7 @@ def test_as_json_every_line_is_an_object() -> None:
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
-STORY: list[Event] = [
+STORY: list[LedgerEvent] = [
     Start(at_ns=1 * S, worker="a-77/0.0"),
     Start(at_ns=1 * S, worker="a-77/1.1"),
     Join(at_ns=2 * S, worker="a-77/0.0", rank=0, round=4, world_size=2, is_first=True),
@@ -225,9 +225,9 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]
 
 class Kept:
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[LedgerEvent] = []
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         self.events.append(event)
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class Kept:
 def test_events_are_lines_with_rank_round_and_step_and_of_the_time_at_which_they_happened(
     records: list[logging.LogRecord],
 ) -> None:
-    journal, heard = Kept(), list[tuple[float, Event]]()
+    journal, heard = Kept(), list[tuple[float, LedgerEvent]]()
     clocks: dict[str, Any] = {"clock_ns": lambda: 10 * S, "wall_s": lambda: 110.0}
     log = EventLog("a", journal, listener=lambda at_s, event: heard.append((at_s, event)), **clocks)
     for event in STORY:
@@ -275,5 +275,5 @@ def test_for_programs_each_event_is_told_at_once_with_all_that_it_tells(records:
 
 
 def test_what_is_no_trouble_is_no_warning() -> None:
-    quiet: list[Event] = [End(at_ns=0, exit_code=0, is_loss=False), StoreOutage(at_ns=0, is_over=True)]
+    quiet: list[LedgerEvent] = [End(at_ns=0, exit_code=0, is_loss=False), StoreOutage(at_ns=0, is_over=True)]
     assert {level_of(event) for event in quiet} == {logging.INFO}

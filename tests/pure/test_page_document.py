@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from tests.pure.report_runs import journals_of, killed_run
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.ledger.accounts import LOOKS, Account
-from torchelastic.ledger.events import End, Failure, Loss, Save
+from torchelastic.ledger.events import End, Failure, LostMember, Save
 from torchelastic.ledger.figures import Figure
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
 from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, applied, difference, document_of, pause_s
-from torchelastic.page.feed import Feed, Picture, Tick, as_json
+from torchelastic.page.feed import Feed, FeedTick, Picture, as_json
 from torchelastic.page.listening import parse_address
 from torchelastic.page.logs import last_lines
 from torchelastic.page.peers import uid_in
 from torchelastic.page.source import with_own_host
-from torchelastic.report import html_page, report_of
+from torchelastic.report.building import report_of
+from torchelastic.report.page import html_page
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine, combined
 from torchelastic.status.status_format import run_to_plain
@@ -114,7 +115,7 @@ def test_however_large_the_messages_are_the_bytes_per_second_are_bounded(sent: i
 def test_the_page_knows_what_went_wrong_by_these_words() -> None:
     """timeline.js goes by them: kind and, for the end of a process, how its text begins."""
     told = [
-        End(at_ns=0, exit_code=-9), End(at_ns=0, is_loss=False), Loss(at_ns=0, member="m"), Failure(at_ns=0),
+        End(at_ns=0, exit_code=-9), End(at_ns=0, is_loss=False), LostMember(at_ns=0, member="m"), Failure(at_ns=0),
         Save(at_ns=0),
     ]  # fmt: skip
     lines = [lines_of("h", [(NOW_S, event)])[0] for event in told]
@@ -147,17 +148,17 @@ def pictures(*numbers: int) -> list[Picture]:
     return [Picture({"plain": n}, {"n": n, "same": "x"}) for n in numbers]
 
 
-def heard(count: int, told: list[Picture]) -> list[Tick]:
+def heard(count: int, told: list[Picture]) -> list[FeedTick]:
     """The first ticks of a feed that reads these pictures."""
 
-    async def listen() -> list[Tick]:
+    async def listen() -> list[FeedTick]:
         left = list(told)
 
         async def read() -> Picture:
             return left.pop(0) if len(left) > 1 else left[0]
 
         feed = Feed(read, sleep=lambda _s: asyncio.sleep(0))
-        ticks: list[Tick] = []
+        ticks: list[FeedTick] = []
         async with feed.listening():
             while len(ticks) < count:
                 ticks.append(await asyncio.wait_for(feed.newer(ticks[-1].number if ticks else 0), 5))
@@ -172,7 +173,7 @@ def test_who_has_missed_nothing_is_sent_the_change_and_everybody_else_everything
     assert first.message(0) == b'event: whole\ndata: {"n":1,"same":"x"}\n\n'
     assert second.message(1) == b'event: change\ndata: {"n":2}\n\n'
     assert second.message(0) == b'event: whole\ndata: {"n":2,"same":"x"}\n\n'
-    third = Tick(3, pictures(3)[0], b"{}")
+    third = FeedTick(3, pictures(3)[0], b"{}")
     assert third.message(1).startswith(b"event: whole")
 
 
@@ -182,7 +183,7 @@ def test_what_has_not_changed_is_not_sent() -> None:
 
 
 def test_a_reading_that_fails_is_logged_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def listen() -> Tick:
+    async def listen() -> FeedTick:
         told: list[Picture | Exception] = [OSError("a"), OSError("b"), pictures(4)[0]]
 
         async def read() -> Picture:

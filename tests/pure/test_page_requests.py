@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.page.access import Access, checked_token, is_loopback, new_token
-from torchelastic.page.requests import MOST_LINES, USUAL_LINES, Refused, Request, Wanted, parsed, wanted
+from torchelastic.page.requests import MOST_LINES, USUAL_LINES, PageRequest, Refused, Wanted, parsed, wanted
 
 FILES = {"index.html": 0, "page.js": 0}
 TOKEN = "a-token-of-some-length"
 OWN_UID = 1000
 
 
-def a_request(line: str, *headers: str) -> Request:
+def a_request(line: str, *headers: str) -> PageRequest:
     return parsed("\r\n".join([line, *(headers or ["Host: localhost:8080"])]).encode("latin-1"))
 
 
@@ -31,7 +31,7 @@ def refused(call: Any, *arguments: Any) -> Refused:
 
 def test_a_request_is_taken_apart() -> None:
     request = a_request("GET /log/0.1?tail=5&tail=7#x HTTP/1.1", "Host: a", 'If-None-Match:  "v" ')
-    assert request == Request("/log/0.1", {"tail": "7"}, {"host": "a", "if-none-match": '"v"'})
+    assert request == PageRequest("/log/0.1", {"tail": "7"}, {"host": "a", "if-none-match": '"v"'})
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "CONNECT", "TRACE", "get"])
@@ -99,7 +99,7 @@ def test_nothing_else_can(path: str) -> None:
 
 @pytest.mark.parametrize("tail", ["-1", "all", "", "1e3", "٣", "1" * 40])
 def test_a_tail_is_a_number(tail: str) -> None:
-    assert refused(wanted, Request("/log/0.1", {"tail": tail}), FILES).status == 400
+    assert refused(wanted, PageRequest("/log/0.1", {"tail": tail}), FILES).status == 400
 
 
 def test_only_the_pages_own_files_are_no_secret() -> None:
@@ -116,7 +116,7 @@ def check(
 ) -> int:
     told = {name.replace("_", "-"): value for name, value in headers.items()} | ({"host": host} if host else {})
     try:
-        access.check(Request("/", {}, told), Wanted("events" if secret else "file"), uid)
+        access.check(PageRequest("/", {}, told), Wanted("events" if secret else "file"), uid)
     except Refused as error:
         return error.status
     return 200

@@ -20,9 +20,9 @@ from torchelastic.ledger.figures import figures_of
 from torchelastic.ledger.host_ledger import MOST_ENDED, HostLedger
 from torchelastic.metrics.exposition import MetricsRegistry, prometheus_naming
 from torchelastic.status.host import seen_of
-from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, Place, Sides
+from torchelastic.status.ledger_collector import HostSnapshot, LedgerCollector, Sides, WorkerPlace
 
-PLACES = (Place(0, is_up=True, step=7), Place(1, is_up=False, restarts=2))
+PLACES = (WorkerPlace(0, is_up=True, step=7), WorkerPlace(1, is_up=False, restarts=2))
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -15,7 +15,9 @@ from torchelastic.ledger.figures import figures_of, seen
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
 from torchelastic.ledger.merge import merged_ledgers
-from torchelastic.report import NoRunError, Report, html_page, report_of
+from torchelastic.report.building import NoRunError, report_of
+from torchelastic.report.model import Report
+from torchelastic.report.page import html_page
 from torchelastic.report.segments import Segment, cells
 from torchelastic.report.timeline import workers_in_group
 

@@ -10,9 +10,12 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.pure.report_runs import MS, Host, Worker, group_of, journals_of, killed_run, steps
-from torchelastic.report import LossFileError, compared, html_page, report_of, to_plain
-from torchelastic.report.losses import MOST_POINTS, curve_of
+from torchelastic.report.building import report_of
+from torchelastic.report.comparing import compared
+from torchelastic.report.losses import MOST_POINTS, LossFileError, curve_of
 from torchelastic.report.model import Incident, Report
+from torchelastic.report.page import html_page
+from torchelastic.report.plain import to_plain
 from torchelastic.report.svg import Scale, time_ticks, value_ticks
 from torchelastic.text import duration
 

@@ -14,10 +14,10 @@ from torchelastic.ledger.events import (
     Counted,
     Drain,
     End,
-    Event,
     Failure,
     Join,
-    Loss,
+    LedgerEvent,
+    LostMember,
     ReForm,
     Restore,
     Save,
@@ -44,7 +44,7 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
         (End(at_ns=0, worker="a/0"), "lost"),
         (Join(at_ns=0, rank=1, round=3, world_size=4, is_first=True), "joined round 3 as rank 1, world size 4"),
         (Join(at_ns=0, worker="a/0", rank=1, round=3, world_size=4), "re-formed: round 3 as rank 1, world size 4"),
-        (Loss(at_ns=0, member="b-0-1", certainty="guess"), "b-0-1 was lost (guess)"),
+        (LostMember(at_ns=0, member="b-0-1", certainty="guess"), "b-0-1 was lost (guess)"),
         (Failure(at_ns=0, step=7, replayed_ns=250 * MS, cause="x"), "the step after 7 was undone, 250 ms of work: x"),
         (Failure(at_ns=0, replayed_ns=250 * MS, cause="x"), "a step was undone, 250 ms of work: x"),
         (
@@ -59,9 +59,9 @@ def save(worker: str, step: int, stall_ms: int = 1) -> Save:
         (StoreOutage(at_ns=0), "etcd is away, training goes on"),
         (StoreOutage(at_ns=0, is_over=True, away_ns=2500 * MS), "etcd is back after 2.50 s"),
     ],
-    ids=lambda value: value.kind if isinstance(value, Event) else "",
+    ids=lambda value: value.kind if isinstance(value, LedgerEvent) else "",
 )  # fmt: skip
-def test_every_event_says_what_happened_and_what_it_cost(event: Event, text: str) -> None:
+def test_every_event_says_what_happened_and_what_it_cost(event: LedgerEvent, text: str) -> None:
     [line] = lines_of("a", [(12.5, event)])
     assert (line.at_s, line.host, line.kind, line.worker, line.text) == (12.5, "a", event.kind, event.worker, text)
     assert (line.rank, line.round, line.step) == (event.rank, event.round, event.step)
@@ -89,7 +89,7 @@ def test_what_four_workers_tell_of_one_moment_is_one_line_with_the_longest_of_th
         Restore(at_ns=0, worker="a/1", round=1, step=7),
     ],
 )
-def test_what_is_of_another_moment_stays_a_line_of_its_own(other: Event) -> None:
+def test_what_is_of_another_moment_stays_a_line_of_its_own(other: LedgerEvent) -> None:
     assert len(lines_of("a", [(10.0, save("a/0", 7)), (10.1, other)])) == 2
 
 
@@ -112,7 +112,7 @@ def test_the_first_cause_is_kept_whoever_tells_it() -> None:
 
 
 def test_a_text_is_printable_and_short_whatever_a_worker_says() -> None:
-    [line] = lines_of("a", [(0.0, Loss(at_ns=0, member="\x1b[2J" + "x" * 1000))])
+    [line] = lines_of("a", [(0.0, LostMember(at_ns=0, member="\x1b[2J" + "x" * 1000))])
     assert line.text.isprintable()
     assert len(line.text) == 400
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Event, Join, Start
+from torchelastic.ledger.events import Counted, End, Join, LedgerEvent, Start
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Round, RoundState
 from torchelastic.status.host import HostView, host_status, parts_of, published_values
@@ -48,7 +48,7 @@ def counted(worker: str, tally: Counters) -> Counted:
 
 def a_book() -> HostLedger:
     tallies = {"h-1/0.0": trained(0, 20), "h-1/1.2": trained(0, 20, rank=1)}
-    events: list[Event] = [Start(at_ns=0, worker="h-1/0.0"), Start(at_ns=0, worker="h-1/1.1")]
+    events: list[LedgerEvent] = [Start(at_ns=0, worker="h-1/0.0"), Start(at_ns=0, worker="h-1/1.1")]
     events += [End(at_ns=S, worker="h-1/1.1", exit_code=-9), Start(at_ns=0, worker="h-1/1.2")]
     return HostLedger().after_all([*events, *(counted(worker, tally) for worker, tally in tallies.items())])
 
@@ -103,10 +103,10 @@ def test_the_view_tells_processes_values_the_round_and_the_last_events() -> None
 def test_the_view_hands_every_event_on_to_the_journal() -> None:
     class Journal:
         def __init__(self) -> None:
-            self.events: list[Event] = []
+            self.events: list[LedgerEvent] = []
             self.is_closed = False
 
-        def write(self, event: Event, book: HostLedger) -> None:
+        def write(self, event: LedgerEvent, book: HostLedger) -> None:
             self.events.append(event)
 
         def close(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.pure.status_runs import NOW_S, a_host, a_run
-from torchelastic.ledger.events import End, Event, Save, StoreOutage
+from torchelastic.ledger.events import End, LedgerEvent, Save, StoreOutage
 from torchelastic.ledger.figures import Seen, step_efficiency
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.memory import MemoryStore
@@ -113,7 +113,7 @@ def test_of_each_kind_the_newest_stay_and_the_kinds_share_the_room(kinds: list[s
 
 def test_losses_stay_among_the_events_of_a_day_of_saves() -> None:
     view = HostView("a", "aaaaaaaa", clock_ns=lambda: 10**15, wall_s=lambda: NOW_S)
-    events: list[Event] = [
+    events: list[LedgerEvent] = [
         End(at_ns=10**14, worker="a-1/0.0", exit_code=-9, cause="killed"), StoreOutage(at_ns=10**14),
     ]  # fmt: skip
     events += [Save(at_ns=10**14 + step * 10**9, worker="a-1/0.1", round=1, step=step) for step in range(5000)]

@@ -46,7 +46,7 @@ class Ended(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class FailedWorker:
     """A worker of this host whose process has ended without having finished or left.
 
     Attributes:
@@ -163,11 +163,11 @@ class LostElsewhere:
         return f"{self.member} of another host"
 
 
-Trouble = Failed | Undone | LostElsewhere
+Trouble = FailedWorker | Undone | LostElsewhere
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """What failed, the first cause first.
 
     Attributes:
@@ -176,7 +176,7 @@ class Report:
         is_over: whether the run is over for this host.
     """
 
-    first: Failed | LostElsewhere
+    first: FailedWorker | LostElsewhere
     others: tuple[Trouble, ...] = field(default=())
     is_over: bool = False
 
@@ -184,7 +184,7 @@ class Report:
         """For people: the cause with its traceback, then one line for each of the others."""
         first = self.first
         where = f" ({first.position})" if str(first.position) else ""
-        if isinstance(first, Failed):
+        if isinstance(first, FailedWorker):
             log = f", log {first.log}" if first.log else ""
             lines = [f"{first.who} failed: {first.how}{where}{log}", *first.why]
         else:
@@ -201,12 +201,12 @@ class Report:
         }
 
 
-def report_of(troubles: Sequence[Trouble], *, is_over: bool = False) -> Report | None:
+def report_of(troubles: Sequence[Trouble], *, is_over: bool = False) -> FailureReport | None:
     """What failed first, and what else did; None: nothing but steps that were undone, of which nobody here knows why.
 
     Args:
         troubles: in any order.
-        is_over: as in `Report`.
+        is_over: as in `FailureReport`.
     """
     causes = [one for one in troubles if not isinstance(one, Undone)]
     if not causes:
@@ -227,7 +227,7 @@ def report_of(troubles: Sequence[Trouble], *, is_over: bool = False) -> Report |
         if one.who not in told and not (isinstance(one, Undone) and _rank(one) in told):
             told.add(one.who)
             others.append(one)
-    return Report(first, tuple(others), is_over)
+    return FailureReport(first, tuple(others), is_over)
 
 
 def end_of(exit_code: int | None, tally: Counters | None, *, was_asked: bool, has_joined: bool) -> Ended:
@@ -308,7 +308,7 @@ def _plain(trouble: Trouble) -> dict[str, Any]:
     position = trouble.position
     plain: dict[str, Any] = {"at_s": trouble.at_s, "rank": position.rank, "round": position.round}
     plain |= {"step": position.step, "how": trouble.how}
-    if isinstance(trouble, Failed):
+    if isinstance(trouble, FailedWorker):
         plain |= {
             "what": "failed", "local_rank": trouble.worker, "exit_code": trouble.exit_code,
             "restarts": trouble.restarts, "gave_up": trouble.gave_up, "is_hang": trouble.is_hang,

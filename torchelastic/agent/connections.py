@@ -35,7 +35,7 @@ MAX_HOST_IN_ID = 40
 
 
 @dataclass
-class Connection:
+class WorkerConnection:
     """One connected worker.
 
     Attributes:
@@ -86,7 +86,7 @@ class Connections:
         publish: events.Publish,
         until_written: Callable[[], Any],
     ) -> None:
-        self.by_member: dict[str, Connection] = {}
+        self.by_member: dict[str, WorkerConnection] = {}
         self.processes: dict[str, Process] = {}
         self.round: Round | None = None
         self.run_was_closed = False
@@ -226,7 +226,7 @@ class Connections:
     # --- one connection ---------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection: Connection | None = None
+        connection: WorkerConnection | None = None
         try:
             _refuse_strangers(writer)
             await self._open.wait()
@@ -272,17 +272,17 @@ class Connections:
                 "--rdzv-id)",
                 "?" if told.local_rank is None else told.local_rank, told.run,
             )  # fmt: skip
-        self._publish(events.WorkerSaid(events.Said.ASKS, told.pid, told.local_rank))
+        self._publish(events.WorkerSaid(events.Statement.ASKS, told.pid, told.local_rank))
         if told.closed:
-            self._publish(events.WorkerSaid(events.Said.CAME_LATE, told.pid, told.local_rank))
+            self._publish(events.WorkerSaid(events.Statement.CAME_LATE, told.pid, told.local_rank))
 
-    def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> Connection:
+    def _welcome(self, message: wire.Message, writer: asyncio.StreamWriter) -> WorkerConnection:
         self._count += 1
         told = checked("hello", message, wire.Hello)
         place = "p" if told.local_rank is None else str(told.local_rank)
         member_id = MemberId(self._host[:MAX_HOST_IN_ID], place, self._incarnation, str(self._count))
         member = Member(str(member_id), self._host)
-        connection = Connection(member, told.pid, told.local_rank, writer)
+        connection = WorkerConnection(member, told.pid, told.local_rank, writer)
         self.by_member[member.member_id] = connection
         self.processes[member.member_id] = Process.of(connection.pid)
         if told.notice:
@@ -316,7 +316,7 @@ class Connections:
 
         threading.Thread(target=wait, name=f"death-of-{pid}", daemon=True).start()
 
-    async def _take(self, connection: Connection, message: wire.Message) -> None:
+    async def _take(self, connection: WorkerConnection, message: wire.Message) -> None:
         op = message["op"]
         if op == "join":
             self._join(connection, message)
@@ -325,10 +325,10 @@ class Connections:
         elif op == "stop":
             self._stop(connection)
         elif op == "fail_for_good":
-            self._publish(events.WorkerSaid(events.Said.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
+            self._publish(events.WorkerSaid(events.Statement.FAILS_FOR_GOOD, connection.pid, connection.local_rank))
         elif op == "done":
             connection.waiting_since_s = None
-            self._publish(events.WorkerSaid(events.Said.FINISHED, connection.pid, connection.local_rank))
+            self._publish(events.WorkerSaid(events.Statement.FINISHED, connection.pid, connection.local_rank))
             connection.member = finishes(connection.member, self.round, checked(op, message, wire.Done).step)
             self._publish(events.MemberDeclared(connection.member))
             await self._until_written()
@@ -336,7 +336,7 @@ class Connections:
         else:
             raise wire.WireError(f"unknown op {op!r}")
 
-    def _join(self, connection: Connection, message: wire.Message) -> None:
+    def _join(self, connection: WorkerConnection, message: wire.Message) -> None:
         told = checked("join", message, wire.JoinRequest)
         member = asks(
             connection.member,
@@ -348,24 +348,24 @@ class Connections:
             patience_s=min(told.patience_s, MAX_SECONDS),
         )
         connection.waiting_since_s = self._clock()
-        self._publish(events.WorkerSaid(events.Said.ASKS, connection.pid, connection.local_rank))
+        self._publish(events.WorkerSaid(events.Statement.ASKS, connection.pid, connection.local_rank))
         connection.member = member
         if not self._let_go(connection):
             self._publish(events.MemberDeclared(connection.member))
             self._publish(events.MemberWaits(member.member_id))
 
-    def _stop(self, connection: Connection) -> None:
+    def _stop(self, connection: WorkerConnection) -> None:
         """Its group stops before a deadline: it is not started again, and who waits here for a place does not stay."""
         self._publish(events.WorkerLeaves(connection.pid))
         for member_id in [name for name, other in self.by_member.items() if other.waiting_since_s is not None]:
             self.leave(member_id)
 
-    def _is_in_a_group(self, connection: Connection) -> bool:
+    def _is_in_a_group(self, connection: WorkerConnection) -> bool:
         round_ = self.round
         runs = round_ is not None and round_.state in (RoundState.RUNNING, RoundState.GATHERING)
         return runs and round_ is not None and connection.member.member_id in round_.members
 
-    def _let_go(self, connection: Connection) -> bool:
+    def _let_go(self, connection: WorkerConnection) -> bool:
         """Tell a worker that waits for a group, and is to leave, that it may go now, if that is so."""
         member = connection.member
         if connection.waiting_since_s is None or not member.leaving or not may_go(member, self.round):
@@ -383,7 +383,7 @@ class Connections:
                 raise wire.WireError("metrics without a list of 'items', each of a group, a name and a value")
             self._publish(events.MetricsPublished(local_rank, items))
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: WorkerConnection) -> None:
         known = self.by_member.pop(connection.member.member_id, None)
         if not self.by_member:
             self.emptied.set()

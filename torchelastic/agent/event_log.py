@@ -10,7 +10,17 @@ import logging
 import time
 from collections.abc import Callable
 
-from torchelastic.ledger.events import Counted, End, Event, Failure, Loss, Save, StoreOutage, Straggler, to_dict
+from torchelastic.ledger.events import (
+    Counted,
+    End,
+    Failure,
+    LedgerEvent,
+    LostMember,
+    Save,
+    StoreOutage,
+    Straggler,
+    to_dict,
+)
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
 from torchelastic.log_lines import Position, fields
@@ -43,15 +53,15 @@ class EventLog:
         journal: WritesEvents | None = None,
         *,
         each: bool = False,
-        listener: Callable[[float, Event], None] = lambda _at_s, _event: None,
+        listener: Callable[[float, LedgerEvent], None] = lambda _at_s, _event: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._host, self._journal, self._each, self._listener = host, journal, each, listener
         self._clock_ns, self._wall_s = clock_ns, wall_s
-        self._pending: list[tuple[float, Event]] = []
+        self._pending: list[tuple[float, LedgerEvent]] = []
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         """Log it, now or with the next `flush`, and hand it on."""
         if self._journal is not None:
             self._journal.write(event, book)
@@ -85,7 +95,7 @@ class EventLog:
             self._journal.close()
 
 
-def level_of(event: Event) -> int:
+def level_of(event: LedgerEvent) -> int:
     """How urgent an event is, as a level of `logging`."""
     if isinstance(event, Save):
         return logging.DEBUG
@@ -93,7 +103,7 @@ def level_of(event: Event) -> int:
         return logging.WARNING if event.is_loss else logging.INFO
     if isinstance(event, StoreOutage):
         return logging.INFO if event.is_over else logging.WARNING
-    return logging.WARNING if isinstance(event, (Failure, Loss, Straggler)) else logging.INFO
+    return logging.WARNING if isinstance(event, (Failure, LostMember, Straggler)) else logging.INFO
 
 
 def for_people(line: EventLine) -> str:

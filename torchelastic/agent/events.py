@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchelastic.agent.causes import Failed
+from torchelastic.agent.causes import FailedWorker
 from torchelastic.agent.worker import Worker
-from torchelastic.ledger.events import Event as LedgerEvent
+from torchelastic.ledger.events import LedgerEvent as LedgerEvent
 from torchelastic.rendezvous.records import Member, Round
 from torchelastic.rendezvous.worker_rules import Contact
 
@@ -71,7 +71,7 @@ class WaitTimedOut:
 # --- workers, by their processes --------------------------------------------------------------------------------------
 
 
-class Said(enum.Enum):
+class Statement(enum.Enum):
     """What a worker has said of itself."""
 
     ASKS = enum.auto()  # for a group, whether it gets one or not
@@ -84,7 +84,7 @@ class Said(enum.Enum):
 class WorkerSaid:
     """A worker, or a process that it has started to train in its place, with its place on this host, if known."""
 
-    said: Said
+    said: Statement
     pid: int
     local_rank: int | None
 
@@ -124,7 +124,7 @@ class WorkerExited:
 class WorkerFailed:
     """What has failed: all that the worker had said was read, and it is known whether it is started again."""
 
-    failed: Failed
+    failed: FailedWorker
 
 
 @dataclass(frozen=True)

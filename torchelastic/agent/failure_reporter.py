@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from torchelastic.agent.causes import Failed, LostElsewhere, Report, Trouble, Undone, report_of
+from torchelastic.agent.causes import FailedWorker, FailureReport, LostElsewhere, Trouble, Undone, report_of
 from torchelastic.agent.event_log import events_log
 from torchelastic.agent.events import Event, LedgerSampled, LedgerWritten, RoundChanged, WorkerFailed
 from torchelastic.ledger.events import Failure
@@ -48,7 +48,7 @@ class FailureReporter:
         incarnation: str,
         members: Callable[[], Iterable[Member]],
         *,
-        say: Callable[[Report], None] | None = None,
+        say: Callable[[FailureReport], None] | None = None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._incarnation, self._members = incarnation, members
@@ -58,8 +58,8 @@ class FailureReporter:
         self._leaving: frozenset[str] = frozenset()
         self._lost: dict[str, LostElsewhere] = {}
         self._troubles: list[Trouble] = []
-        self._gave_up: list[Failed] = []
-        self._after_end: list[Failed] = []
+        self._gave_up: list[FailedWorker] = []
+        self._after_end: list[FailedWorker] = []
         self._opened_s = self._newest_s = self._joined_s = 0.0
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class FailureReporter:
             elif here[name].departed:
                 self._add_loss(ProcessEnded(name))
 
-    def _worker_failed(self, failed: Failed) -> None:
+    def _worker_failed(self, failed: FailedWorker) -> None:
         if failed.had_finished:
             self._after_end.append(failed)
         elif failed.gave_up:
@@ -126,7 +126,7 @@ class FailureReporter:
         if report is not None:
             self._say(report)
 
-    async def last_words(self) -> Report | None:
+    async def last_words(self) -> FailureReport | None:
         """Why the run is over for this host, its workers having failed; what was not said yet is in it."""
         loop = asyncio.get_running_loop()
         try:
@@ -137,7 +137,7 @@ class FailureReporter:
         self._troubles = []
         return report_of(list(troubles), is_over=True)
 
-    def after_end(self) -> Report | None:
+    def after_end(self) -> FailureReport | None:
         """What of this host failed after it had finished the run; None: nothing. What is in it is not said again."""
         self._troubles = [trouble for trouble in self._troubles if trouble not in self._after_end]
         return report_of(self._after_end, is_over=True)
@@ -170,6 +170,6 @@ def read_members(store: CoordinationStore, keys: Keys) -> list[Member]:
     return members_among(store.list_prefix(keys.members).items)
 
 
-def log_report(report: Report) -> None:
+def log_report(report: FailureReport) -> None:
     """As one record of the launcher's log."""
     events_log.warning("%s", report.text(), extra=fields(kind="failure_report", **report.to_plain()))

@@ -19,7 +19,7 @@ from torchelastic.ledger.keeper import Keeper, journal_name
 from torchelastic.log_lines import Position
 from torchelastic.processes import boot_time_s
 from torchelastic.status.host import HostView
-from torchelastic.status.ledger_collector import HostSnapshot, Place
+from torchelastic.status.ledger_collector import HostSnapshot, WorkerPlace
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class LedgerRecorder:
         for worker in self._workers():
             name = "" if worker.process is None else self.keeper.name_of(worker.process.pid)
             step = book.lives[name].tally.step if name in book.lives else -1
-            places.append(Place(worker.local_rank, worker.process is not None, worker.restarts, step))
+            places.append(WorkerPlace(worker.local_rank, worker.process is not None, worker.restarts, step))
         return HostSnapshot(book, time.monotonic_ns(), tuple(places), sees_store)
 
     def _started(self, worker: Worker, pid: int) -> None:

@@ -120,20 +120,20 @@ class Supervisor:
                 if by is not None:
                     self._take_note(by, said)
 
-    def _take_note(self, worker: Worker, said: events.Said) -> None:
+    def _take_note(self, worker: Worker, said: events.Statement) -> None:
         match said:
-            case events.Said.ASKS:
+            case events.Statement.ASKS:
                 self._anyone_asked = True
                 worker.has_finished = False  # it had, and one more round is needed
                 if worker.asked_s is None:
                     worker.asked_s = time.monotonic()
                     self.slowest_start_s = max(self.slowest_start_s, worker.asked_s - worker.started_s)
-            case events.Said.FINISHED:
+            case events.Statement.FINISHED:
                 worker.has_finished = True
-            case events.Said.CAME_LATE:  # while it was started again, if it was
+            case events.Statement.CAME_LATE:  # while it was started again, if it was
                 if worker.restarts:
                     worker.leaves = worker.came_late = True
-            case events.Said.FAILS_FOR_GOOD:
+            case events.Statement.FAILS_FOR_GOOD:
                 worker.fails_for_good = True
 
     @property

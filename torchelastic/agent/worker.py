@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchelastic.agent.causes import Failed, begins_traceback, failed_at_s
+from torchelastic.agent.causes import FailedWorker, begins_traceback, failed_at_s
 from torchelastic.log_lines import NOWHERE, Position
 
 #: Lines of standard error that are kept to be shown last when a worker has failed.
@@ -73,9 +73,9 @@ class Worker:
         if begins_traceback(line):
             self.traceback_s = time.time()
 
-    def failed(self) -> Failed:
+    def failed(self) -> FailedWorker:
         """What its last process has failed of."""
-        return Failed(
+        return FailedWorker(
             at_s=failed_at_s(self.ended_s, self.exit_code, self.traceback_s),
             worker=self.local_rank,
             exit_code=self.exit_code,

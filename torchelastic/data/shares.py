@@ -79,7 +79,7 @@ class SecondDeal:
     postponed: tuple[int, ...] = ()
 
 
-class Counted(Protocol):
+class SampleCounts(Protocol):
     """What one rank contributes to one global batch, as far as weights are concerned: a `BatchShare`, for example."""
 
     @property
@@ -89,7 +89,7 @@ class Counted(Protocol):
     def global_samples(self) -> int: ...  # noqa: D102 - of all ranks
 
 
-def weight_of(pending: Sequence[Counted], world_size: int) -> float:
+def weight_of(pending: Sequence[SampleCounts], world_size: int) -> float:
     """A rank's share of a step's gradient: local over global samples of all that it has drawn; 1/world_size when none.
 
     The gradient of the mean loss over the global batch is the sum over ranks of weight x gradient of the local

@@ -85,7 +85,7 @@ def gather_lifetime(environment: Mapping[str, str]) -> LifetimeFacts:
     if threading.current_thread() is threading.main_thread():
         raise RuntimeError("ask for deadlines on another thread: on the main one they handle signals")
     polls = _AskedOnce()
-    with _Complaints() as complaints:
+    with _Warnings() as complaints:
         try:
             grace_s = term_grace_s(environment)
             _check_signals(environment.get(SIGNALS_VARIABLE, "").strip(), grace_s)
@@ -129,7 +129,7 @@ class _AskedOnce(Poller):
         pass
 
 
-class _Complaints(logging.Handler):
+class _Warnings(logging.Handler):
     """Collects what the sources warn of on this thread, inside of a `with` block."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class _Complaints(logging.Handler):
         self._logger = logging.getLogger("torchelastic.lifetime")
         self._level, self._propagates = self._logger.level, self._logger.propagate
 
-    def __enter__(self) -> _Complaints:
+    def __enter__(self) -> _Warnings:
         self._logger.addHandler(self)
         self._logger.setLevel(logging.WARNING)
         self._logger.propagate = False

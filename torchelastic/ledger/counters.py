@@ -119,7 +119,3 @@ def is_later(new: Counters, old: Counters) -> bool:
     """Whether one can be what the other has become."""
     grown = all(after >= before for after, before in zip(new.totals, old.totals, strict=True))
     return grown and new.started_ns == old.started_ns and new.since_ns >= old.since_ns
-
-
-#: Its earlier name.
-Tally = Counters

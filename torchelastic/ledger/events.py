@@ -24,7 +24,7 @@ class LedgerFormatError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class LedgerEvent:
     """Something that has happened to one worker, or on its host.
 
     Attributes:
@@ -48,14 +48,14 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(Event):
+class Start(LedgerEvent):
     """A worker's process began."""
 
     kind: ClassVar[str] = "start"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted(Event):
+class Counted(LedgerEvent):
     """What a worker has counted of itself so far."""
 
     kind: ClassVar[str] = "counted"
@@ -64,7 +64,7 @@ class Counted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class End(Event):
+class End(LedgerEvent):
     """A worker's process has ended.
 
     Attributes:
@@ -79,7 +79,7 @@ class End(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join(Event):
+class Join(LedgerEvent):
     """A worker is in a group.
 
     Attributes:
@@ -94,7 +94,7 @@ class Join(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Event):
+class LostMember(LedgerEvent):
     """A member of another host was lost; `at_ns` is when that happened, as far as it is known.
 
     Attributes:
@@ -109,7 +109,7 @@ class Loss(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure(Event):
+class Failure(LedgerEvent):
     """A step failed, and was undone if it could be; `at_ns` is when this worker noticed.
 
     Attributes:
@@ -126,7 +126,7 @@ class Failure(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restore(Event):
+class Restore(LedgerEvent):
     """A worker's state is in sync with its group's, at `step`.
 
     Attributes:
@@ -147,7 +147,7 @@ class Restore(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReForm(Event):
+class ReForm(LedgerEvent):
     """A worker has committed its first step after a group had to be formed anew.
 
     Attributes:
@@ -162,14 +162,14 @@ class ReForm(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstStep(Event):
+class FirstStep(LedgerEvent):
     """A worker's process has committed its first step: from here on a restart costs nothing more."""
 
     kind: ClassVar[str] = "first_step"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save(Event):
+class Save(LedgerEvent):
     """A checkpoint was taken after `step`.
 
     Attributes:
@@ -186,14 +186,14 @@ class Save(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drain(Event):
+class Drain(LedgerEvent):
     """A worker has left the run in order, as it was asked to."""
 
     kind: ClassVar[str] = "drain"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Straggler(Event):
+class Straggler(LedgerEvent):
     """A worker was found to be slower than the others.
 
     Attributes:
@@ -206,7 +206,7 @@ class Straggler(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreOutage(Event):
+class StoreOutage(LedgerEvent):
     """etcd is unreachable from the host, or reachable again. No account: training goes on.
 
     Attributes:
@@ -220,27 +220,27 @@ class StoreOutage(Event):
     away_ns: int = 0
 
 
-KINDS: dict[str, type[Event]] = {
+KINDS: dict[str, type[LedgerEvent]] = {
     kind.kind: kind
     for kind in (
-        Start, Counted, End, Join, Loss, Failure, Restore, ReForm, FirstStep, Save, Drain, Straggler, StoreOutage,
+        Start, Counted, End, Join, LostMember, Failure, Restore, ReForm, FirstStep, Save, Drain, Straggler, StoreOutage,
     )
 }  # fmt: skip
 
 
-def is_failure(event: Event) -> bool:
+def is_failure(event: LedgerEvent) -> bool:
     """Whether it reports that a group broke or a worker was lost. Reports of the same round are of one failure."""
     return isinstance(event, Failure) or (isinstance(event, End) and event.is_loss)
 
 
-def to_dict(event: Event) -> dict[str, Any]:
+def to_dict(event: LedgerEvent) -> dict[str, Any]:
     """For JSON: the kind, the time, and whatever is not as usual."""
     usual = {one.name: one.default for one in dataclasses.fields(event)}
     plain: dict[str, Any] = msgspec.to_builtins(event)
     return {"kind": event.kind, **{name: value for name, value in plain.items() if value != usual[name]}}
 
 
-def from_dict(fields: Mapping[str, Any]) -> Event | None:
+def from_dict(fields: Mapping[str, Any]) -> LedgerEvent | None:
     """What `to_dict` made; None: an event of a kind that this version does not know. Unknown fields are left out.
 
     Raises:

@@ -18,10 +18,10 @@ from torchelastic.ledger.events import (
     Counted,
     Drain,
     End,
-    Event,
     Failure,
+    LedgerEvent,
     LedgerFormatError,
-    Loss,
+    LostMember,
     Restore,
     Save,
     Start,
@@ -125,7 +125,7 @@ class HostLedger:
     deaths: tuple[tuple[int, str], ...] = ()
     noticed: tuple[Noticed, ...] = ()
 
-    def after(self, event: Event) -> HostLedger:
+    def after(self, event: LedgerEvent) -> HostLedger:
         """The ledger once this is known. Events of unknown workers begin a lifetime at their time."""
         ledger = self._seen(event)
         lifetime = ledger.lives.get(event.worker)
@@ -141,7 +141,7 @@ class HostLedger:
                 return replace(ledger._failed(event.round), noticed=noticed)._matched(newest=1)
             case Restore() if lifetime is not None:
                 return ledger._restored(lifetime, event)
-            case Loss():
+            case LostMember():
                 return ledger._died(event.at_ns, event.member)
             case Save():
                 saved = ledger if lifetime is None else ledger._with(lifetime.saved(event))
@@ -154,7 +154,7 @@ class HostLedger:
                 return ledger._plus(away_ns=event.away_ns) if event.is_over else ledger._plus(outages=1)
         return ledger  # what remains is for readers of the journal
 
-    def after_all(self, events: Iterable[Event]) -> HostLedger:
+    def after_all(self, events: Iterable[LedgerEvent]) -> HostLedger:
         """The ledger once all of these are known."""
         ledger = self
         for event in events:
@@ -201,7 +201,7 @@ class HostLedger:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _seen(self, event: Event) -> HostLedger:
+    def _seen(self, event: LedgerEvent) -> HostLedger:
         first_ns = event.at_ns if self.counts.first_ns is None else min(self.counts.first_ns, event.at_ns)
         counts = replace(self.counts, first_ns=first_ns, last_ns=max(self.counts.last_ns, event.at_ns))
         ledger = replace(self, counts=counts)
@@ -310,7 +310,3 @@ def ledger_from_dict(fields: object) -> HostLedger:
     if wrong:
         raise LedgerFormatError(f"a book that does not sum up: {wrong}")
     return ledger
-
-
-#: Its earlier name.
-Book = HostLedger

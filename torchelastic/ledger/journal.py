@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torchelastic.foreign_json import RecordError, converted, decode_object
-from torchelastic.ledger.events import Event, LedgerFormatError, from_dict, to_dict
+from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, from_dict, to_dict
 from torchelastic.ledger.host_ledger import HostLedger, ledger_from_dict, ledger_to_dict
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Head:
 class WritesEvents(Protocol):
     """Where events go."""
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         """Append an event; the ledger is that before it."""
         ...
 
@@ -114,7 +114,7 @@ class JournalWriter:
         """The file that is written to."""
         return self._folder / f"{self._name}.{self._number:06d}.jsonl"
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         """Append one event.
 
         Args:
@@ -172,12 +172,12 @@ class BackgroundJournal:
 
     def __init__(self, writer: WritesEvents) -> None:
         self._writer = writer
-        self._queue: queue.Queue[tuple[Event, HostLedger] | None] = queue.Queue(_QUEUED_LINES)
+        self._queue: queue.Queue[tuple[LedgerEvent, HostLedger] | None] = queue.Queue(_QUEUED_LINES)
         self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="torchelastic-ledger", daemon=True)
         self._thread.start()
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         """Have an event written; never waits. When the disk is far behind, events are dropped and counted."""
         try:
             self._queue.put_nowait((event, book))
@@ -212,7 +212,7 @@ class Journal:
 
     head: Head
     before: HostLedger
-    events: tuple[Event, ...]
+    events: tuple[LedgerEvent, ...]
     damaged: int = 0
     unknown: int = 0
 
@@ -240,7 +240,7 @@ def journal_files(folder: Path) -> dict[str, tuple[Path, ...]]:
 def read_journal(paths: Iterable[Path]) -> Journal:
     """One journal from its files, oldest first. Raises LedgerFormatError and OSError as `read_journals`."""
     journal: Journal | None = None
-    events: list[Event] = []
+    events: list[LedgerEvent] = []
     damaged = unknown = 0
     for path in paths:
         lines = _lines(path)

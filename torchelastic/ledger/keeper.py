@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchelastic.ledger.events import Counted, End, Event, LedgerFormatError, Start, StoreOutage, from_dict, short
+from torchelastic.ledger.events import (
+    Counted,
+    End,
+    LedgerEvent,
+    LedgerFormatError,
+    Start,
+    StoreOutage,
+    from_dict,
+    short,
+)
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
 from torchelastic.ledger.page import PageReader, page_paths
@@ -136,7 +145,7 @@ class Keeper:
             self._away_since_ns = None
             self._add(StoreOutage(at_ns=now_ns, is_over=True, away_ns=now_ns - since_ns))
 
-    def note(self, event: Event) -> None:
+    def note(self, event: LedgerEvent) -> None:
         """Something else that the agent knows."""
         self._add(event)
 
@@ -204,7 +213,7 @@ class Keeper:
                 break
         return watched.reader
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: LedgerEvent) -> None:
         if self._journal is not None:
             self._journal.write(event, self.book)
         self.book = self.book.after(event)

@@ -17,10 +17,10 @@ from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import (
     Drain,
-    Event,
     Failure,
     FirstStep,
     Join,
+    LedgerEvent,
     ReForm,
     Restore,
     Save,
@@ -283,7 +283,7 @@ class Meter(LoopObserver):
                 self._undone, self._round, self._rank, self._world_size, *self._totals,
             )  # fmt: skip
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: LedgerEvent) -> None:
         if self._page is not None:
             fields = to_dict(event) | {"rank": self._rank, "round": self._round, "step": self._step}
             self._page.write_event(fields)

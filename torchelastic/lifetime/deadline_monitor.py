@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.lifetime.bounds import Bound, guess, needed_samples
 from torchelastic.lifetime.deadline import Deadline, Nearest, nearest, unsure_since_s
-from torchelastic.lifetime.decision import SHORTEST_GRACE_S, TRIAL_BELOW_S, Tier, part_of_risk
+from torchelastic.lifetime.decision import SHORTEST_GRACE_S, TRIAL_BELOW_S, SaveTarget, part_of_risk
 from torchelastic.lifetime.drain_policy import StopPlan, near_below_s, plan_stop
 from torchelastic.lifetime.iteration_times import IterationTimes
 from torchelastic.lifetime.sample import NEAR_ITERATIONS, Sample, interval_steps
@@ -139,14 +139,14 @@ class DeadlineMonitor:
         which = self.deadline.which(self._clock())
         return if_none if which is None else f"{which.name} ({which.reason})"
 
-    def tiers(self) -> tuple[Tier, ...]:
+    def tiers(self) -> tuple[SaveTarget, ...]:
         """The places to save to, the most durable first, with how long that takes; at least one."""
         unknown_s = self._unknown_save_s
         tiers = tuple(
-            Tier.of(name, times, confidence=self._part, if_unknown_s=unknown_s, at_least_s=self._least_save_s)
+            SaveTarget.of(name, times, confidence=self._part, if_unknown_s=unknown_s, at_least_s=self._least_save_s)
             for name, times in self._save_times_s().items()
         )
-        return tiers or (Tier(_NO_TIER, Bound(0.0, self._part, True, 1, "nothing is saved")),)
+        return tiers or (SaveTarget(_NO_TIER, Bound(0.0, self._part, True, 1, "nothing is saved")),)
 
     def step_bound(self) -> Bound | None:
         """How much time to leave for the next iteration; None: none is known."""

@@ -24,7 +24,7 @@ from typing import Literal
 from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text
 from torchelastic.lifetime.bounds import MARGIN, Bound, guess, upper_bound
 
-__all__ = ["StopDecision", "Tier", "decide", "guess_save_s", "part_of_risk"]
+__all__ = ["SaveTarget", "StopDecision", "decide", "guess_save_s", "part_of_risk"]
 
 #: The shortest usual grace after a notice that does not say how much time is left: that of `docker stop`.
 SHORTEST_GRACE_S = 10.0
@@ -49,7 +49,7 @@ def guess_save_s(tier: str) -> float:
 
 
 @dataclass(frozen=True)
-class Tier:
+class SaveTarget:
     """A place to save to, and how long that takes.
 
     Args:
@@ -87,13 +87,13 @@ class Tier:
         margin: float = MARGIN,
         if_unknown_s: float | None = None,
         at_least_s: float = 0.0,
-    ) -> Tier:
+    ) -> SaveTarget:
         """A tier from its measured saves.
 
         Args:
             name: of the tier.
             save_times_s: how long its saves took until they were durable; for example the `recent_durable_s` of
-                `torchelastic.checkpoint.policy.TierCost`.
+                `torchelastic.checkpoint.policy.SaveTarget`.
             confidence: of the bound.
             margin: see `bounds.upper_bound`.
             if_unknown_s: the bound if there was no save yet; None: `guess_save_s` of the name.
@@ -164,7 +164,7 @@ def part_of_risk(confidence: float, parts: int = 2) -> float:
 def decide(
     remaining_s: float | None,
     step: Bound | None,
-    tiers: Sequence[Tier],
+    tiers: Sequence[SaveTarget],
     *,
     reserve_s: float = 0.0,
     at_once_s: float | None = None,
@@ -212,7 +212,7 @@ def decide(
     return decision
 
 
-def _trial_step(decision: StopDecision, tier: Tier, reserve_s: float, is_saved: bool) -> StopDecision:
+def _trial_step(decision: StopDecision, tier: SaveTarget, reserve_s: float, is_saved: bool) -> StopDecision:
     """One more step in place of the stop, with nothing to lose but that; if it could still be saved if it is quick."""
     save_s = tier.bound.seconds
     needed_s = save_s + _besides_s(reserve_s, tier.bound) + (0.0 if is_saved else save_s)
@@ -232,7 +232,7 @@ def _besides_s(reserve_s: float, *bounds: Bound | None) -> float:
 
 
 def _at_once(
-    at_once_s: float, decision: StopDecision, step: Bound | None, tiers: Sequence[Tier], reserve_s: float
+    at_once_s: float, decision: StopDecision, step: Bound | None, tiers: Sequence[SaveTarget], reserve_s: float
 ) -> StopDecision:
     """Save now, into what may be done before the end comes at the earliest; and stop if there is no time for more."""
     tier = _best_tier(tiers, at_once_s)
@@ -250,7 +250,7 @@ def _at_once(
 
 
 def _before_deadline(
-    remaining_s: float | None, step: Bound | None, tiers: Sequence[Tier], reserve_s: float
+    remaining_s: float | None, step: Bound | None, tiers: Sequence[SaveTarget], reserve_s: float
 ) -> StopDecision:
     """One more step, or the last save; see `decide`."""
     if remaining_s is None or remaining_s == math.inf:
@@ -277,7 +277,7 @@ def _before_deadline(
     return StopDecision(action, tier.name, save_s <= remaining_s, tier is not tiers[0], given_up_s, because, numbers)
 
 
-def _best_tier(tiers: Sequence[Tier], left_s: float, reserve_s: float = 0.0) -> Tier:
+def _best_tier(tiers: Sequence[SaveTarget], left_s: float, reserve_s: float = 0.0) -> SaveTarget:
     """The most durable that fits with the reserve; else without it; else the fastest."""
     for kept_s in (reserve_s, 0.0):
         for tier in tiers:
@@ -286,12 +286,12 @@ def _best_tier(tiers: Sequence[Tier], left_s: float, reserve_s: float = 0.0) -> 
     return min(tiers, key=lambda tier: tier.bound.seconds)
 
 
-def _given_up(remaining_s: float, tier: Tier) -> float:
+def _given_up(remaining_s: float, tier: SaveTarget) -> float:
     usual_s = tier.bound.seconds if tier.usual_s is None else tier.usual_s
     return max(0.0, remaining_s - usual_s)
 
 
-def _check(remaining_s: float | None, tiers: Sequence[Tier], reserve_s: float) -> None:
+def _check(remaining_s: float | None, tiers: Sequence[SaveTarget], reserve_s: float) -> None:
     real_number("reserve_s", reserve_s, remedy="give seconds, 0 or more")
     if remaining_s is not None and math.isnan(remaining_s):
         raise ValueError("remaining_s is nan: give the seconds until the deadline, or None")

@@ -17,7 +17,7 @@ from torchelastic.lifetime.decision import StopDecision
 from torchelastic.lifetime.group_monitor import Agreement, GroupMonitor
 from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, IterationTimes
 from torchelastic.lifetime.manager_state import RunFigures, SaveTimes, read_state, remove_state, write_state
-from torchelastic.lifetime.progress import ProgressFile, Screen, Steps, progress_line
+from torchelastic.lifetime.progress import ProgressFile, Steps, TerminalLine, progress_line
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.metrics import publish_metric
@@ -116,7 +116,7 @@ class IterManager(RunFigures):
             agree=agree,
         )
         self._clock = clock
-        self._screen = Screen()
+        self._screen = TerminalLine()
         self._progress = ProgressFile.from_environment()
         self._sources = detect(clock=clock) if deadline is None else []  # last: what it starts is to be closed
         if deadline is None:

@@ -107,7 +107,7 @@ def progress_line(
     return ", ".join(parts)
 
 
-class Screen:
+class TerminalLine:
     """A line on a terminal that is written over again and again; nothing where there is no terminal.
 
     Args:

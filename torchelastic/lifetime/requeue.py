@@ -21,7 +21,7 @@ from functools import partial
 from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_exponential
 
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
-from torchelastic.lifetime.sources.slurm import JOB_VARIABLE, CommandError, NoCommandError, Runner, run_command
+from torchelastic.lifetime.sources.slurm import JOB_VARIABLE, NoCommandError, Runner, SlurmCommandError, run_command
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def requeue_job(
     )
     try:
         attempts(runner, ["scontrol", "requeue", plan.job_id], {}, ATTEMPT_S)
-    except CommandError as error:
+    except SlurmCommandError as error:
         log.warning("job %s was not requeued: %s", plan.job_id, error)
         return Requeue(False, str(error))
     log.warning("job %s was requeued: %s", plan.job_id, plan.because)
@@ -208,7 +208,7 @@ def _why_not(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
     """See `who_ends_it`; "" if squeue fails."""
     try:
         output = runner(state_command(job_id), {}, STATE_S)
-    except CommandError as error:
+    except SlurmCommandError as error:
         log.warning("whether somebody has cancelled job %s is not known: %s", job_id, error)
         return ""
     return who_ends_it(output, int(variables.get(RESTARTS_VARIABLE, "").strip() or 0))
@@ -216,7 +216,7 @@ def _why_not(job_id: str, variables: Mapping[str, str], runner: Runner) -> str:
 
 def _may_pass(error: BaseException) -> bool:
     """Whether a retry may help."""
-    if not isinstance(error, CommandError) or isinstance(error, NoCommandError):
+    if not isinstance(error, SlurmCommandError) or isinstance(error, NoCommandError):
         return False
     text = str(error).lower()
     return not any(final in text for final in _FINAL)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchelastic.lifetime.bounds import Bound
-from torchelastic.lifetime.decision import Tier
+from torchelastic.lifetime.decision import SaveTarget
 
 #: The deadline of one rank is known to the others after at most about so long.
 MAX_DELAY_S = 0.5
@@ -84,7 +84,7 @@ class Sample:
     step: Bound | None
     far_s: float
     interval: int
-    tiers: tuple[Tier, ...]
+    tiers: tuple[SaveTarget, ...]
     count: int
     lived: int
     at_once_s: float = math.inf
@@ -116,7 +116,7 @@ class Sample:
         remaining_s, at_once_s, usual_s, far_s, interval, count, lived, is_tried = worst[:_COMMON]
         step, first, *of_tiers = (tuple(worst[at : at + _WORDS]) for at in range(_COMMON, len(worst), _WORDS))
         tiers = tuple(
-            tier if words[0] < 0.0 else Tier(tier.name, _worst(tier.bound, words), words[-1])
+            tier if words[0] < 0.0 else SaveTarget(tier.name, _worst(tier.bound, words), words[-1])
             for tier, words in zip(self.tiers, of_tiers, strict=True)
         )
         own_step = self.step or Bound(0.0, 0.0, False, 0, "no iteration was measured yet")

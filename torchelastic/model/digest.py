@@ -39,7 +39,7 @@ Leaves = Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
-class Level:
+class ReplicaComparison:
     """What a comparison has found; equal on all ranks.
 
     Attributes:
@@ -72,7 +72,7 @@ class Level:
         return "; ".join(found) if found else "all members are in sync"
 
 
-def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, thorough: bool) -> Level:
+def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, thorough: bool) -> ReplicaComparison:
     """Compare the parts of a state with those of all other members; called on every rank of the default group.
 
     Args:
@@ -85,7 +85,7 @@ def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, 
         RuntimeError: a peer is lost.
     """
     if world_size == 1:
-        return Level(thorough, {}, {})
+        return ReplicaComparison(thorough, {}, {})
     leaves = {part: list(leaves_of(parts.get(part))) for part in PARTS}
     piece_bytes = None if thorough else _bytes_for_each(leaves)
     mine = [value for part in PARTS for value in (len(leaves[part]), digest(leaves[part], piece_bytes))]
@@ -100,7 +100,7 @@ def compare(parts: Mapping[str, Any], *, world_size: int, device: torch.device, 
         differing[part] = odd
         if part not in OWN and len({size for size, _ in of_ranks}) == 1:
             names[part] = _differing_names(leaves[part], piece_bytes, world_size, device)
-    return Level(thorough, differing, names)
+    return ReplicaComparison(thorough, differing, names)
 
 
 def _differing_names(

@@ -19,7 +19,7 @@ import torch
 from torchelastic.model.one_or_many import OneOrMany
 
 
-class Progress(enum.Enum):
+class OptimizerProgress(enum.Enum):
     """How far the optimizers of a train step have come."""
 
     UNTOUCHED = "no optimizer has begun"
@@ -29,7 +29,7 @@ class Progress(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """Steps of each optimizer: in this train step, and in the fullest one so far. Pure.
 
     Attributes:
@@ -54,7 +54,7 @@ class Counts:
 
 
 @dataclass
-class _Kept:
+class _UndoCopy:
     """What one optimizer changes, as it was; tensors are reused from step to step."""
 
     parameters: list[torch.Tensor] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Optimizers:
         self._copy_others, self._before_first = copy_others, before_first
         size = len(self.objects)
         self._begun, self._done, self._usual = [0] * size, [0] * size, [1] * size
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _UndoCopy] = {}
         self._copied: set[int] = set()
         self._is_uncovered = False
         self._watch()
@@ -102,18 +102,18 @@ class Optimizers:
         self._usual = [max(pair) for pair in zip(self._usual, self._done, strict=True)]
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> StepCounts:
         """The counts of this train step."""
-        return Counts(tuple(self._begun), tuple(self._done), tuple(self._usual))
+        return StepCounts(tuple(self._begun), tuple(self._done), tuple(self._usual))
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> OptimizerProgress:
         """How far this train step has come."""
         if not any(self._begun):
-            return Progress.UNTOUCHED
+            return OptimizerProgress.UNTOUCHED
         if self.counts.are_complete:
-            return Progress.COMPLETE
-        return Progress.TORN if self._is_uncovered else Progress.UNDOABLE
+            return OptimizerProgress.COMPLETE
+        return OptimizerProgress.TORN if self._is_uncovered else OptimizerProgress.UNDOABLE
 
     @property
     def steps_once(self) -> bool:
@@ -122,7 +122,7 @@ class Optimizers:
 
     def undo(self) -> None:
         """Put back what was copied; only in the state UNDOABLE."""
-        assert self.progress is Progress.UNDOABLE
+        assert self.progress is OptimizerProgress.UNDOABLE
         for number in self._copied:
             _put_back(self.objects[number], self._kept[number])
         self.begin()
@@ -187,7 +187,7 @@ class Optimizers:
             if self._copy_others is not None and self.counts.more_to_come(number):
                 if not self._copied:
                     self._copy_others()
-                _copy_into(self.objects[number], self._kept.setdefault(number, _Kept()))
+                _copy_into(self.objects[number], self._kept.setdefault(number, _UndoCopy()))
                 self._copied.add(number)
             else:
                 self._is_uncovered = True
@@ -226,7 +226,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _copy_into(optimizer: torch.optim.Optimizer, kept: _Kept) -> None:
+def _copy_into(optimizer: torch.optim.Optimizer, kept: _UndoCopy) -> None:
     present = _parameters(optimizer)
     if len(kept.parameters) != len(present):
         kept.parameters = [torch.empty_like(parameter) for parameter in present]
@@ -239,7 +239,7 @@ def _copy_into(optimizer: torch.optim.Optimizer, kept: _Kept) -> None:
 
 
 @torch.no_grad()
-def _put_back(optimizer: torch.optim.Optimizer, kept: _Kept) -> None:
+def _put_back(optimizer: torch.optim.Optimizer, kept: _UndoCopy) -> None:
     for copied, parameter in zip(kept.parameters, _parameters(optimizer), strict=True):
         parameter.copy_(copied)
     state = {

@@ -83,7 +83,7 @@ class Place(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Sample:
+class ThreadSample:
     """One sample of a worker's training thread.
 
     Attributes:
@@ -103,7 +103,7 @@ class Sample:
     may_spin: bool = False
 
 
-def unchanged_since_s(earlier_s: float | None, earlier: Sample | None, later: Sample) -> float:
+def unchanged_since_s(earlier_s: float | None, earlier: ThreadSample | None, later: ThreadSample) -> float:
     """Since when the thread has waited at the point where `later` saw it.
 
     Args:
@@ -117,7 +117,7 @@ def unchanged_since_s(earlier_s: float | None, earlier: Sample | None, later: Sa
     return earlier_s if computed_s <= MAX_WAITING_CPU * (later.at_s - earlier.at_s) else later.at_s
 
 
-def has_worked(earlier: Sample | None, later: Sample) -> bool:
+def has_worked(earlier: ThreadSample | None, later: ThreadSample) -> bool:
     """Whether the thread has worked between two samples: its stack has changed, or it has computed, read or written.
 
     In a collective a changed stack means nothing: waiting may be done in a loop.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 import torchelastic
-from torchelastic.p2p.hangs import Place, Sample
+from torchelastic.p2p.hangs import Place, ThreadSample
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(torchelastic.__file__).parent) + "/"
@@ -81,7 +81,7 @@ def where(lines: Sequence[Line]) -> str:
     return ""
 
 
-def sample_thread(thread_id: int) -> tuple[Sample, str]:
+def sample_thread(thread_id: int) -> tuple[ThreadSample, str]:
     """Sample a thread of this process; returns also `where` it is.
 
     Keeps no frame, which would keep its tensors alive.
@@ -92,7 +92,7 @@ def sample_thread(thread_id: int) -> tuple[Sample, str]:
     while frame is not None:
         point += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    sample = Sample(
+    sample = ThreadSample(
         at_s=time.monotonic(),
         place=place_of(lines),
         point=tuple(point),

@@ -31,7 +31,7 @@ class StragglerPolicy:
         ValueError: an argument out of its range.
 
     >>> StragglerPolicy().compare(7.0, [10.0, 7.0], times=0)
-    Comparison(rate=7.0, best=10.0, relative=0.7, times=1, is_straggler=True, stragglers=1, has_to_go=False)
+    PaceComparison(rate=7.0, best=10.0, relative=0.7, times=1, is_straggler=True, stragglers=1, has_to_go=False)
     """
 
     threshold: float = 0.8
@@ -44,7 +44,7 @@ class StragglerPolicy:
         if self.patience < 1:
             raise ValueError(f"patience={self.patience} must be at least 1")
 
-    def compare(self, rate: float, rates: Sequence[float], times: int) -> Comparison:
+    def compare(self, rate: float, rates: Sequence[float], times: int) -> PaceComparison:
         """Compare one worker with all whose rates are known.
 
         Args:
@@ -57,11 +57,13 @@ class StragglerPolicy:
         is_straggler = relative < self.threshold
         times = times + 1 if is_straggler else 0
         stragglers = sum(other / best < self.threshold for other in rates) if best > 0 else 0
-        return Comparison(rate, best, relative, times, is_straggler, stragglers, self.remove and times >= self.patience)
+        return PaceComparison(
+            rate, best, relative, times, is_straggler, stragglers, self.remove and times >= self.patience
+        )
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PaceComparison:
     """What a comparison showed of one worker.
 
     Attributes:
@@ -91,7 +93,7 @@ class Comparison:
 
 def compare_rates(
     policy: StragglerPolicy, rate: float | None, times: int, rank: int, world_size: int, group: dist.ProcessGroup | None
-) -> Comparison | None:
+) -> PaceComparison | None:
     """Compare this worker's rate with those of the others, and publish, log and note for the ledger what it shows.
 
     Every rank calls this. None: nothing can be said, for its own rate is not known.

@@ -32,8 +32,8 @@ from torchelastic.p2p.hangs import (
     Act,
     HangPolicy,
     Place,
-    Sample,
     Suspicion,
+    ThreadSample,
     has_worked,
     idle_bound_s,
     unchanged_since_s,
@@ -97,7 +97,7 @@ class Watchdog:
         self._patience_bound_s = timeout_s
         # of the step that is late: by when it began
         self._late_step: float | None = None
-        self._last_sample: Sample | None = None
+        self._last_sample: ThreadSample | None = None
         self._unchanged_since_s: float | None = None
         self._worked_s: float | None = None
         self._done = Act.NOTHING
@@ -335,7 +335,7 @@ class Watchdog:
             self._done = act
             self._do(act, suspicion, line)
 
-    def _exchange_signs(self, place: Place, sample: Sample, line: str) -> float:
+    def _exchange_signs(self, place: Place, sample: ThreadSample, line: str) -> float:
         """Publish that this rank is late; returns for how long no rank has worked, see `Suspicion`."""
         works = has_worked(self._last_sample, sample)
         if works:

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torchelastic.page.requests import Refused, Request, Wanted
+from torchelastic.page.requests import PageRequest, Refused, Wanted
 
 #: No token is shorter.
 LEAST_TOKEN = 16
@@ -50,7 +50,7 @@ class Access:
     names: Collection[str] = ()
     uid: int = 0
 
-    def check(self, request: Request, wanted: Wanted, peer_uid: int | None) -> None:
+    def check(self, request: PageRequest, wanted: Wanted, peer_uid: int | None) -> None:
         """Let it pass, or raise Refused.
 
         Args:

@@ -31,7 +31,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Tick:
+class FeedTick:
     """One reading.
 
     Attributes:
@@ -74,7 +74,7 @@ class Feed:
     ) -> None:
         self._read, self._sleep = read, sleep
         self._listeners = 0
-        self._tick: Tick | None = None
+        self._tick: FeedTick | None = None
         self._news = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
 
@@ -90,7 +90,7 @@ class Feed:
         finally:
             self._listeners -= 1
 
-    async def newer(self, than: int) -> Tick:
+    async def newer(self, than: int) -> FeedTick:
         """The newest tick as soon as there is one after that."""
         async with self._news:
             await self._news.wait_for(lambda: self._tick is not None and self._tick.number > than)
@@ -122,10 +122,10 @@ class Feed:
             await self._sleep(pause)
             unwatched_s = 0.0 if self._listeners else unwatched_s + pause
 
-    def _next(self, picture: Picture) -> Tick | None:
+    def _next(self, picture: Picture) -> FeedTick | None:
         """None: nothing has changed."""
         before = self._tick
         if before is None:
-            return Tick(1, picture, b"{}")
+            return FeedTick(1, picture, b"{}")
         change = difference(before.picture.document, picture.document)
-        return Tick(before.number + 1, picture, as_json(change)) if change else None
+        return FeedTick(before.number + 1, picture, as_json(change)) if change else None

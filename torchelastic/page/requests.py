@@ -37,7 +37,7 @@ class Refused(Exception):  # noqa: N818 - it is no error of this program
 
 
 @dataclass(frozen=True)
-class Request:
+class PageRequest:
     """A GET.
 
     Attributes:
@@ -51,7 +51,7 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def parsed(head: bytes) -> Request:
+def parsed(head: bytes) -> PageRequest:
     """The request that these bytes are, without the empty line at their end. Raises Refused."""
     line, *rest = head.decode("latin-1").split("\r\n")
     words = _REQUEST_LINE.fullmatch(line)
@@ -77,7 +77,7 @@ def parsed(head: bytes) -> Request:
         values = parse_qs(query, keep_blank_values=True, max_num_fields=20)
     except ValueError:
         raise Refused(400, "the address is not UTF-8, or too long") from None
-    return Request(decoded, {name: given[-1] for name, given in values.items()}, headers)
+    return PageRequest(decoded, {name: given[-1] for name, given in values.items()}, headers)
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Wanted:
 LOG_NAME = re.compile(r"[0-9]{1,4}\.[0-9]{1,9}")
 
 
-def wanted(request: Request, files: Mapping[str, object]) -> Wanted:
+def wanted(request: PageRequest, files: Mapping[str, object]) -> Wanted:
     """What is asked for.
 
     Args:

@@ -19,7 +19,7 @@ from torchelastic.page.feed import Feed, Picture, as_json, event
 from torchelastic.page.listening import PageOptions
 from torchelastic.page.logs import Logs, Tail
 from torchelastic.page.peers import uid_of_peer
-from torchelastic.page.requests import MOST_HEAD_BYTES, Refused, Request, Wanted, parsed, wanted
+from torchelastic.page.requests import MOST_HEAD_BYTES, PageRequest, Refused, Wanted, parsed, wanted
 from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class PageServer:
             return None
         return uid_of_peer((peer[0], peer[1]), (here[0], here[1]))
 
-    async def _content(self, request: Request, what: Wanted) -> bytes:
+    async def _content(self, request: PageRequest, what: Wanted) -> bytes:
         if what.kind == "file":
             file = self._files[what.name]
             return answers.whole(file.content, file.content_type)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from torchelastic.ledger.events import End, Event, Failure, FirstStep, Join, ReForm, Restore, is_failure
+from torchelastic.ledger.events import End, Failure, FirstStep, Join, LedgerEvent, ReForm, Restore, is_failure
 from torchelastic.report.model import PHASES, Incident, LifeRow, LostWorker
 from torchelastic.report.part import RunEvent
 
@@ -21,7 +21,7 @@ _SAME_INCIDENT_NS = 60_000_000_000
 _SAME_NOTICE_NS = 1_000_000_000
 _MOST_CAUSES = 8
 
-_Kind = TypeVar("_Kind", bound=Event)
+_Kind = TypeVar("_Kind", bound=LedgerEvent)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchelastic.ledger.events import Event
+from torchelastic.ledger.events import LedgerEvent
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
 from torchelastic.ledger.merge import merged_ledgers
@@ -72,7 +72,7 @@ class RunEvent:
     """
 
     at_ns: int
-    event: Event
+    event: LedgerEvent
     name: str
     detect_ns: int = 0
 

@@ -13,13 +13,13 @@ from itertools import pairwise
 
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts, added, plus
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, End, Failure, Join, Loss, Restore, Save
+from torchelastic.ledger.events import Counted, End, Failure, Join, LostMember, Restore, Save
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
 from torchelastic.ledger.worker_lifetime import WorkerLifetime
 
 #: These events may change what other workers' time was.
-_ABOUT_OTHERS = (Failure, End, Loss, Restore)
+_ABOUT_OTHERS = (Failure, End, LostMember, Restore)
 #: What a step that was counted as productive while it was under way may have been instead.
 _LATER = (Account.REPLAYED, Account.DATA_WAIT, Account.SAVE_STALL)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchelastic.model import random_state
 from torchelastic.model.extras import Snapshot
-from torchelastic.model.optimizers import Progress
+from torchelastic.model.optimizers import OptimizerProgress
 from torchelastic.model.random_state import RandomState
 from torchelastic.sharded.built import Built
 from torchelastic.sharded.commit_rule import next_version
@@ -70,11 +70,11 @@ class Live:
         self.is_in_sync = False
         self.random_when_failed = random_state.capture()
         progress = built.optimizers.progress
-        if progress is Progress.UNDOABLE:
+        if progress is OptimizerProgress.UNDOABLE:
             built.optimizers.undo()
-        elif progress is Progress.TORN:
+        elif progress is OptimizerProgress.TORN:
             self.phase, self.version = Phase.NONE, None
-        elif progress is Progress.COMPLETE and self._own.step == snapshot.step:
+        elif progress is OptimizerProgress.COMPLETE and self._own.step == snapshot.step:
             self._count_step()
             self.phase = Phase.DONE
             self._companions_when_done = self._own.to_bytes(built)

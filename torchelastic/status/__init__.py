@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.status.reading import StatusReader, is_known, read_status
+    from torchelastic.status.reading import StatusReader
     from torchelastic.status.run_status import EventLine, HostStatus, RunStatus, WorkerStatus
-    from torchelastic.status.status_format import run_to_plain
 
 __all__ = [
     "EventLine",
@@ -20,15 +19,11 @@ __all__ = [
     "RunStatus",
     "StatusReader",
     "WorkerStatus",
-    "is_known",
-    "read_status",
-    "run_to_plain",
 ]
 
 _MODULES = {
-    "reading": ("StatusReader", "is_known", "read_status"),
+    "reading": ("StatusReader",),
     "run_status": ("EventLine", "HostStatus", "RunStatus", "WorkerStatus"),
-    "status_format": ("run_to_plain",),
 }
 
 __getattr__, __dir__ = lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

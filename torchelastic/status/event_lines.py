@@ -11,11 +11,11 @@ from torchelastic.foreign_json import MAX_TEXT
 from torchelastic.ledger.events import (
     Drain,
     End,
-    Event,
     Failure,
     FirstStep,
     Join,
-    Loss,
+    LedgerEvent,
+    LostMember,
     ReForm,
     Restore,
     Save,
@@ -53,7 +53,7 @@ class LoggedEvent:
     """
 
     at_s: float
-    event: Event
+    event: LedgerEvent
     workers: tuple[str, ...]
 
     def line(self, host: str) -> EventLine:
@@ -74,7 +74,7 @@ class LoggedEvent:
         )
 
 
-def with_event(logged: tuple[LoggedEvent, ...], event: Event, at_s: float, most: int) -> tuple[LoggedEvent, ...]:
+def with_event(logged: tuple[LoggedEvent, ...], event: LedgerEvent, at_s: float, most: int) -> tuple[LoggedEvent, ...]:
     """The lines once this has happened, too.
 
     Args:
@@ -116,7 +116,7 @@ def newest(lines: Sequence[T], most: int, kind_of: Callable[[T], str]) -> tuple[
     return tuple(reversed(kept))
 
 
-def lines_of(host: str, events: Iterable[tuple[float, Event]]) -> tuple[EventLine, ...]:
+def lines_of(host: str, events: Iterable[tuple[float, LedgerEvent]]) -> tuple[EventLine, ...]:
     """The lines of many events: (when in Unix seconds, what), oldest first."""
     done: list[LoggedEvent] = []
     logged: tuple[LoggedEvent, ...] = ()
@@ -128,19 +128,19 @@ def lines_of(host: str, events: Iterable[tuple[float, Event]]) -> tuple[EventLin
     return tuple(one.line(host) for one in (*done, *logged))
 
 
-def _is_same(one: LoggedEvent, event: Event, at_s: float) -> bool:
+def _is_same(one: LoggedEvent, event: LedgerEvent, at_s: float) -> bool:
     other = one.event
     alike = (type(other), other.round, other.step) == (type(event), event.round, event.step)
     return alike and event.worker not in one.workers and abs(at_s - one.at_s) <= SAME_MOMENT_S
 
 
-def _joined(one: LoggedEvent, event: Event) -> LoggedEvent:
+def _joined(one: LoggedEvent, event: LedgerEvent) -> LoggedEvent:
     longer = max(one.event, event, key=_took_ns)
     cause = one.event.cause or event.cause
     return replace(one, event=replace(longer, cause=cause), workers=(*one.workers, event.worker))
 
 
-def _took_ns(event: Event) -> int:
+def _took_ns(event: LedgerEvent) -> int:
     if isinstance(event, Failure):
         return event.replayed_ns
     if isinstance(event, Restore):
@@ -150,7 +150,7 @@ def _took_ns(event: Event) -> int:
     return event.stall_ns if isinstance(event, Save) else 0
 
 
-def _text(event: Event) -> str:
+def _text(event: LedgerEvent) -> str:
     """What happened, for people; empty: it is no news."""
     match event:
         case Start():
@@ -165,7 +165,7 @@ def _text(event: Event) -> str:
             rank = f" as rank {event.rank}" if event.rank >= 0 else ""
             verb = "joined" if event.is_first else "re-formed:"
             return f"{verb} round {event.round}{rank}, world size {event.world_size}"
-        case Loss():
+        case LostMember():
             return f"{event.member} was lost ({event.certainty})"
         case Failure():
             which = f"the step after {event.step}" if event.step >= 0 else "a step"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchelastic.ledger.events import Event, Restore
+from torchelastic.ledger.events import LedgerEvent, Restore
 from torchelastic.ledger.figures import Seen, seen
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import WritesEvents
@@ -162,7 +162,7 @@ class HostView:
 
     # --- as a journal -------------------------------------------------------------------------------------------------
 
-    def write(self, event: Event, book: HostLedger) -> None:
+    def write(self, event: LedgerEvent, book: HostLedger) -> None:
         """Remember an event, and forward it."""
         at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
         self._events = with_event(self._events, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)

@@ -49,7 +49,7 @@ _RATIOS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """One worker's place on the host.
 
     Attributes:
@@ -78,7 +78,7 @@ class HostSnapshot:
 
     book: HostLedger
     now_ns: int
-    places: tuple[Place, ...] = ()
+    places: tuple[WorkerPlace, ...] = ()
     sees_store: bool = True
 
 
@@ -152,7 +152,7 @@ class LedgerCollector(Collector):
         yield from self._places(snapshot.places)
         yield from _figures(snapshot)
 
-    def _places(self, places: tuple[Place, ...]) -> Iterator[Metric]:
+    def _places(self, places: tuple[WorkerPlace, ...]) -> Iterator[Metric]:
         labels = ["local_rank"]
         up = GaugeMetricFamily("torchelastic_worker_up", "Whether a worker's process runs.", labels=labels)
         step = GaugeMetricFamily("torchelastic_worker_step", "Steps that a worker's state has seen.", labels=labels)

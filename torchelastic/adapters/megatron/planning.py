@@ -172,7 +172,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedPlan:
     """A plan that was made for a state of this structure: what this rank asked for, and what came of it."""
 
     asked: SavePlan
@@ -196,7 +196,7 @@ class Planning:
     def __init__(self, ranks: Ranks, *, is_recurring: bool) -> None:
         self._ranks = ranks
         self._is_recurring = is_recurring
-        self._kept: _Kept | None = None
+        self._kept: _CachedPlan | None = None
         self.new_plans = 0
 
     def plan(self, step: str, writer: MemoryStorageWriter, begin: Callable[[], dict[str, Any]]) -> Planned:
@@ -238,5 +238,5 @@ class Planning:
         plan = planner.finish_plan(self._ranks.exchange(step, prepared, put_together))
         self.new_plans += 1
         made = metadata[0] if metadata else None
-        self._kept = _Kept(own, plan, made) if self._is_recurring else None
+        self._kept = _CachedPlan(own, plan, made) if self._is_recurring else None
         return Planned(plan, planner, copy.copy(made))

@@ -32,8 +32,8 @@ def convert(
         disk: what publishes and removes files.
 
     Raises:
-        CommandError: the source cannot be read in this way or has no such part, or the target cannot hold it, or
-            exists.
+        CheckpointCommandError: the source cannot be read in this way or has no such part, or the target cannot hold
+            it, or exists.
         CheckpointError: the source is damaged, or the disk refuses.
     """
     if os.path.lexists(target):
@@ -84,7 +84,7 @@ def part_of(tree: Any, part: str, place: Path) -> Any:
         place: for the error.
 
     Raises:
-        CommandError: there is no such part; lists what there is.
+        CheckpointCommandError: there is no such part; lists what there is.
     """
     for token in part.split("/"):
         key = token.replace("~1", "/").replace("~0", "~")

@@ -40,7 +40,7 @@ def prune_dead(
         0: done, or there are none, or the answer was no; 2: one could not be removed.
 
     Raises:
-        CommandError: there is nobody to ask, or the root is no folder.
+        CheckpointCommandError: there is nobody to ask, or the root is no folder.
     """
     place = memory_root() if root is None else root
     if not place.is_dir():

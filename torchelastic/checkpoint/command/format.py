@@ -129,7 +129,7 @@ class Format(ABC):
 
         Raises:
             CheckpointError: it cannot be read; CorruptCheckpointError if it is damaged.
-            CommandError: it cannot be read in this way; says what to do.
+            CheckpointCommandError: it cannot be read in this way; says what to do.
         """
 
     @abstractmethod

@@ -31,7 +31,7 @@ def find(path: Path) -> list[FoundCheckpoint]:
     """The checkpoints at a path, of every kind, each kind newest first; at least one.
 
     Raises:
-        CommandError: there are none; says what is there instead.
+        CheckpointCommandError: there are none; says what is there instead.
         CheckpointError: it cannot be looked at.
     """
     if not path.exists():
@@ -60,7 +60,7 @@ def newest_complete(path: Path) -> FoundCheckpoint:
     """The one that `show` and `convert` mean where a path has several; of several kinds, the one saved last.
 
     Raises:
-        CommandError: all are damaged, or there are none.
+        CheckpointCommandError: all are damaged, or there are none.
     """
     found = find(path)
     usable = [one for one in found if one.is_complete] or [one for one in found if one.damage is None]
@@ -85,7 +85,7 @@ def ls(path: Path, *, as_json: bool, now_s: float) -> int:
     """`torchelastic checkpoint ls`; returns the exit code.
 
     Raises:
-        CommandError: there is nothing at the path.
+        CheckpointCommandError: there is nothing at the path.
     """
     found = find(path)
     if as_json:

@@ -28,7 +28,7 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
         as_json: one line per checkpoint for programs.
 
     Raises:
-        CommandError: the path holds no complete checkpoint or none with the metric, or is one itself.
+        CheckpointCommandError: the path holds no complete checkpoint or none with the metric, or is one itself.
         CheckpointError: one cannot be removed.
     """
     found = find(path)

@@ -29,7 +29,7 @@ def show(path: Path, *, tensors: bool, values: bool, as_json: bool, now_s: float
         now_s: the time, to tell ages.
 
     Raises:
-        CommandError: there is no complete checkpoint, or it cannot be read in this way.
+        CheckpointCommandError: there is no complete checkpoint, or it cannot be read in this way.
     """
     found = newest_complete(path)
     contents = found.format.contents(found)

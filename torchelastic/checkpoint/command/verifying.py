@@ -17,7 +17,7 @@ def verify(path: Path, *, as_json: bool) -> int:
         The exit code: 0 if all are intact, 1 if one is damaged, 2 if one cannot be read.
 
     Raises:
-        CommandError: there is nothing at the path.
+        CheckpointCommandError: there is nothing at the path.
     """
     found = find(path)
     code = 0

@@ -75,7 +75,7 @@ def folders_of(rank: int, roots: Sequence[str], present: Iterable[int]) -> list[
 
 
 @dataclass(frozen=True)
-class _Kept(KeptCheckpoint):
+class _KeptSave(KeptCheckpoint):
     save: SaveId = field(kw_only=True)
 
 
@@ -94,6 +94,6 @@ def to_prune(
     if not saves:
         return set()
     times = rising_s(complete[save] for save in saves)
-    oldest_first = [_Kept(save.step, saved_s, save=save) for save, saved_s in zip(saves, times, strict=True)]
+    oldest_first = [_KeptSave(save.step, saved_s, save=save) for save, saved_s in zip(saves, times, strict=True)]
     kept = set(saves) - {checkpoint.save for checkpoint in prunable(policy, oldest_first)}
     return {save for save in held if save <= saves[-1] and save not in kept and save not in busy}

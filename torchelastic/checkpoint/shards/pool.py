@@ -82,13 +82,12 @@ class SlotPool:
         with self._lock:
             return max((stage.slot.capacity_bytes for stage in self._free), default=0)
 
-    def seal(self, stage: Stage, header: Header, threads: int | None = None) -> Stage:
+    def seal(self, stage: Stage, header: Header) -> Stage:
         """Seals a stage that was taken; for the background, on any thread.
 
         Args:
             stage: with all tensors copied.
             header: see `Stage.seal`.
-            threads: see `Stage.seal`.
 
         Returns:
             The stage that was sealed: this one, or a larger one where the header has outgrown its slot.
@@ -97,12 +96,12 @@ class SlotPool:
             CheckpointError: a larger slot is needed, and there is no room for it; the stage is still held.
         """
         if stage.has_room_for(header):
-            stage.seal(header, threads)
+            stage.seal(header)
             return stage
         path = hidden_path(self.folder) if self.folder else None
         larger = Stage.prepare(Slot(capacity_for(header), path, pinned=self._pinned, disk=self._disk), header)
         larger.copy(stage.places)
-        larger.seal(header, threads)
+        larger.seal(header)
         with self._lock:
             self._drop(stage)
         return larger

@@ -113,18 +113,17 @@ class Stage:
 
         return over_batches(self.header.entries, work, threads)
 
-    def seal(self, header: Header, threads: int | None = None) -> int:
+    def seal(self, header: Header) -> int:
         """Makes a shard of what was copied: writes the header, then the preamble; returns the length of the shard.
 
         Args:
             header: the layout of this stage with meta; checksums that it lacks are computed. For the background, since
                 that lets the interpreter lock go.
-            threads: how many compute them.
 
         Raises:
             ValueError: the header has grown out of its reserve; `SlotPool.seal` moves to a larger slot then.
         """
-        return seal(self.slot.view(), header, self.data_offset, self.slot.disk, threads)
+        return seal(self.slot.view(), header, self.data_offset, self.slot.disk)
 
     @property
     def shard(self) -> memoryview:

@@ -60,13 +60,13 @@ def abandon(root: Path, name: SaveId, disk: Disk = REAL_DISK) -> None:
     _remove_folder(root, name.staging_name, disk)
 
 
-def remove_left_overs(root: Path, older_than: tuple[int, ...] | None = None, disk: Disk = REAL_DISK) -> int:
+def remove_left_overs(root: Path, older_than: tuple[int, int] | None = None, disk: Disk = REAL_DISK) -> int:
     """Removes what killed processes have left in a folder of checkpoints; returns how many things.
 
     Args:
         root: the folder; may be missing.
-        older_than: an epoch and a round, as the fence has them, perhaps with a generation: hidden folders of older
-            writers or saves are removed, which can never be published then. None: these stay.
+        older_than: an epoch and a round, as the fence has them: hidden folders of older writers are removed, which can
+            never be published then. None: these stay.
         disk: what touches files.
 
     Raises:
@@ -78,7 +78,7 @@ def remove_left_overs(root: Path, older_than: tuple[int, ...] | None = None, dis
         if name.startswith(_GONE_PREFIX):
             disk.remove_folder(root / name)
             removed += 1
-        elif staged is not None and older_than is not None and (*staged.token, staged.generation) < older_than:
+        elif staged is not None and older_than is not None and staged.token < older_than:
             _remove_folder(root, name, disk)
             removed += 1
     return removed

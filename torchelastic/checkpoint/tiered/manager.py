@@ -23,9 +23,10 @@ from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import Tier, TierContext
-from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement, agree_on_epoch
+from torchelastic.checkpoint.tiered.agreement import NotPublishedError, SaveAgreement
 from torchelastic.checkpoint.tiered.api import ElasticCheckpointManager, ElasticState, Observe
 from torchelastic.checkpoint.tiered.background import Background
+from torchelastic.checkpoint.tiered.epoch import agree_on_epoch
 from torchelastic.checkpoint.tiered.finishing import Finisher, TieredSave
 from torchelastic.checkpoint.tiered.reading import PartsWhereTheyAre, Reading, WholeOnRank0
 from torchelastic.checkpoint.tiered.replicas import replicas_of

@@ -151,7 +151,7 @@ class BCPState:
             return
         self._running = running
         # the interpreter does not end before it is published, nor rank 0, which may have the store, before the others
-        begun(lambda: manager.end_run(), is_waited_for=True)
+        begun(manager.end_run, is_waited_for=True)
 
     def wait(self) -> None:
         """Returns when the save in the background is published. Called on all ranks.
@@ -261,7 +261,7 @@ class BCPState:
         if self._running is not None:
             try:
                 self._ended(self._running)
-            except CheckpointError as error:
+            except Exception as error:  # a place may raise whatever its library raises
                 if not self._running.done():
                     raise
                 self._failure = error

@@ -34,15 +34,15 @@ _INTERVAL_S, _INTERVAL_NEAR_S = 60.0, 10.0
 _SPREAD_S = 0.01
 _NO_END = ("N/A", "NONE", "UNKNOWN", "INVALID")
 
-#: Runs a command: its words, environment variables to add, seconds. Returns what it prints. Raises CommandError.
+#: Runs a command: its words, environment variables to add, seconds. Returns what it prints. Raises SlurmCommandError.
 Runner = Callable[[Sequence[str], Mapping[str, str], float], str]
 
 
-class CommandError(Exception):
+class SlurmCommandError(Exception):
     """A command could not be run, failed, or did not end in time."""
 
 
-class NoCommandError(CommandError):
+class NoCommandError(SlurmCommandError):
     """There is no such command here."""
 
 
@@ -51,7 +51,7 @@ def run_command(command: Sequence[str], variables: Mapping[str, str], timeout_s:
 
     Raises:
         NoCommandError: it is not installed here.
-        CommandError: it failed, or was killed after `timeout_s`.
+        SlurmCommandError: it failed, or was killed after `timeout_s`.
     """
     environment = {**os.environ, **variables}
     try:
@@ -61,9 +61,9 @@ def run_command(command: Sequence[str], variables: Mapping[str, str], timeout_s:
     except FileNotFoundError:
         raise NoCommandError(f"{command[0]} is not installed here") from None
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
-        raise CommandError(str(error)) from None
+        raise SlurmCommandError(str(error)) from None
     if done.returncode:
-        raise CommandError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
+        raise SlurmCommandError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
     return done.stdout
 
 
@@ -194,7 +194,7 @@ class SlurmDeadline(Notices):
             level = logging.DEBUG if self.notices else logging.WARNING
             log.log(level, "SLURM: %s, so the end of job %s is only known from %s", error, self.job_id, END_VARIABLE)
             return None
-        except (CommandError, InvalidAnswerError) as error:
+        except (SlurmCommandError, InvalidAnswerError) as error:
             self._failures += 1
             if self._failures == 1:
                 log.warning("SLURM: the end of job %s is not known; retrying: %s", self.job_id, error)

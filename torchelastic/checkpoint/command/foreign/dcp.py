@@ -40,7 +40,7 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
     """The state in a folder, whole, on the CPU.
 
     Raises:
-        CommandError: without `allow_pickles`; or torch cannot read the folder.
+        CheckpointCommandError: without `allow_pickles`; or torch cannot read the folder.
         CorruptCheckpointError: it lacks what it says it has.
     """
     if not allow_pickles:
@@ -70,7 +70,7 @@ def read_through(reader: StorageReader, path: Path) -> Any:
 
 
 def check(tree: Any, structure: Any) -> None:
-    """Raises CommandError if DCP cannot hold a state."""
+    """Raises CheckpointCommandError if DCP cannot hold a state."""
     if not isinstance(tree, dict):
         raise CheckpointCommandError(
             f"the state is a {type(tree).__name__}, and torch.distributed.checkpoint stores dicts only: use --to torch "
@@ -88,7 +88,7 @@ def write(path: Path, tree: dict[str, Any], structure: Any) -> None:
     """Writes a state into a new folder.
 
     Raises:
-        CommandError: two names become one when they are joined with dots.
+        CheckpointCommandError: two names become one when they are joined with dots.
         CheckpointError: the disk refuses.
     """
     try:

@@ -43,7 +43,7 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
 
     Raises:
         CorruptCheckpointError: a file is cut or damaged, or one that the index of the folder names is missing.
-        CommandError: two files have a tensor of the same name, or safetensors is not installed.
+        CheckpointCommandError: two files have a tensor of the same name, or safetensors is not installed.
     """
     tensors: dict[str, torch.Tensor] = {}
     structure = None
@@ -63,7 +63,7 @@ def read(path: Path, *, allow_pickles: bool = False) -> Any:
 
 
 def check(flat: Flat) -> None:
-    """Raises CommandError if safetensors lacks a dtype of the state; names all of them."""
+    """Raises CheckpointCommandError if safetensors lacks a dtype of the state; names all of them."""
     save = _library().save
     by_dtype: dict[torch.dtype, str] = {}
     for named in flat.tensors:

@@ -40,7 +40,7 @@ def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> 
 
     Raises:
         CorruptCheckpointError: the file is cut or damaged.
-        CommandError: it holds objects that are not loaded without `allow_pickles`.
+        CheckpointCommandError: it holds objects that are not loaded without `allow_pickles`.
     """
     with explained("read the file", path), path.open("rb") as file:
         damage = damage_of_torch_file(file, read_all=check_all)
@@ -60,7 +60,7 @@ def read(path: Path, *, allow_pickles: bool = False, check_all: bool = True) -> 
 
 
 def check(structure: Any, *, allow_pickles: bool) -> None:
-    """Raises CommandError if a state holds what `torch.load(weights_only=True)` would refuse."""
+    """Raises CheckpointCommandError if a state holds what `torch.load(weights_only=True)` would refuse."""
     if allow_pickles:
         return
     refused = [f"{place!r} is {_REFUSED[kind]}" for place, kind in places_of(structure, _REFUSED)]
