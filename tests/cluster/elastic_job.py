@@ -45,8 +45,8 @@ PATIENCE_S = 60.0
 def without_compiler() -> None:
     """Do without torch's compiler, whose import takes a worker longer than all that it does in a test.
 
-    DDP and the optimizers import it only to keep it away from themselves, which this does as well. The examples,
-    the sharded jobs (DTensors need it) and a job that compiles run with the real one.
+    DDP and the optimizers import it only to keep it away from themselves, which this does as well. Whatever a user would
+    run has the real one: the examples, the pages, the cookbook, plain scripts; sharded jobs and one that compiles, too.
     """
     if "torch._dynamo" in sys.modules:
         return

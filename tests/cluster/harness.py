@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import inspect
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.cluster.elastic_job import make_dataset, make_model, without_compiler
+from tests.cluster.elastic_job import make_dataset, make_model
 from tests.hosts import Host
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
@@ -33,14 +32,6 @@ from torchelastic.testing.faults import Fault, FaultPlan
 
 JOB = Path(__file__).with_name("elastic_job.py")
 ROOT = Path(__file__).parents[2]
-#: For the head of a program that a test writes.
-WITHOUT_COMPILER = f"""
-import sys, types, torch
-from typing import Any
-
-{inspect.getsource(without_compiler)}
-without_compiler()
-"""
 
 Event = dict[str, Any]
 

@@ -1,8 +1,6 @@
-"""A script as a newcomer has it after the first hour: README's program, with something more in it, and no compiler."""
+"""A script as a newcomer has it after the first hour: README's program, with something more in it."""
 
 from __future__ import annotations
-
-from tests.cluster.harness import WITHOUT_COMPILER
 
 #: README's first program with a step that does something more (IN_STEP) and ends with a line of its own.
 TRAIN = """
@@ -42,6 +40,4 @@ def script(*, in_step: str = "pass", prepares: str = "", epochs: int = 2) -> str
         prepares: statements before the first one.
         epochs: of 8 steps each.
     """
-    return WITHOUT_COMPILER + TRAIN.replace("IN_STEP", in_step).replace("PREPARES", prepares).replace(
-        "EPOCHS", str(epochs)
-    )
+    return TRAIN.replace("IN_STEP", in_step).replace("PREPARES", prepares).replace("EPOCHS", str(epochs))

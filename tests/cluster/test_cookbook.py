@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import WITHOUT_COMPILER
 
 PAGE = Path(__file__).parents[2] / "docs" / "cookbook.md"
 BLOCKS = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -56,7 +55,7 @@ def write(folder: Path, *, call: str = "", times: int = 0, victim: int = 0) -> N
     folder.mkdir()
     for name, text in BLOCKS:
         more = KILLS.format(call=call, times=times, victim=victim) if name == "common" else ""
-        (folder / f"{name}.py").write_text((WITHOUT_COMPILER if name == "common" else "") + text + more)
+        (folder / f"{name}.py").write_text(text + more)
 
 
 def numbers(line: str) -> list[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import WITHOUT_COMPILER, Job
+from tests.cluster.harness import Job
 
 #: 12 steps; worker 0 leaves at step 8 in WAY. A peer is told by a file in the folder OUT.
 LOOP = """
@@ -65,7 +65,7 @@ while not (OUT / f"out-{{1 - worker}}").exists() and WAY != "error":
 
 def start(jobs: MakeJob, folder: Path, text: str, *arguments: str) -> Job:
     script = folder / "train.py"
-    script.write_text(WITHOUT_COMPILER + text)
+    script.write_text(text)
     job = jobs()
     job.start_launcher("--standalone", "--nproc-per-node=2", *arguments, str(script))
     return job
@@ -158,11 +158,7 @@ def test_a_second_train_under_the_launcher_is_refused_with_the_remedy(
 @pytest.mark.parametrize("is_new", [True, False], ids=["new coordinator", "same coordinator"])
 def test_a_process_that_trains_alone_may_train_again_with_a_new_coordinator(tmp_path: Path, is_new: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_COMPILER + TWICE.format(is_new=is_new)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", TWICE.format(is_new=is_new)], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert "trained 5" in done.stdout, done.stderr
     assert ("trained 7" in done.stdout) == is_new
