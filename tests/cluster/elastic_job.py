@@ -46,7 +46,7 @@ def without_compiler() -> None:
     """Do without torch's compiler, whose import takes a worker longer than all that it does in a test.
 
     DDP and the optimizers import it only to keep it away from themselves, which this does as well. Whatever a user would
-    run has the real one: the examples, the pages, the cookbook, plain scripts; sharded jobs and one that compiles, too.
+    run has the real one: examples, pages, the cookbook, plain scripts; so do sharded jobs, and one that compiles.
     """
     if "torch._dynamo" in sys.modules:
         return
