@@ -45,8 +45,8 @@ PATIENCE_S = 60.0
 def without_compiler() -> None:
     """Do without torch's compiler, whose import takes a worker longer than all that it does in a test.
 
-    DDP and the optimizers import it only to keep it away from themselves, which this does as well. Whatever a user would
-    run has the real one: examples, pages, the cookbook, plain scripts; so do sharded jobs, and one that compiles.
+    DDP and the optimizers import it only to keep it away from themselves, which this does as well. Whatever a user runs
+    has the real one: examples, pages, the cookbook, plain scripts; so do sharded jobs, and one that compiles.
     """
     if "torch._dynamo" in sys.modules:
         return
