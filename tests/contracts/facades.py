@@ -150,8 +150,11 @@ class Training(Facade):
 class Local(Facade):
     words = "LocalCheckpointManager"
 
+    def __init__(self, keep: int = 1) -> None:
+        self._keep = keep
+
     def save(self, folder: Path, step: int) -> None:
-        manager = LocalCheckpointManager(folder)
+        manager = LocalCheckpointManager(folder, keep=self._keep)
         try:
             manager.save(BasicTensorAwareStateDict({"weights": weights_at(step)}), step)
         finally:
@@ -160,9 +163,11 @@ class Local(Facade):
     def resume(self, folder: Path) -> int | None:
         manager = LocalCheckpointManager(folder)
         try:
-            if manager.find_latest() < 0:
+            found = manager.find_latest()
+            if found < 0:
                 return None
-            state, _ = manager.load()
+            state, id_ = manager.load()
+            assert id_.iteration == found, "what is found is what is loaded"
             assert isinstance(state, BasicTensorAwareStateDict)
             return step_of(state.to_tree()["weights"])
         finally:

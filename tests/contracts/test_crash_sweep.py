@@ -85,6 +85,8 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_checkpoint_before_or_the_n
     assert (found[0], found[-1]) == (1, 2)
     assert set(found) == {1, 2}
     assert [one.then.get("value") for one in swept] == [3] * len(swept)
+    warned = [text for one in swept for text in one.found["warnings"]]
+    assert not [text for text in warned if "damaged" in text], "what is published is whole"
     left = swept[-1].hidden  # by a job that was not disturbed, such as slots that are used again
     assert max(one.hidden for one in swept) <= left, "left-overs of the dead are removed"
 

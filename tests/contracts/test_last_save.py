@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.contracts.facades import KINDS, VARIANTS, do
-from tests.process.forked_ranks import run_ranks, values
+import pytest
+
+from tests.contracts.facades import KINDS, VARIANTS, Facade, Local
+from tests.contracts.faults import in_child
+
+FACADES: Mapping[str, Facade] = {
+    **KINDS,
+    **{name: facade for name, (_, facade) in VARIANTS.items()},
+    "local, older ones kept": Local(keep=4),
+}
+SAVED = [20, 11, 30, 30, 12]
 
 
-def test_what_was_saved_last_is_resumed_whatever_its_step(tmp_path: Path) -> None:
-    names = [*KINDS, *VARIANTS]
-    saved = (20, 11, 30, 30, 12)
-    lines = [
-        line
-        for name in names
-        for step in saved
-        for line in (("save", name, tmp_path / name, step), ("resume", name, tmp_path / name, 0))
-    ]
-    (answers,) = values(run_ranks(do, lines, preload=("tests.contracts.facades",)))
-    for place, name in enumerate(names):
-        mine = answers[2 * len(saved) * place : 2 * len(saved) * (place + 1)]
-        assert [answer.get("error") for answer in mine] == [None] * len(mine), name
-        assert [answer["value"] for answer in mine[1::2]] == list(saved), name
-        assert [text for answer in mine for text in answer["warnings"]] == [], name
+@pytest.mark.parametrize("name", FACADES)
+def test_what_was_saved_last_is_resumed_whatever_its_step(name: str, tmp_path: Path) -> None:
+    facade = FACADES[name]
+
+    def resumed(step: int) -> int | None:
+        facade.save(tmp_path / "saved", step)
+        return facade.resume(tmp_path / "saved")
+
+    assert in_child(lambda: [resumed(step) for step in SAVED]).value == SAVED

@@ -1,7 +1,8 @@
-"""Disks that are really read-only, and files that may not grow. They are mounted, which only root may do."""
+"""Disks that are really full or read-only, and files that may not grow. They are mounted, which only root may do."""
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,18 @@ def remount_read_only(folder: Path) -> None:
 
 def state(size_bytes: int, number: int = 0) -> dict[str, Any]:
     return {"w": torch.full((size_bytes // 4,), float(number)), "n": number}
+
+
+def test_a_full_disk_leaves_nothing_behind_and_the_next_save_works(small: Path) -> None:
+    save_tree(small / "old", state(SIZE_BYTES // 4, 1))
+    for make in (lambda: save_tree(small / "new", state(SIZE_BYTES)), lambda: Slot(SIZE_BYTES + 4096, small / "slot")):
+        with pytest.raises(CheckpointError, match="the disk is full; free space") as caught:
+            make()
+        assert caught.value.errno == errno.ENOSPC
+        assert Path(str(caught.value.filename)).parent == small
+        assert [path.name for path in small.iterdir()] == ["old"]
+    save_tree(small / "new", state(SIZE_BYTES // 4, 2))
+    assert (load_tree(small / "old")["n"], load_tree(small / "new")["n"]) == (1, 2)
 
 
 def test_a_read_only_disk_can_be_read_and_says_what_to_do(small: Path) -> None:
