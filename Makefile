@@ -46,7 +46,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 
 types: $(READY)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 test: lint types
 	$(PYTEST) -m "not slow and not long"

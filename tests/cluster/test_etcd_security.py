@@ -92,17 +92,6 @@ def last_line(job: Job) -> str:
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_a_run_over_tls_with_client_certificates_ends_like_any_other(
-    jobs: MakeJob, tls_etcd: EtcdServer, run_id: str, authority: Authority, client: Pair
-) -> None:
-    job = jobs()
-    tls = (f"--etcd-cacert={authority.cert}", f"--etcd-cert={client.cert}", f"--etcd-key={client.key}")
-    job.start(*rendezvous(tls_etcd, run_id), *tls, nproc=2)
-    assert job.wait() == [0], job.output()[-4000:]
-    job.check_identity(finishers=2)
-
-
 def test_a_script_without_the_launcher_takes_certificates_from_its_url(
     jobs: MakeJob, tls_etcd: EtcdServer, run_id: str, authority: Authority, client: Pair
 ) -> None:
@@ -111,23 +100,6 @@ def test_a_script_without_the_launcher_takes_certificates_from_its_url(
     job.start_alone(f"etcd://{tls_etcd.endpoint}/{run_id}?{query}", "alone")
     assert job.wait() == [0], job.output()[-4000:]
     job.check_identity(finishers=1)
-
-
-@pytest.mark.long
-def test_the_documented_commands_give_a_user_all_that_a_run_needs_and_a_loss_too(
-    jobs: MakeJob, guarded_etcd: EtcdServer, run_id: str, password_file: Path
-) -> None:
-    job = jobs(gates=[5])
-    login = ("--etcd-user=trainer", f"--etcd-password-file={password_file}")
-    job.start(*rendezvous(guarded_etcd, run_id), *login, "--max-restarts=1", nproc=2)
-    job.wait_for("held", count=2, step=5)
-    job.kill_worker(0)
-    job.open_gate(5)
-    assert job.wait() == [0], job.output()[-4000:]
-    job.check_identity(finishers=2)
-    assert len(job.of("started")) == 3
-    with pytest.raises(StoreAccessError, match="permission denied"):
-        EtcdStore([(guarded_etcd.host, guarded_etcd.port)], user="trainer", password=PASSWORD).get("/torchelastic/x")
 
 
 @pytest.mark.long
@@ -172,7 +144,7 @@ def has_expired(server: EtcdServer, metadata: tuple[tuple[str, str], ...]) -> bo
 
 
 @pytest.mark.long
-def test_a_run_that_outlives_its_token_logs_in_again(
+def test_the_documented_commands_give_a_user_all_that_a_run_needs_though_its_token_ends_and_a_worker_is_lost(
     jobs: MakeJob, tmp_path: Path, run_id: str, password_file: Path
 ) -> None:
     private, public = tmp_path / "jwt.key", tmp_path / "jwt.pub"
@@ -196,7 +168,10 @@ def test_a_run_that_outlives_its_token_logs_in_again(
         job.kill_worker(0)  # what happens now has to be written
         job.open_gate(5)
         assert job.wait() == [0], job.output()[-4000:]
+        with pytest.raises(StoreAccessError, match="permission denied"):
+            EtcdStore([(server.host, server.port)], user="trainer", password=PASSWORD).get("/torchelastic/x")
     job.check_identity(finishers=2)
+    assert len(job.of("started")) == 3
     assert job.output().count("connected to etcd at") >= 2, "it logged in again"
     assert "permission denied" not in job.output()
 

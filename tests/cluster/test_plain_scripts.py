@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.framework_scripts import ACCELERATE, DDP, LIGHTNING, LIGHTNING_SHARDED, TRANSFORMERS
+from tests.cluster.framework_scripts import LIGHTNING_SHARDED
 from tests.cluster.harness import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
@@ -249,30 +249,7 @@ def test_on_two_hosts_a_script_that_fails_again_and_again_fails(tmp_path: Path, 
     assert "an error" in done.stderr
 
 
-# --- the real packages ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.timeout(250)
-def test_plain_ddp_runs_as_it_is(tmp_path: Path) -> None:
-    done = run(tmp_path, DDP)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("gradient [[0.5, 0.5]] of 2") == 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(250)
-@pytest.mark.parametrize(
-    ("package", "text"),
-    [("lightning", LIGHTNING), ("accelerate", ACCELERATE), ("transformers", TRANSFORMERS)],
-    ids=["lightning", "accelerate", "transformers"],
-)
-def test_a_trainer_of_a_framework_runs_as_it_is(tmp_path: Path, package: str, text: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"no {package}")
-    done = run(tmp_path, text, arguments=(str(tmp_path / "out"),))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(re.findall(r"rank \d of \d step \d", done.stdout)) == ["rank 0 of 2 step 3", "rank 1 of 2 step 3"]
+# --- a real package; unsharded models of DDP and the frameworks run in test_ordinary_scripts.py -----------------------
 
 
 @pytest.mark.long

@@ -43,11 +43,21 @@ def lose_a_worker(job: Job) -> None:
     assert [event["restart"] for event in job.of("started", worker=1)] == [0, 1]
 
 
+def check_that_nothing_listens_where_another_host_could_reach_it(job: Job) -> None:
+    processes = [psutil.Process(pid) for pid in process_tree(job.agents[0].pid)]
+    connections = [entry for process in processes for entry in process.net_connections("tcp")]
+    listening = [entry.laddr for entry in connections if entry.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 2 * 3 + 1, "a store and gloo for each worker, and etcd"
+    assert [one for one in listening if not ipaddress.ip_address(one.ip).is_loopback] == []
+
+
 @pytest.mark.long
 def test_its_own_etcd_is_started_again_after_a_kill_and_a_worker_that_is_lost_then_is_replaced(jobs: MakeJob) -> None:
-    job = jobs(step_ms=40, epochs=10, wait_for_newcomer_at=[95])
+    job = jobs(step_ms=40, epochs=10, wait_for_newcomer_at=[95], gates=[10])
     job.start("--standalone")
-    job.wait_for_step(10)
+    job.wait_for("held", count=3, step=10)
+    check_that_nothing_listens_where_another_host_could_reach_it(job)
+    job.open_gate(10)
     killed = kill_etcd(job)
     lose_a_worker(job)
     output = job.output()
@@ -90,22 +100,3 @@ def test_its_etcd_ends_with_the_launcher_also_if_it_has_just_ended_itself(jobs: 
     again = etcd_of(job)
     assert job.wait() == [130]
     assert again is None or not is_alive(again)
-
-
-@pytest.mark.long
-def test_nothing_listens_where_another_host_could_reach_it(jobs: MakeJob) -> None:
-    job = jobs(gates=[3])
-    agent = job.start("--standalone", nproc=2)
-    job.wait_for("held", count=2, step=3)
-    processes = [psutil.Process(pid) for pid in process_tree(agent.pid)]
-    listening = [
-        (process.name(), entry.laddr)
-        for process in processes
-        for entry in process.net_connections("tcp")
-        if entry.status == psutil.CONN_LISTEN
-    ]
-    assert len(listening) >= 2 * 2 + 1, "a store and gloo for each worker, and etcd"
-    assert [one for one in listening if not ipaddress.ip_address(one[1].ip).is_loopback] == []
-    job.open_gate(3)
-    assert job.wait() == [0], job.output()[-4000:]
-    job.check_identity(finishers=2)

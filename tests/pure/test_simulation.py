@@ -84,7 +84,7 @@ def test_each_fault_alone_breaks_no_promise(verb: str) -> None:
 )
 def test_faults_that_make_each_other_worse_break_no_promise(verbs: tuple[str, ...]) -> None:
     struck: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(20):
         struck.update(run_random(seed, hosts=2, nproc=2, events=3000, verbs=verbs).verbs)
     assert set(struck) == set(verbs)
 
@@ -94,17 +94,17 @@ DRAINS = ("drain a worker", "drain a host", "ask in the store for a drain")
 
 def test_drains_alone_break_no_round_and_cost_no_step() -> None:
     left = 0
-    for seed in range(100):
+    for seed in range(40):
         report = run_random(seed, hosts=3, nproc=2, events=3000, verbs=DRAINS)
         left += report.left
         assert (report.broken, report.repeated) == (0, 0), f"seed {seed}: {report}"
-    assert left > 500
+    assert left > 200
 
 
 def test_a_run_is_given_up_where_too_few_may_come_back_and_goes_on_when_enough_have_come() -> None:
     # that all train in the end is what each run ends with
     verbs = ("a worker fails for good", "kill a worker")
-    assert sum(run_random(seed, hosts=3, nproc=2, events=3000, verbs=verbs).hopeless for seed in range(80)) > 5
+    assert sum(run_random(seed, hosts=3, nproc=2, events=3000, verbs=verbs).hopeless for seed in range(40)) > 2
 
 
 def test_survivors_that_do_not_fit_wait_and_are_taken_in_again() -> None:
