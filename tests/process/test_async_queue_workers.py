@@ -222,3 +222,15 @@ def test_the_worker_does_not_outlive_its_trainer(tmp_path: Path, then: str) -> N
         trainer.kill()
     assert trainer.wait(PATIENCE_S) == (-signal.SIGKILL if then == "stay" else 0)
     wait_until(lambda: is_gone(worker), "the worker ends")
+
+
+def test_a_script_that_lacks_its_guard_is_told_so(tmp_path: Path) -> None:
+    script = TRAINER.replace('if __name__ == "__main__":', "if True:").replace(
+        "    async_work.wait_for", "    queue.close() #"
+    )
+    (tmp_path / "trainer.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "trainer.py"), str(tmp_path / "pid"), "leave"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert "ended with exit code 1 before the call was done, before it was ready" in done.stderr

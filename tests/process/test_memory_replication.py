@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.process import memory_ranks as ranks
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
+from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager, new_registry, registered_in
 from torchelastic.checkpoint.replication import (
@@ -30,6 +31,7 @@ from torchelastic.checkpoint.replication import (
     ReplicationError,
     ReplicationRetryConfig,
 )
+from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards.slot_shelf import sealed_bytes
 from torchelastic.network.ports import unused_ports
@@ -232,6 +234,24 @@ def work_long(root: str, hosts: str) -> list[Any]:
 
 def test_a_rank_may_work_for_longer_than_it_is_waited_for_as_long_as_it_answers(crew: Crew, root: Path) -> None:
     assert succeeded(crew.run(work_long, str(root), "ab", ranks=2)) == [[True, True]] * 2
+
+
+def refuse_strategy() -> str:
+    class Unknown:
+        def get_destination_addresses(self, global_rank: int) -> list[str]:
+            return ["10.0.0.1:1"] if global_rank == 0 else []
+
+    try:
+        ReplicationManager().initialize(CheckpointObjectManager(), repl_strategy=Unknown())
+    except (ValueError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_strategy_that_names_strangers_is_an_error_on_all_ranks(crew: Crew) -> None:
+    first, second = succeeded(crew.run(refuse_strategy, ranks=2))
+    assert first.startswith("ValueError: repl_strategy names 10.0.0.1:1, where no rank listens")
+    assert second.startswith("CheckpointError: ReplicationManager.initialize(), choosing failed on rank 0")
 
 
 # --- bulk, and alone --------------------------------------------------------------------------------------------------

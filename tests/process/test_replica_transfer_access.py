@@ -135,6 +135,13 @@ def test_an_older_round_is_refused(server: ReplicaServer, shelf: RecordingShelf)
 # --- bounds -----------------------------------------------------------------------------------------------------------
 
 
+def test_ids_are_checked_at_both_ends(server: ReplicaServer) -> None:
+    with pytest.raises(ValueError, match="is no id of an object"):
+        client_of(server).push("../etc/passwd", b"", token_round=1)
+    with pytest.raises(ValueError, match="is no id of an object"):
+        client_of(server).pull("", bytearray)
+
+
 GARBAGE = {
     "noise": content_of(9, 5000),
     "a web browser": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100),
