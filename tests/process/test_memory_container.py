@@ -117,6 +117,14 @@ def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
     assert container.tidy() == [9, 1]
 
 
+def test_a_commit_of_an_older_save_that_comes_late_replaces_nothing(base: Path) -> None:
+    container = Container(base)
+    late = save(container, 1, generation=1)
+    again = commit(container, 1, save(container, 1, generation=2))
+    commit(container, 1, late)
+    assert read_commit(container.folder_of(1)) == again
+
+
 def test_a_commit_of_an_older_epoch_that_comes_late_replaces_nothing(base: Path) -> None:
     """Its process was stopped, and the step was saved anew meanwhile, with another extra file."""
     container = Container(base)

@@ -183,6 +183,9 @@ class Container:
         if fence is not None:
             fence.check(*commit.name.token)
         with self._lock:
+            here = self._look_into(commit.step, folder).commit
+            if here is not None and here.name > commit.name:  # this thread was stopped, and the step was saved anew
+                return folder / COMMIT_FILE
             self.disk.make_folder(folder)
             abandon(self.root, commit.name, self.disk)  # a process that was killed may have begun to write it
             staging = begin(self.root, commit.name, self.disk)
@@ -266,7 +269,8 @@ class Container:
                 if one.commit is not None and one.commit.name < newest.name:
                     self.remove_commit(one.step)
                 for shard in one.shards:
-                    if shard.name != newest.name and shard.name.counted <= newest.name.counted:
+                    counts = (shard.name.epoch, shard.name.generation)
+                    if shard.name != newest.name and counts <= (newest.name.epoch, newest.name.generation):
                         self.remove_object(self.folder_of(one.step) / file_name_of(shard))
                 if one.step != newest.step and self._remove_if_empty(one.step):
                     gone.append(one.step)

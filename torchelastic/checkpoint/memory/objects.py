@@ -49,14 +49,6 @@ class CheckpointObjectManager:
         self._joined: dict[str, tuple[str, int]] = {}
         self._prepare()
 
-    def hear_of(self, other: CheckpointObjectManager) -> None:
-        """In another process of the program: in which epochs the one saves that this call came from."""
-        with self._lock:
-            self._joined |= other._joined
-            for name, joined in other._joined.items():
-                if name in self._containers and joined[1] > self._containers[name].joined[1]:
-                    self._containers[name].joined = joined
-
     def _prepare(self) -> None:
         self._lock = threading.RLock()
         self._containers: dict[str, Container] = {}
@@ -226,6 +218,15 @@ class CheckpointObjectManager:
         self._pool_config, self._disk, self._registry = state["pool_config"], state["disk"], state["registry"]
         self._joined = state["joined"]
         self._prepare()
+
+
+def hear_of_epochs(manager: CheckpointObjectManager, other: CheckpointObjectManager) -> None:
+    """Tells a manager in which epochs the process saves that another manager was sent from."""
+    with manager._lock:
+        manager._joined |= other._joined
+        for name, joined in other._joined.items():
+            if name in manager._containers and joined[1] > manager._containers[name].joined[1]:
+                manager._containers[name].joined = joined
 
 
 class Homes:

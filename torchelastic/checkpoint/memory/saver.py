@@ -26,7 +26,7 @@ from torchelastic.checkpoint.memory.ids import (
 )
 from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
-from torchelastic.checkpoint.memory.objects import Homes
+from torchelastic.checkpoint.memory.objects import Homes, hear_of_epochs
 from torchelastic.checkpoint.memory.planning import CheckpointSaver, PlannedSave, with_note, with_tickets
 from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError, collect_ticket
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
@@ -402,7 +402,7 @@ def _elsewhere(
         saver = _savers.get(identity)
         if saver is None:
             saver = _savers[identity] = kind(ckpt_obj_manager=manager, replication_manager=replication)
-        saver._manager.hear_of(manager)
+        hear_of_epochs(saver._manager, manager)
         saver._identity, saver._replication = identity, replication
         vars(saver).update(options)
         return saver

@@ -65,11 +65,6 @@ class SaveId:
         """Who writes it, as the fence orders writers: epoch and round."""
         return (self.epoch, self.round)
 
-    @property
-    def counted(self) -> tuple[int, int, int]:
-        """What orders saves: two that count alike are attempts of which at most one was published."""
-        return (self.epoch, self.round, self.generation)
-
     @classmethod
     def parse(cls, text: str) -> SaveId:
         """Reads a folder's name. Raises: ValueError if it is no checkpoint's.
