@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+from torchelastic.group.notes import StoreMailbox
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
 
 
@@ -67,3 +69,37 @@ def test_a_store_that_does_not_answer_is_rank_0s_silence_and_nobody_elses() -> N
     assert third.silent_s() == {0: 5.0, 1: 0.0}
     clock[0] = 100.0
     third.end()
+
+
+class Unreachable:
+    """A store to which a second connection takes forever, like that of a rank 0 whose host is gone."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+
+    def clone(self) -> None:
+        self.is_asked.set()
+        time.sleep(60.0)
+
+
+def test_a_round_whose_store_cannot_be_reached_holds_no_sign_of_the_next_round_up() -> None:
+    gone = Unreachable()
+    old = Heartbeat(gone, 1, 2)  # type: ignore[arg-type]
+    assert gone.is_asked.wait(20.0)
+    old.end()
+    server = make_store()
+    new = Heartbeat(client_of(server), 1, 2)
+    wait_until(lambda: server.check(["heartbeat/1"]))
+    new.end()
+
+
+def test_a_group_whose_store_cannot_be_reached_holds_no_note_of_the_next_group_up() -> None:
+    gone = Unreachable()
+    threading.Thread(target=StoreMailbox(gone).post, args=("key", b""), daemon=True).start()  # type: ignore[arg-type]
+    assert gone.is_asked.wait(20.0)
+    server = make_store()
+    notes = StoreMailbox(client_of(server))
+    began_s = time.monotonic()
+    notes.post("key", b"words")
+    assert notes.look("key") == b"words"
+    assert time.monotonic() - began_s < 20.0

@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchelastic.checkpoint.errors import OutOfStepError
@@ -60,36 +59,51 @@ class Drawer:
         self._notes.pop(key, None)
 
 
-class StoreMailbox:
-    """See `Mailbox`; keys of a c10d store under `note/`, on a connection of their own, so that no wait holds them up.
+class OwnConnection:
+    """A connection of one's own to a c10d store: on a shared one, a wait for a key holds all others up.
 
     Connects at the first use: where the names of addresses are looked up slowly, torch takes seconds for that, and
-    forming a group must not.
+    forming a group must not. Where rank 0 is gone, that may take until torch's time-out. So it is no `cached_property`:
+    before Python 3.12 those of all objects of a class share one lock, and one group would wait for another one's store.
+
+    Args:
+        store: of a group.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._of_group = store
+        self._own: Store | None = None
+
+    def __call__(self) -> Store:
+        """The connection. On one thread. Raises RuntimeError if rank 0 is gone."""
+        if self._own is None:
+            clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
+            self._own = self._of_group if clone is None else clone()
+        return self._own
+
+
+class StoreMailbox:
+    """See `Mailbox`; keys of a c10d store under `note/`, on a connection of their own.
 
     Args:
         store: of this group alone.
     """
 
     def __init__(self, store: Store) -> None:
-        self._of_group = store
-
-    @cached_property
-    def _store(self) -> Store:
-        clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
-        return self._of_group if clone is None else clone()
+        self._store = OwnConnection(store)
 
     def post(self, key: str, words: bytes) -> None:
         """See `Mailbox`."""
-        self._store.set(f"note/{key}", words)  # type: ignore[arg-type]  # bytes are taken too
+        self._store().set(f"note/{key}", words)  # type: ignore[arg-type]  # bytes are taken too
 
     def look(self, key: str) -> bytes | None:
         """See `Mailbox`."""
-        full = f"note/{key}"
-        return self._store.get(full) if self._store.check([full]) else None
+        full, store = f"note/{key}", self._store()
+        return store.get(full) if store.check([full]) else None
 
     def drop(self, key: str) -> None:
         """See `Mailbox`."""
-        self._store.delete_key(f"note/{key}")
+        self._store().delete_key(f"note/{key}")
 
 
 @dataclass

@@ -12,10 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import cached_property
 
 from torch.distributed.distributed_c10d import Store
 
+from torchelastic.group.notes import OwnConnection
 from torchelastic.p2p.busy import BusySigns
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Heartbeat:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._of_round, self._rank, self._world_size, self._clock = store, rank, world_size, clock
+        self._store, self._rank, self._world_size, self._clock = OwnConnection(store), rank, world_size, clock
         self.busy = BusySigns(rank, clock) if world_size > 1 else None
         self._ended, self._talking = threading.Event(), threading.Lock()
         # Python ends its threads wherever they are; one that is inside the store then would abort the process
@@ -74,12 +74,6 @@ class Heartbeat:
         """Nobody wants to know any more: only give signs. From any thread."""
         self._is_asked = False
 
-    @cached_property
-    def _store(self) -> Store:
-        """A connection of its own: one that waits for a key on the round's would hold every sign up."""
-        clone = getattr(self._of_round, "clone", None)  # torch 2.7 and later
-        return self._of_round if clone is None else clone()
-
     def _run(self, busy: BusySigns) -> None:
         try:
             while True:
@@ -89,16 +83,17 @@ class Heartbeat:
                     return
                 self._beats += 1
                 with self._talking:
-                    self._store.set(_key(self._rank), str(self._beats))
-                    busy.exchange(self._store)
+                    store = self._store()
+                    store.set(_key(self._rank), str(self._beats))
+                    busy.exchange(store)
                     if self._is_asked:
-                        self._last_sample()
+                        self._last_sample(store)
         except RuntimeError as error:
             log.debug("no signs of life any more: %s", error)  # rank 0 is gone, and with it the round
 
-    def _last_sample(self) -> None:
-        ranks = [rank for rank in self._last_s if self._store.check([_key(rank)])]
-        beats = self._store.multi_get([_key(rank) for rank in ranks]) if ranks else []
+    def _last_sample(self, store: Store) -> None:
+        ranks = [rank for rank in self._last_s if store.check([_key(rank)])]
+        beats = store.multi_get([_key(rank) for rank in ranks]) if ranks else []
         now_s = self._clock()
         for rank, beat in zip(ranks, beats, strict=True):
             if self._seen.get(rank) != beat:
