@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from torchelastic.group.notes import StoreMailbox
+from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
 
 
@@ -103,3 +107,36 @@ def test_a_group_whose_store_cannot_be_reached_holds_no_note_of_the_next_group_u
     notes.post("key", b"words")
     assert notes.look("key") == b"words"
     assert time.monotonic() - began_s < 20.0
+
+
+SERVER = """
+import time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_notes_do_not_wait_for_a_store_whose_host_is_silent_and_reach_it_when_it_is_back(is_connected: bool) -> None:
+    """A stopped process stands for a host without power: the kernel takes what is sent, and nobody answers."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            of_group = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
+            notes = StoreMailbox(PrefixStore("round", of_group), answer_s=0.5)
+            if is_connected:
+                notes.post("key", b"words")
+            server.send_signal(signal.SIGSTOP)
+            began_s = time.monotonic()
+            with pytest.raises(RuntimeError):
+                notes.look("key")
+            assert time.monotonic() - began_s < 10.0, "and not until the kernel gives up"
+            server.send_signal(signal.SIGCONT)
+            notes.post("key", b"new words")
+            assert notes.look("key") == b"new words"
+            assert of_group.check(["round/note/key"]), "the connection of the group was left alone"
+        finally:
+            server.kill()

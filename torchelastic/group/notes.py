@@ -12,12 +12,9 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torchelastic.checkpoint.errors import OutOfStepError
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
 
 #: How often a note is looked for that is not there yet: soon at first, then ever more rarely.
 FIRST_LOOK_S = 0.002
@@ -27,7 +24,7 @@ LAST_LOOK_S = 0.25
 class Mailbox(Protocol):
     """Notes that every rank of a group can read; may be used by any one thread, also while the training thread works.
 
-    Raises RuntimeError (as the store of a round does) when rank 0 is gone.
+    Raises RuntimeError (as the store of a round does) when rank 0 is gone, or does not answer.
     """
 
     def post(self, key: str, words: bytes) -> None:
@@ -57,53 +54,6 @@ class Drawer:
     def drop(self, key: str) -> None:
         """See `Mailbox`."""
         self._notes.pop(key, None)
-
-
-class OwnConnection:
-    """A connection of one's own to a c10d store: on a shared one, a wait for a key holds all others up.
-
-    Connects at the first use: where the names of addresses are looked up slowly, torch takes seconds for that, and
-    forming a group must not. Where rank 0 is gone, that may take until torch's time-out. So it is no `cached_property`:
-    before Python 3.12 those of all objects of a class share one lock, and one group would wait for another one's store.
-
-    Args:
-        store: of a group.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._of_group = store
-        self._own: Store | None = None
-
-    def __call__(self) -> Store:
-        """The connection. On one thread. Raises RuntimeError if rank 0 is gone."""
-        if self._own is None:
-            clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
-            self._own = self._of_group if clone is None else clone()
-        return self._own
-
-
-class StoreMailbox:
-    """See `Mailbox`; keys of a c10d store under `note/`, on a connection of their own.
-
-    Args:
-        store: of this group alone.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = OwnConnection(store)
-
-    def post(self, key: str, words: bytes) -> None:
-        """See `Mailbox`."""
-        self._store().set(f"note/{key}", words)  # type: ignore[arg-type]  # bytes are taken too
-
-    def look(self, key: str) -> bytes | None:
-        """See `Mailbox`."""
-        full, store = f"note/{key}", self._store()
-        return store.get(full) if store.check([full]) else None
-
-    def drop(self, key: str) -> None:
-        """See `Mailbox`."""
-        self._store().delete_key(f"note/{key}")
 
 
 @dataclass
@@ -163,16 +113,15 @@ class Notes:
         timeout_s = patience.timeout_s if timeout_s is None else timeout_s
         until_s = patience.monotonic() + timeout_s
         while True:
+            if patience.monotonic() > patience.until_s:  # not asked any more: if its host is gone, answers take long
+                raise OutOfStepError(f"the group has ended before rank {rank} had stored or decided anything")
             try:
                 words = self._mailbox.look(key)
             except RuntimeError as error:
                 raise _ended(error) from error
             if words is not None:
                 return json.loads(words)
-            now_s = patience.monotonic()
-            if now_s >= patience.until_s:
-                raise OutOfStepError(f"the group has ended before rank {rank} had stored or decided anything")
-            if now_s >= until_s:
+            if patience.monotonic() >= until_s:
                 raise OutOfStepError(f"rank {rank} has neither stored nor decided anything for {timeout_s:g} s")
             patience.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_LOOK_S)

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from torchelastic.group.notes import Mailbox, StoreMailbox
+from torchelastic.group.notes import Mailbox
 from torchelastic.group.rank_group import RankGroup
+from torchelastic.group.store_mailbox import StoreMailbox
 
 _CALL = "the same point of saving or loading a checkpoint"
 

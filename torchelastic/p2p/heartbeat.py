@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
-from torchelastic.group.notes import OwnConnection
+from torchelastic.group.store_mailbox import OwnConnection
 from torchelastic.p2p.busy import BusySigns
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ class Heartbeat:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._rank, self._world_size, self._clock = OwnConnection(store), rank, world_size, clock
+        # on a thread of this round alone: a rank 0 that was stopped for long, and lives again, gets its signs
+        self._store = OwnConnection(store, answer_s=None)
+        self._rank, self._world_size, self._clock = rank, world_size, clock
         self.busy = BusySigns(rank, clock) if world_size > 1 else None
         self._ended, self._talking = threading.Event(), threading.Lock()
         # Python ends its threads wherever they are; one that is inside the store then would abort the process
@@ -83,13 +85,15 @@ class Heartbeat:
                     return
                 self._beats += 1
                 with self._talking:
-                    store = self._store()
-                    store.set(_key(self._rank), str(self._beats))
-                    busy.exchange(store)
-                    if self._is_asked:
-                        self._last_sample(store)
+                    self._store.ask(lambda store: self._beat(store, busy))
         except RuntimeError as error:
             log.debug("no signs of life any more: %s", error)  # rank 0 is gone, and with it the round
+
+    def _beat(self, store: Store, busy: BusySigns) -> None:
+        store.set(_key(self._rank), str(self._beats))
+        busy.exchange(store)
+        if self._is_asked:
+            self._last_sample(store)
 
     def _last_sample(self, store: Store) -> None:
         ranks = [rank for rank in self._last_s if store.check([_key(rank)])]

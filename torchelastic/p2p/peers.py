@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import Store
 
 from torchelastic.group.messages import all_gather_texts, receive_bytes, send_bytes
 from torchelastic.group.naming import listed
-from torchelastic.group.notes import Mailbox, StoreMailbox
+from torchelastic.group.notes import Mailbox
+from torchelastic.group.store_mailbox import StoreMailbox
 
 log = logging.getLogger(__name__)
 

@@ -125,10 +125,11 @@ class Finisher:
 
     def decline(self, name: SaveId, agreement: SaveAgreement, why_not: str) -> None:
         """This rank takes no part in a save: tell the others, who would wait for it."""
-        if agreement.context.rank == 0:
-            agreement.choose_tiers(name, [])
-        for tier in self._tiers:
-            agreement.stored(name, tier, None, why_not)
+        with suppress(OutOfStepError):  # the group has ended: nobody waits
+            if agreement.context.rank == 0:
+                agreement.choose_tiers(name, [])
+            for tier in self._tiers:
+                agreement.stored(name, tier, None, why_not)
 
     def _seal(self, save: TieredSave) -> SealedShard:
         save.stage = save.pool.seal(save.stage, save.header)

@@ -1,0 +1,105 @@
+"""What a thread beside the training says over the c10d store of its group, on a connection of its own.
+
+Rank 0 has the store in its process. When that process ends, the kernel closes the connections, and a request fails at
+once. When its host loses its power or its network, nothing is closed, and torch waits for an answer without a bound
+(the kernel gives up after some fifteen minutes).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from torchelastic.processes.sockets import SocketSet
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+#: A store answers within milliseconds, on a thread that needs no interpreter.
+ANSWER_S = 10.0
+
+
+class OwnConnection:
+    """A connection of one's own to a c10d store: on a shared one, a wait for a key holds all others up.
+
+    Connects at the first use: where the names of addresses are looked up slowly, torch takes seconds for that, and
+    forming a group must not. Used by one thread at a time. (No `cached_property` holds the connection: before Python
+    3.12 those of all objects of a class share one lock, and one group would wait for another one's store.)
+
+    Args:
+        store: of a group.
+        answer_s: a request that is not answered within so long fails, and the next one connects anew; None: it waits.
+    """
+
+    def __init__(self, store: Store, answer_s: float | None = ANSWER_S) -> None:
+        self._of_group, self._answer_s = store, answer_s
+        self._own: Store | None = None
+        self._sockets = SocketSet(self._leads_to_the_store)
+
+    def ask(self, what: Callable[[Store], T]) -> T:
+        """What `what` returns, given the connection. Raises RuntimeError if rank 0 is gone, or does not answer."""
+        try:
+            with self._cut_if_silent():
+                if self._own is None:
+                    clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
+                    with self._sockets.recording():
+                        self._own = self._of_group if clone is None else clone()
+                return what(self._own)
+        except RuntimeError:
+            self._own = None
+            self._sockets.clear()
+            raise
+
+    @contextmanager
+    def _cut_if_silent(self) -> Iterator[None]:
+        if self._answer_s is None:
+            yield
+            return
+        answer_s, is_over = self._answer_s, threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(answer_s):  # again and again: who connects tries it anew for a while
+                self._sockets.cut()
+
+        threading.Thread(target=watch, name="torchelastic-notes-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def _leads_to_the_store(self, connection: socket.socket) -> bool:
+        """Whether a connection is one to this store; raises OSError."""
+        store = self._of_group
+        while (inner := getattr(store, "underlying_store", None)) is not None:
+            store = inner
+        return bool(connection.getpeername()[1] == getattr(store, "port", None))
+
+
+class StoreMailbox:
+    """See `Mailbox`; keys of a c10d store under `note/`.
+
+    Args:
+        store: of this group alone.
+        answer_s: see `OwnConnection`.
+    """
+
+    def __init__(self, store: Store, answer_s: float = ANSWER_S) -> None:
+        self._store = OwnConnection(store, answer_s)
+
+    def post(self, key: str, words: bytes) -> None:
+        """See `Mailbox`."""
+        self._store.ask(lambda store: store.set(f"note/{key}", words))  # type: ignore[arg-type]  # bytes are taken too
+
+    def look(self, key: str) -> bytes | None:
+        """See `Mailbox`."""
+        full = f"note/{key}"
+        return self._store.ask(lambda store: store.get(full) if store.check([full]) else None)
+
+    def drop(self, key: str) -> None:
+        """See `Mailbox`."""
+        self._store.ask(lambda store: store.delete_key(f"note/{key}"))
