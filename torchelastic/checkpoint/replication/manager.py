@@ -147,7 +147,7 @@ class ReplicationManager:
 
     @property
     def group(self) -> str:
-        """Names this group of ranks: another one whenever they meet in `initialize`; empty before."""
+        """The name of this group, a new one whenever ranks meet in `initialize`; empty before."""
         token = self._topology.token if self._topology is not None else ""
         return hashlib.sha256(token.encode()).hexdigest()[:16] if token else ""
 
