@@ -359,8 +359,11 @@ def main() -> None:
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
         plan.reach("optimizer", step, rank)
         optimizer.step()
+        has_tail = options.tail_all_reduce and coordinator.world_size > 1
+        if has_tail:
+            dist.all_reduce(torch.zeros(1))  # all have stepped, whatever strikes one of them now
         plan.reach("tail", step, rank)
-        if options.tail_all_reduce and coordinator.world_size > 1:
+        if has_tail:
             dist.all_reduce(loss.detach())
         if step == options.skip_at and coordinator.world_size > 1:
             meet(rank, options.out)

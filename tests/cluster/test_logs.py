@@ -49,7 +49,8 @@ def test_as_json_every_line_of_a_run_is_an_object_and_each_event_says_rank_round
     assert (report["is_over"], report["first"]["local_rank"], report["first"]["exit_code"]) == (False, killed, -9)
     assert (report["first"]["rank"], report["first"]["round"], report["first"]["step"]) == (1, 1, 7)
     assert [(other["what"], other["rank"]) for other in report["others"]] == [("undone", 0)]
-    assert "peer" in report["others"][0]["error"]
+    error = report["others"][0]["error"]
+    assert "peer" in error or "another worker was lost" in error, "gloo notices it first, or the group is given up"
     assert (lines[-1]["kind"], lines[-1]["exit_code"]) == ("over", 0)
 
 

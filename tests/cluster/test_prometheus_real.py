@@ -119,9 +119,11 @@ def test_prometheus_the_push_gateway_and_the_ledger_say_the_same_of_a_run_that_l
         assert held_start_up_s == pytest.approx(1e-9 * amounts[Account.START_UP], abs=1e-6)
         # from the gateway: the run is over, so nothing of it changes any more
         prometheus.wait_for("run:torchelastic_workers_up:sum{run_id='seen'}", 0)
-        in_run = prometheus.query("run_account:torchelastic_ledger_seconds:sum{run_id='seen'}")
         expected = {(("account", label), ("run_id", "seen")): 1e-9 * ns for label, ns in by_label(amounts).items()}
-        assert in_run == pytest.approx(expected, abs=1e-6)
+        in_run = "run_account:torchelastic_ledger_seconds:sum{run_id='seen'}"
+        wait_until(  # and the agent's own, which it is added to, is known to be gone
+            lambda: prometheus.query(in_run) == pytest.approx(expected, abs=1e-6), PATIENCE_S, f"{in_run} is {expected}"
+        )
         figures = figures_of(seen_of(book, book.counts.last_ns))
         for expression, value in {
             "torchelastic_goodput_ratio": figures.goodput.value,
