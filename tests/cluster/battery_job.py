@@ -24,7 +24,6 @@ from tests.cluster.elastic_job import (
     RecordedState,
     hold_until,
     make_dataset,
-    without_compiler,
 )
 from torchelastic.data import ElasticBatchSampler, ElasticLoader
 from torchelastic.model.world_change import WorldChange
@@ -157,8 +156,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_num_threads(1)
     log, plan = EventLog(options.out), FaultPlan(options.out)
-    if "compile" not in options.batteries:
-        without_compiler()
     setup = Setup(options.batteries, seed=log.worker + 2)
     if "compile" in options.batteries:
         warm_up(setup)

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,22 +39,6 @@ FEATURES = 6
 AGENTS_MODULES = ("grpc", "google.protobuf", "etcd3")
 #: How long a held step waits for what the test is to bring about.
 PATIENCE_S = 60.0
-
-
-def without_compiler() -> None:
-    """Do without torch's compiler, whose import takes a worker longer than all that it does in a test.
-
-    DDP and the optimizers import it only to keep it away from themselves, which this does as well. Whatever a user runs
-    has the real one: examples, pages, the cookbook, plain scripts; so do sharded jobs, and one that compiles.
-    """
-    if "torch._dynamo" in sys.modules:
-        return
-    compiler: Any = types.ModuleType("torch._dynamo")
-    compiler.disable = lambda function, *_, **__: function
-    compiler.graph_break = compiler.is_compiling = lambda: False
-    compiler.utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization")
-    compiler.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
-    sys.modules["torch._dynamo"] = torch._dynamo = compiler
 
 
 class EventLog:
@@ -297,7 +280,6 @@ def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_num_threads(1)
-    without_compiler()
     options.out.mkdir(parents=True, exist_ok=True)
     log, plan = EventLog(options.out), FaultPlan(options.out)
     plan.reach("start")

@@ -26,7 +26,6 @@ from tests.cluster.elastic_job import (
     RecordedState,
     hold_until,
     make_model,
-    without_compiler,
 )
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.p2p import agreement
@@ -143,7 +142,6 @@ def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_num_threads(1)
-    without_compiler()
     log, plan = RunLog(options.out), FaultPlan(options.out)
     log.run = options.run
     model = make_model(5, 0.2 if options.shards == "logical" else 0.0)

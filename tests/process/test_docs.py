@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,70 +44,22 @@ SCRIPTS = {
 }
 
 
-#: Runs scripts in processes of their own, as `python SCRIPT` does; what takes seconds to import is imported once.
-RUNS_SCRIPTS = """
-import os, runpy, sys
-import torch._dynamo
-for line in sys.stdin:
-    script, output = line.split()
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
-        os.dup2(1, 2)
-        sys.argv = [script]
-        sys.path[0] = os.path.dirname(script)
-        os.chdir(sys.path[0])
-        runpy.run_path(script, run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-Runs = Callable[[Path], "tuple[int, str]"]
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
-
-
-@pytest.fixture(scope="module")
-def python() -> Iterator[Runs]:
-    """Runs a script in its folder: the exit code, and what it has written."""
-    command = [sys.executable, "-c", RUNS_SCRIPTS]
-    with subprocess.Popen(
-        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        scripts, exit_codes = parent.stdin, parent.stdout
-
-        def run(script: Path) -> tuple[int, str]:
-            assert parent.stdin is not None
-            assert parent.stdout is not None
-            output = script.with_name("output")
-            scripts.write(f"{script} {output}\n")
-            scripts.flush()
-            return int(exit_codes.readline()), output.read_text()
-
-        yield run
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_examples_of_a_page_run(name: str, tmp_path: Path, python: Runs) -> None:
+def test_the_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
     page, of_page = SCRIPTS[name]
     text = "\n".join(of_page)
     script = tmp_path / "page.py"
     script.write_text(text)
+    command = [sys.executable, str(script)]
+    if page in UNDER_THE_LAUNCHER:
+        command[1:1] = ["-m", "torchelastic.launch", "run", "--standalone", "--nproc-per-node=2"]
+    environment = {k: v for k, v in os.environ.items() if k != "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"}
     in_a_checkout = "from tests." in text  # in no installed package: such a page says where its reader has to be
     assert not in_a_checkout or "the root of" in page.read_text()
-    if page not in UNDER_THE_LAUNCHER and not in_a_checkout:
-        code, output = python(script)
-        assert code == 0, output[-5000:]
-        return
-    launcher = ["-m", "torchelastic.launch", "run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, "-c", text] if in_a_checkout else [sys.executable, *launcher, str(script)],
-        cwd=ROOT if in_a_checkout else tmp_path, env=environment(), capture_output=True, text=True, timeout=100,
+        [sys.executable, "-c", text] if in_a_checkout else command,
+        cwd=ROOT if in_a_checkout else tmp_path, env=environment, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 

@@ -21,7 +21,7 @@ from torchelastic.rendezvous.store import (
 )
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.status.publishing import ATTEND_S, IDLE_EVERY_S, Attention, Publisher, agents_of
-from torchelastic.status.reading import StatusReader, is_known, read_status
+from torchelastic.status.reading import StatusReader, is_known
 from torchelastic.status.run_status import HostStatus, every_s
 from torchelastic.status.status_format import decode_host, encode_host
 
@@ -208,7 +208,7 @@ def test_a_reader_sees_round_members_and_hosts() -> None:
 
 
 def test_nothing_is_known_of_a_run_that_never_was() -> None:
-    assert not is_known(read_status(MemoryStore(), URL))
+    assert not is_known(StatusReader(MemoryStore(), URL).read())
 
 
 def test_who_reads_lets_the_agents_know_every_five_seconds() -> None:

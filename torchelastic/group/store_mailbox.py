@@ -8,9 +8,8 @@ once. When its host loses its power or its network, nothing is closed, and torch
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from torchelastic.processes.sockets import SocketSet
@@ -44,7 +43,7 @@ class OwnConnection:
     def ask(self, what: Callable[[Store], T]) -> T:
         """What `what` returns, given the connection. Raises RuntimeError if rank 0 is gone, or does not answer."""
         try:
-            with self._cut_if_silent():
+            with nullcontext() if self._answer_s is None else self._sockets.cutting_every(self._answer_s):
                 if self._own is None:
                     clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
                     with self._sockets.recording():
@@ -54,23 +53,6 @@ class OwnConnection:
             self._own = None
             self._sockets.clear()
             raise
-
-    @contextmanager
-    def _cut_if_silent(self) -> Iterator[None]:
-        if self._answer_s is None:
-            yield
-            return
-        answer_s, is_over = self._answer_s, threading.Event()
-
-        def watch() -> None:
-            while not is_over.wait(answer_s):  # again and again: who connects tries it anew for a while
-                self._sockets.cut()
-
-        threading.Thread(target=watch, name="torchelastic-notes-watch", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
 
     def _leads_to_the_store(self, connection: socket.socket) -> bool:
         """Whether a connection is one to this store; raises OSError."""

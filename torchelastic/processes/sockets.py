@@ -82,6 +82,27 @@ class SocketSet:
             targets |= open_sockets() - before
         return sum(_do(target, self._shut) for target in targets)
 
+    @contextmanager
+    def cutting_every(self, interval_s: float, on_cut: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Cut whatever is open after so long inside, again and again: who connects tries it anew for a while.
+
+        Args:
+            interval_s: how long what is done inside may take.
+            on_cut: is told, on another thread, when there was something to cut.
+        """
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(interval_s):
+                if self.cut():
+                    on_cut()
+
+        threading.Thread(target=watch, name="torchelastic-store-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
     def __len__(self) -> int:
         """How many connections of ended recordings are open."""
         with self._lock:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -109,7 +108,7 @@ class RoundStore:
         self._sockets.clear()
         was_silent = threading.Event()
         try:
-            with self._sockets.recording(), self._cut_if_silent(was_silent):
+            with self._sockets.recording(), self._sockets.cutting_every(SILENT_S, was_silent.set):
                 store = TCPStore(host, self._port, None, False, timedelta(seconds=ATTEMPT_S), wait_for_workers=False)
         except RuntimeError as error:
             if not was_silent.is_set():
@@ -120,23 +119,6 @@ class RoundStore:
             ) from error
         store.set_timeout(timedelta(seconds=TIMEOUT_S))
         return store
-
-    @contextmanager
-    def _cut_if_silent(self, was_silent: threading.Event) -> Iterator[None]:
-        """Give a connection up that stands and on which nothing was answered; torch tries refused ones again."""
-        is_over = threading.Event()
-
-        def watch() -> None:
-            while not is_over.wait(SILENT_S):
-                if self._sockets.cut():
-                    was_silent.set()
-                    return
-
-        threading.Thread(target=watch, name="torchelastic-store-watch", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
 
     def _leads_to_the_store(self, connection: socket.socket) -> bool:
         """Whether a connection is one to the present round's store; raises OSError."""

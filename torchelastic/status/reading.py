@@ -25,15 +25,6 @@ POLL_S = 0.1
 MOST_LEFT = 64
 
 
-def read_status(store: CoordinationStore, url: RendezvousUrl) -> RunStatus:
-    """The status of a run as etcd has it; from the second call on, a second later, that of now. See `StatusReader`.
-
-    Raises:
-        StoreError: etcd is unreachable, or refuses.
-    """
-    return StatusReader(store, url).read()
-
-
 @dataclass(frozen=True)
 class _Read:
     """A status as it was read: with its time by the clock of this process as far as that is known."""
