@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,11 @@ def ask(host: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=variables(host), capture_output=True, text=True, timeout=60)
 
 
+def is_open(address: str, port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex((address, port)) == 0
+
+
 @pytest.mark.long
 def test_the_runs_of_this_host_are_found(host: Path, launch: Launch) -> None:
     nobody = ask(host, "status")
@@ -106,3 +112,13 @@ def test_the_runs_of_this_host_are_found(host: Path, launch: Launch) -> None:
     assert len(list(host.glob("te-*/run"))) == 2
     wait_until(lambda: ask(host, "status").returncode == 0, 60, "the killed launcher's run is not here any more")
     assert "second" in ask(host, "status").stdout
+
+    address, port = typed[1].rsplit(":", 1)
+    wait_until(lambda: not is_open(address, int(port)), 60, "the killed launcher's etcd has ended too")
+    launch("third", "--log-format=json")  # removes what the killed one has left, and nothing of the second
+    wait_until(lambda: ask(host, "status", "--rdzv-id=third").returncode == 0, 60, "the third is found by its name")
+    assert {len(list(host.glob(pattern))) for pattern in ("te-*/run", "te-*", "torchelastic-etcd-*")} == {2}
+    assert ask(host, "status", "--rdzv-id=second").returncode == 0
+    (host / "stop").touch()
+    wait_until(lambda: not list(host.glob("te-*")), 60, "launchers that end remove their folders")
+    wait_until(lambda: not list(host.glob("torchelastic-etcd-*")), 60, "and their etcd's")

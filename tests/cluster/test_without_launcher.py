@@ -22,6 +22,12 @@ def agent_of(pid: int) -> int:
     return int(agent)
 
 
+def folder_of(agent: int) -> Path:
+    """Where its socket is."""
+    words = psutil.Process(agent).cmdline()
+    return Path(words[words.index("--socket") + 1]).parent
+
+
 @pytest.mark.long
 def test_scripts_without_the_launcher_find_each_other_and_survive_a_kill(
     jobs: MakeJob, etcd: EtcdServer, run_id: str
@@ -31,6 +37,8 @@ def test_scripts_without_the_launcher_find_each_other_and_survive_a_kill(
     scripts = [job.start_alone(url, name) for name in ("first", "second")]
     job.wait_for("held", count=2, step=10)
     private_agents = [agent_of(script.pid) for script in scripts]
+    folders = [folder_of(pid) for pid in private_agents]
+    assert all(folder.is_dir() for folder in folders)
     assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in private_agents)
     scripts[1].send_signal(signal.SIGKILL)
     job.open_gate(10)
@@ -38,3 +46,4 @@ def test_scripts_without_the_launcher_find_each_other_and_survive_a_kill(
     job.check_identity(finishers=1)
     assert {event["world"] for event in job.of("drawn")} == {1, 2}
     wait_until(lambda: not any(is_alive(pid) for pid in private_agents), 10, "the private agents end with their owners")
+    assert not any(folder.exists() for folder in folders)

@@ -26,7 +26,8 @@ from torchelastic.checkpoint.memory.owner import (
     put_claim,
     remove_dead,
 )
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.processes.file_locks import lock_file
 
 BOUND_S = 20.0
 

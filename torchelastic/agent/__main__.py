@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchelastic.agent.agent import Agent, AgentOptions, Outcome
 from torchelastic.agent.etcd_connection import connect, say_if_unfit
+from torchelastic.processes.own_folder import OwnFolder
 from torchelastic.processes.process_end import process_end
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.url import parse_url
@@ -31,9 +32,10 @@ def main() -> int:
     credentials = Credentials.from_pipe(sys.stdin.buffer.read())
     options = AgentOptions(parse_url(arguments.url), arguments.socket, owner_pid=arguments.owner_pid)
 
-    if os.getppid() != arguments.owner_pid:
-        return 0  # it has ended already, and its number may be another process's
-    outcome = asyncio.run(_run(options, credentials))
+    with OwnFolder(arguments.socket.parent):
+        if os.getppid() != arguments.owner_pid:
+            return 0  # it has ended already, and its number may be another process's
+        outcome = asyncio.run(_run(options, credentials))
     if outcome.message:
         print(outcome.message, file=sys.stderr)  # noqa: T201 - the owner's screen
     return outcome.exit_code

@@ -183,7 +183,7 @@ def _try(probe: Path, disk: Disk, clock: Callable[[], float]) -> float:
 def _has_locks(path: Path) -> bool:
     import fcntl
 
-    from torchelastic.checkpoint.shards.disk import lock_file
+    from torchelastic.processes.file_locks import lock_file
 
     with path.open("wb") as file:
         return lock_file(file.fileno(), fcntl.LOCK_EX)

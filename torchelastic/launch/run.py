@@ -8,7 +8,6 @@ import logging
 import os
 import shlex
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from torchelastic.agent.supervisor import Supervisor
 from torchelastic.agent.worker_environment import worker_environment
 from torchelastic.launch.own_etcd import MeetingPlace, OwnEtcd
 from torchelastic.launch.run_address import (
-    FOLDER_PREFIX,
     SOCKET,
     access,
     find_credentials,
@@ -38,7 +36,9 @@ from torchelastic.launch.run_address import (
 from torchelastic.launch.run_log import RunLog, opened_log
 from torchelastic.launch.run_options import chosen_network, gateway_url, limited, nodes, understood, worker_command
 from torchelastic.page.listening import PageOptions, listening
+from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials
+from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.url import UNLIMITED, RendezvousUrl, RendezvousUrlError, parse_url
 from torchelastic.usage import UsageError
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         url = _url(options, stack)
         # what the environment says is about another etcd than that of --standalone
         credentials = Credentials() if options.standalone else find_credentials(url, environment)
-        socket_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True))
+        socket_dir = stack.enter_context(OwnFolder(make_folder(FOLDER_PREFIX)))
         agent_options = AgentOptions(
             url,
             Path(socket_dir, SOCKET),

@@ -21,14 +21,12 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.launch.command_line import ACCESS_OPTIONS
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, Credentials, CredentialsError, read_file, resolve
+from torchelastic.rendezvous.own_agent import FOLDER_PREFIX
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.store import CoordinationStore, StoreUnavailableError
 from torchelastic.rendezvous.url import RendezvousUrl, RendezvousUrlError, parse_url
 from torchelastic.usage import UsageError
 
-#: Of a launcher's folder below the folder for temporary files; only its user may open it. Short: a Unix socket's path
-#: has 107 bytes.
-FOLDER_PREFIX = "te-"
 #: In there: where the agent listens, which says that the launcher lives; and the run's URL, without a password.
 SOCKET, ADDRESS = "agent", "run"
 

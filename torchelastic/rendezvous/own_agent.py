@@ -10,11 +10,10 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
+from torchelastic.processes.own_folder import make_folder
 from torchelastic.rendezvous import wire
 from torchelastic.rendezvous.client import AgentError
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, CredentialsError, read_file, resolve
@@ -28,6 +27,8 @@ ONE_RUN_PER_START = (
 #: The sockets of launchers whose run is over for this process: it has finished, or has left it.
 over_here: set[str] = set()
 
+#: Of an agent's folder below the folder for temporary files. Short: a Unix socket's path has 107 bytes.
+FOLDER_PREFIX = "te-"
 #: The launcher takes what it is told at once; one that does not hang up so soon is not waited for.
 TELL_S = 5.0
 
@@ -87,8 +88,7 @@ def start_private_agent(url: RendezvousUrl) -> str:
         credentials = resolve(url.access, os.environ, read_file)
     except CredentialsError as error:
         raise AgentError("unavailable", str(error)) from error
-    # short: a Unix socket's path has 107 bytes
-    socket_path = Path(tempfile.mkdtemp(prefix="te-")) / "agent"
+    socket_path = make_folder(FOLDER_PREFIX) / "agent"
     about = ["--url", str(url), "--socket", str(socket_path), "--owner-pid", str(os.getpid())]
     # of these the agent has no need: the password comes through the pipe, and a URL in the environment may have it too
     unwanted = (PASSWORD_VARIABLE, wire.INIT_METHOD_VARIABLE)

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.error
@@ -32,6 +31,7 @@ import psutil
 from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes.lifeline import dies_with_parent
+from torchelastic.processes.own_folder import OwnFolder, make_folder
 from torchelastic.rendezvous import etcd_versions
 
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
@@ -132,7 +132,7 @@ class EtcdServer:
         self._port = port
         self._tls = tls
         self._options = tuple(options)
-        self._folder: Path | None = None
+        self._folder: OwnFolder | None = None
         self._process: _OwnedProcess | None = None
         self._owner_pid = os.getpid()
 
@@ -198,7 +198,7 @@ class EtcdServer:
         binary = find_etcd_binary(self._binary)
         self._discard_process()
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="torchelastic-etcd-"))
+            self._folder = OwnFolder(make_folder("torchelastic-etcd-"))
         self._owner_pid = os.getpid()
         atexit.register(self.stop)
         deadline_s = time.monotonic() + timeout_s
@@ -272,12 +272,12 @@ class EtcdServer:
     @property
     def _log_path(self) -> Path:
         assert self._folder is not None
-        return self._folder / "etcd.log"
+        return self._folder.path / "etcd.log"
 
     @property
     def _data_path(self) -> Path:
         assert self._folder is not None
-        return self._data_dir if self._data_dir is not None else self._folder / "data"
+        return self._data_dir if self._data_dir is not None else self._folder.path / "data"
 
     def stop(self) -> None:
         """End it (SIGTERM, then SIGKILL) and remove the temporary folder. Idempotent."""
@@ -286,7 +286,7 @@ class EtcdServer:
         atexit.unregister(self.stop)
         self._discard_process()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     def kill(self) -> None:

@@ -31,7 +31,7 @@ from torchelastic.checkpoint.memory.commit import (
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, is_part, require_shard
 from torchelastic.checkpoint.memory.job import claim
 from torchelastic.checkpoint.memory.slots import Slots
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.pool import remove_left_overs as remove_hidden_files
@@ -44,6 +44,7 @@ from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.pruning import abandon, remove_left_overs
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
 from torchelastic.checkpoint.store.writing import begin, publish_into
+from torchelastic.processes.file_locks import lock_of_nobody
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from torchelastic.checkpoint.replication.client import pull_into
 from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.restore import first_good_copy
 from torchelastic.checkpoint.restore_plan import ShardSource
-from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.writing import HIDDEN
 from torchelastic.metrics import publish_metric
+from torchelastic.processes.file_locks import lock_file
 
 log = logging.getLogger(__name__)
 

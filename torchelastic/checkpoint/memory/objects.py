@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,12 +17,12 @@ from torchelastic.checkpoint.memory.ids import CheckpointContainerId, Checkpoint
 from torchelastic.checkpoint.memory.job import job_container
 from torchelastic.checkpoint.memory.received import ReceivedObjects
 from torchelastic.checkpoint.memory.slots import Slots
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file, lock_of_nobody
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from torchelastic.processes.own_folder import LOCK, OwnFolder, make_folder
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "torchelastic-containers-"
-_LOCK = ".lock"
 
 
 class CheckpointObjectManager:
@@ -290,34 +287,16 @@ def _parts_of(object_id: CheckpointObjectId) -> tuple[CheckpointContainerId, int
 def new_registry() -> Path:
     """A private folder with a link to each container, by which the processes of one program know each other's.
 
-    The process that makes it holds a lock as long as it lives, and it goes when that ends; those of processes that were
-    killed go at once.
+    It goes when the process that makes it ends.
     """
-    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        _remove_if_dead(old)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
-    atexit.register(_remove, folder, os.getpid())
-    unlocked = folder / f"{_LOCK}.new"
-    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)  # open until the end
-    lock_file(descriptor, fcntl.LOCK_EX)
-    unlocked.rename(folder / _LOCK)
-    return folder
+    own = OwnFolder(make_folder(_PREFIX))
+    atexit.register(own.remove)
+    return own.path
 
 
 def registered_in(folder: Path) -> list[str]:
     """The names of the containers in a registry; none if it is gone."""
     try:
-        return [link.name for link in folder.iterdir() if not link.name.startswith(_LOCK)]
+        return [link.name for link in folder.iterdir() if not link.name.startswith(LOCK)]
     except FileNotFoundError:
         return []
-
-
-def _remove_if_dead(folder: Path) -> None:
-    with lock_of_nobody(folder / _LOCK) as is_left_over:  # one that is being made has no such file yet
-        if is_left_over:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not in a process that was forked
-        shutil.rmtree(folder, ignore_errors=True)

@@ -32,9 +32,10 @@ from types import TracebackType
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.room import held_bytes
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory, lock_file, lock_of_nobody
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX
 from torchelastic.foreign_json import Amount, RecordError, converted, decode_object
+from torchelastic.processes.file_locks import lock_file, lock_of_nobody
 from torchelastic.processes.identity import boot_id
 
 JOB_FILE = ".job"

@@ -11,61 +11,16 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.processes.file_locks import lock_file
 
 #: How often, and after what pause, a file is created again that was taken for a left-over.
 CREATE_ATTEMPTS, CREATE_PAUSE_S = 50, 0.01
-
-
-#: What a file system answers that has no locks, such as Lustre without `-o flock`.
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-
-
-def lock_file(descriptor: int, operation: int) -> bool:
-    """Locks an open file (flock) without waiting; false where the file system has no locks.
-
-    Without them nothing is reused and no left-over is removed, so nothing is lost but memory.
-
-    Raises:
-        BlockingIOError: somebody else holds a lock that excludes this one.
-    """
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return False
-        raise
-    return True
-
-
-@contextmanager
-def lock_of_nobody(path: Path) -> Iterator[bool | None]:
-    """Holds the lock of a file inside, unless somebody else does: writers and readers keep their files locked.
-
-    Yields:
-        Whether it is held, so that no living process has the file; None: nobody can tell, for it is gone, or of another
-        user, or the file system has no locks.
-    """
-    try:
-        # O_NONBLOCK: a pipe that somebody put there must not stop us
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        yield None
-        return
-    try:
-        is_held: bool | None = lock_file(descriptor, fcntl.LOCK_EX) or None
-    except OSError:
-        is_held = False
-    try:
-        yield is_held
-    finally:
-        os.close(descriptor)
 
 
 def is_in_memory(path: Path) -> bool:

@@ -13,11 +13,12 @@ import threading
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_of_nobody
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.slot import Slot
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
 from torchelastic.checkpoint.shards.writing import HIDDEN, hidden_path
+from torchelastic.processes.file_locks import lock_of_nobody
 
 log = logging.getLogger(__name__)
 

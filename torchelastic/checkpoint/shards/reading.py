@@ -21,7 +21,6 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.shards.batches import CHUNK_BYTES, checksums_in, over_batches
-from torchelastic.checkpoint.shards.disk import lock_file
 from torchelastic.checkpoint.shards.header import (
     ALIGNMENT_BYTES,
     PREAMBLE_BYTES,
@@ -32,6 +31,7 @@ from torchelastic.checkpoint.shards.header import (
 )
 from torchelastic.checkpoint.shards.tensors import dtype_named, memory_of
 from torchelastic.checkpoint.shards.tree import unflatten
+from torchelastic.processes.file_locks import lock_file
 
 
 class ShardReader:

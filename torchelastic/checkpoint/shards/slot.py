@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from torchelastic.checkpoint.errors import explained
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PAGE_BYTES, align
 from torchelastic.checkpoint.shards.writing import share_lock
+from torchelastic.processes.file_locks import lock_file
 
 
 class Slot:

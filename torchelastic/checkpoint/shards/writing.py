@@ -14,7 +14,7 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.shards.batches import over_batches
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, lock_file
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import (
     PREAMBLE_BYTES,
     Header,
@@ -25,6 +25,7 @@ from torchelastic.checkpoint.shards.header import (
 )
 from torchelastic.checkpoint.shards.tensors import contiguous, memory_of
 from torchelastic.checkpoint.shards.tree import Flat, flatten
+from torchelastic.processes.file_locks import lock_file
 
 #: How hidden files begin; whoever lists a folder passes them over.
 HIDDEN = ".tmp-"

@@ -1,0 +1,57 @@
+"""Locks on files (flock), by which the processes of a host tell whether whoever made a file still lives.
+
+The kernel takes a lock away when the last process that has the open file ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: What a file system answers that has no locks, such as Lustre without `-o flock`.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def lock_file(descriptor: int, operation: int) -> bool:
+    """Locks an open file (flock) without waiting; false where the file system has no locks.
+
+    Without them nothing is reused and no left-over is removed, so nothing is lost but memory.
+
+    Raises:
+        BlockingIOError: somebody else holds a lock that excludes this one.
+    """
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
+
+
+@contextmanager
+def lock_of_nobody(path: Path) -> Iterator[bool | None]:
+    """Holds the lock of a file inside, unless somebody else does: writers and readers keep their files locked.
+
+    Yields:
+        Whether it is held, so that no living process has the file; None: nobody can tell, for it is gone, or of another
+        user, or the file system has no locks.
+    """
+    try:
+        # O_NONBLOCK: a pipe that somebody put there must not stop us
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield None
+        return
+    try:
+        is_held: bool | None = lock_file(descriptor, fcntl.LOCK_EX) or None
+    except OSError:
+        is_held = False
+    try:
+        yield is_held
+    finally:
+        os.close(descriptor)
