@@ -83,3 +83,11 @@ def labs() -> Iterator[MakeLab]:
             return stack.enter_context(Lab(hosts, wires, second))
 
         yield make
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A folder in memory where there is one, else on disk: nothing but the speed differs."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
+        yield Path(folder)

@@ -145,14 +145,16 @@ def test_it_is_stopped_and_cleaned_up_by_an_owner_that_just_ends(tmp_path: Path)
 
 def test_a_forked_child_that_ends_does_not_take_it_along(tmp_path: Path) -> None:
     owner, pid = start_owner(
-        "import os\nchild = os.fork()\nif not child: sys.exit(0)\n"
-        "os.waitpid(child, 0)\nfrom torchelastic.rendezvous.server import _is_healthy\n"
-        "print(_is_healthy('127.0.0.1', server.port), server._folder.exists(), flush=True)",
+        "import os\nchild = os.fork()\nif not child: sys.exit(0)\nos.waitpid(child, 0)\n"
+        "print('the child has ended', flush=True)\nsys.stdin.read()",
         tmp_path,
     )
     assert owner.stdout is not None
-    assert owner.stdout.readline() == "True True\n"
-    assert owner.wait(PATIENCE_S) == 0
+    assert owner.stdout.readline() == "the child has ended\n"
+    assert not is_gone(pid)
+    assert [child.name[:18] for child in tmp_path.iterdir()] == ["torchelastic-etcd-"]
+    owner.communicate(timeout=PATIENCE_S)
+    assert owner.returncode == 0
     assert is_gone(pid)
 
 

@@ -21,6 +21,7 @@ import pytest
 from tests.cluster.conftest import MakeJob, MakeLab
 from tests.cluster.harness import ROOT, Job, RunRecords, wait_until
 from tests.hosts import ETCD, Lab
+from torchelastic.testing.faults import Fault
 
 #: The shortest time to live that etcd grants.
 TTL_S = 2.0
@@ -28,6 +29,8 @@ TTL_S = 2.0
 RECOVERY_S = 3.0
 #: How soon a host that is back must be in a group again: its agent looks for etcd every 6 s at the least.
 RETURN_S = 20.0
+#: What a save of a group that has ended may still take (the job's grace of 2 s), and the one after it.
+SAVES_S = 7.0
 NAMES = ("a", "b", "c")
 RUN_ID = "partitioned"
 
@@ -47,7 +50,7 @@ class Hosts:
 
     def start(self, name: str) -> None:
         """Start a host's agent."""
-        self.job.start(*self.options, nproc=1, host=self.lab[name])
+        self.job.start(*self.options, nproc=1, host=self.lab[name], JOB_HOST=name)
 
     @property
     def leader(self) -> str:
@@ -63,6 +66,11 @@ class Hosts:
         """The process of a host's worker."""
         (pid,) = {int(event["pid"]) for event in self.job.of("started")} & set(self.lab[name].pids())
         return pid
+
+    def host_of_rank(self, rank: int, round_number: int) -> str:
+        """The name of the host that a rank of a round is on."""
+        (pid,) = {int(event["pid"]) for event in self.job.of("formed", round=round_number, rank=rank)}
+        return next(name for name in NAMES if pid in self.lab[name].pids())
 
     def wait_for_another_group(self, since_s: float) -> None:
         """The others must have trained a step in another round within the bound."""
@@ -151,6 +159,35 @@ def test_when_a_hosts_link_goes_down_the_others_train_again_within_the_bound_and
     lab.link_up(name)
     hosts.wait_for_return(worker, time.monotonic())
     hosts.assert_all_ended_level({1: 3, 2: 2, 3: 3})
+
+
+@pytest.mark.long
+def test_checkpoints_go_on_when_the_host_of_rank_0_falls_silent_while_one_is_written(
+    make_hosts: Callable[..., Hosts], tmpfs: Path
+) -> None:
+    """The notes of that checkpoint are in a store on that host, and nothing closes the connections to it."""
+    until_it_is_silent = Fault("pause", "put-memory", step=5, seconds=3.0, times=3)
+    hosts = make_hosts(
+        faults=[until_it_is_silent], tiers=[f"memory={tmpfs}/{{host}}"], replicas=1, checkpoint_every=5,
+        wait_for_newcomer_at=[18], epochs=3,
+    )  # fmt: skip
+    job, lab = hosts.job, hosts.lab
+    name = hosts.host_of_rank(0, round_number=1)
+    worker = hosts.worker_of(name)
+    wait_until(lambda: len(list(job.folder.glob("struck-0.*"))) == 3, 20, "all hosts write a checkpoint")
+    lab.link_down(name)
+    down_s = time.monotonic()
+    job.open_gate(5)
+    hosts.wait_for_another_group(down_s)
+    saved = job.wait_for("commit-memory", step=10, count=2)
+    assert {event["pid"] for event in saved}.isdisjoint({worker})
+    assert max(event["t"] for event in saved) - down_s < TTL_S + RECOVERY_S + SAVES_S
+    lab.link_up(name)
+    hosts.wait_for_return(worker, time.monotonic())
+    hosts.assert_all_ended_level({1: 3, 2: 2, 3: 3})
+    assert not job.of("loaded"), "a checkpoint was loaded over the state of a survivor"
+    last = job.of("commit-memory")[-3:]
+    assert len({event["pid"] for event in last}) == 3, "all take part again"
 
 
 @pytest.mark.long
@@ -271,7 +308,7 @@ def test_while_a_group_that_is_cut_off_may_still_train_newcomers_form_none_of_th
     wait_until(lambda: time.monotonic() > trains_s + last_call_s + 3.0, 20, "the last call, and 3 s more")
     assert job.rounds() == {1: 2}, "it has formed a group of its own"
     assert time.monotonic() - job.of("committed", round=1)[-1]["t"] < 1.0, "the group did not train all the time"
-    assert "it may be cut off and still train" in job.output_of(2)
+    assert "they may be cut off, and still train" in job.output_of(2)
     for name in ("a", "b"):
         lab.heal(name, ETCD)
     healed_s = time.monotonic()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,6 @@ WORLD = 2
 #: Saved are the steps 5, 10, ...; the run is killed in step 13, so 10 is to be found.
 OPTIONS: dict[str, Any] = {"seed": 5, "checkpoint_every": 5, "epochs": 2}
 KILLED_IN, FOUND = 13, 10
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[Path]:
-    """A folder in memory where there is one, else on disk: nothing but the speed differs."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +30,7 @@ from tests.process.replicas import (
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.replication import (
     CorruptReplicaError,
+    PeerLostError,
     PeerStalledError,
     ReplicaClient,
     ReplicaServer,
@@ -123,6 +125,20 @@ def test_a_stopped_receiver_is_named() -> None:
             client.push("y", content_of(2), token_round=1)
         receiver.send_signal(signal.SIGCONT)
         assert client.push("y", content_of(2), token_round=1).size_bytes == SIZE_BYTES
+
+
+def test_nobody_waits_for_a_receiver_of_a_group_that_has_ended() -> None:
+    with running(SERVES_SLOWLY) as receiver:
+        client = ReplicaClient(("127.0.0.1", port_of(receiver)), TOKEN, timeout_s=600.0, retry_s=600.0)
+        receiver.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        client.end(0.2)
+        with pytest.raises(PeerLostError):
+            client.push("y", content_of(2), token_round=1)
+        assert time.monotonic() - began_s < PATIENCE_S
+        with pytest.raises(PeerLostError):
+            client.ids()
+        receiver.send_signal(signal.SIGCONT)
 
 
 def test_a_sender_that_stops_blocks_nobody_for_long() -> None:

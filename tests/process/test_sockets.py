@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from torchelastic.processes.sockets import SocketId, SocketSet, open_sockets
+from torchelastic.processes.sockets import SocketId, SocketSet, connect_to, open_sockets
 
 
 def connected_pair() -> tuple[socket.socket, socket.socket, socket.socket]:
@@ -164,3 +167,45 @@ def test_a_descriptor_that_is_a_file_by_now_is_left_alone_and_nothing_stays_open
     os.close(number)
     server.close()
     listener.close()
+
+
+@contextmanager
+def silent_host() -> Iterator[tuple[str, int]]:
+    """An address that does not answer whoever connects: the kernel drops what a full queue has no room for."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        while True:
+            waiting = stack.enter_context(socket.socket())
+            waiting.settimeout(0.2)
+            try:
+                waiting.connect(listener.getsockname())
+            except TimeoutError:
+                break
+        yield listener.getsockname()
+
+
+def test_a_host_that_says_nothing_is_given_up_after_the_time() -> None:
+    with silent_host() as address:
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"no answer for 1.5 s"):
+            connect_to(address, 1.5, lambda: False)
+        assert 1.4 < time.monotonic() - began_s < 10.0
+
+
+def test_a_host_that_says_nothing_is_given_up_soon_after_nobody_needs_it() -> None:
+    with silent_host() as address:
+        began_s = time.monotonic()
+        with pytest.raises(ConnectionAbortedError):
+            connect_to(address, 600.0, lambda: time.monotonic() > began_s + 0.2)
+        assert time.monotonic() - began_s < 10.0
+
+
+def test_a_host_that_answers_is_connected_to_and_one_that_refuses_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with connect_to(address, 5.0, lambda: False) as connection:
+            assert connection.getpeername() == address
+    with pytest.raises(ConnectionRefusedError):
+        connect_to(address, 5.0, lambda: False)

@@ -77,7 +77,7 @@ def test_who_hears_no_verdict_waits_longer_than_rank_0_and_knows_that_there_was_
 def test_when_the_group_has_ended_only_the_grace_is_waited() -> None:
     rig = Rig(2)
     rig.store(0)
-    rig.ranks[0].patience.shorten(1.0)
+    rig.ranks[0].end(1.0)
     with pytest.raises(OutOfStepError, match="the group has ended before rank 1"):
         rig.ranks[0].gather(NAME, "disk", {}, 0.0)
     assert rig.clock() < 2.0
@@ -87,7 +87,7 @@ def test_within_the_grace_a_save_is_still_completed() -> None:
     rig = Rig(2)
     rig.store(0)
     rig.store(1)
-    rig.ranks[0].patience.shorten(0.0)
+    rig.ranks[0].end(0.0)
     assert rig.ranks[0].gather(NAME, "disk", {}, 0.0).world_size == 2
 
 

@@ -36,6 +36,9 @@ class Mailbox(Protocol):
     def drop(self, key: str) -> None:
         """Throw a note away; there may be none."""
 
+    def end(self, grace_s: float) -> None:
+        """The group has ended: in so many seconds whoever waits in a call is freed. Does not wait; from any thread."""
+
 
 class Drawer:
     """The notes of a group of one."""
@@ -54,6 +57,9 @@ class Drawer:
     def drop(self, key: str) -> None:
         """See `Mailbox`."""
         self._notes.pop(key, None)
+
+    def end(self, grace_s: float) -> None:
+        """Nothing: nobody waits for oneself."""
 
 
 @dataclass
@@ -86,6 +92,11 @@ class Notes:
     def __init__(self, mailbox: Mailbox, patience: Patience) -> None:
         self._mailbox = mailbox
         self.patience = patience
+
+    def end(self, grace_s: float) -> None:
+        """The group has ended: nothing is waited for any longer than so many seconds from now; from any thread."""
+        self.patience.shorten(grace_s)
+        self._mailbox.end(grace_s)
 
     def post(self, key: str, value: Any) -> None:
         """Leave a note. Raises: OutOfStepError if the group has ended."""

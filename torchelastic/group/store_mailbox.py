@@ -8,11 +8,12 @@ once. When its host loses its power or its network, nothing is closed, and torch
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-from torchelastic.processes.sockets import SocketSet
+from torchelastic.processes.sockets import SocketSet, connect_to
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 #: A store answers within milliseconds, on a thread that needs no interpreter.
 ANSWER_S = 10.0
+#: Who is just connecting tries it anew after a cut, until the time-out of the group's store.
+_CUT_AGAIN_S = 0.2
 
 
 class OwnConnection:
@@ -38,28 +41,60 @@ class OwnConnection:
     def __init__(self, store: Store, answer_s: float | None = ANSWER_S) -> None:
         self._of_group, self._answer_s = store, answer_s
         self._own: Store | None = None
+        self._is_over, self._is_idle = threading.Event(), threading.Event()
+        self._is_idle.set()
         self._sockets = SocketSet(self._leads_to_the_store)
 
     def ask(self, what: Callable[[Store], T]) -> T:
-        """What `what` returns, given the connection. Raises RuntimeError if rank 0 is gone, or does not answer."""
+        """What `what` returns, given the connection.
+
+        Raises:
+            RuntimeError: rank 0 is gone, or does not answer, or the connection was given up.
+        """
+        self._is_idle.clear()  # before the look at what `give_up` sets before it looks at this
         try:
+            if self._is_over.is_set():
+                raise RuntimeError("its connection was given up")
             with nullcontext() if self._answer_s is None else self._sockets.cutting_every(self._answer_s):
                 if self._own is None:
-                    clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
-                    with self._sockets.recording():
-                        self._own = self._of_group if clone is None else clone()
+                    self._own = self._connected()
                 return what(self._own)
         except RuntimeError:
             self._own = None
             self._sockets.clear()
             raise
+        finally:
+            self._is_idle.set()
+
+    def give_up(self) -> None:
+        """Nothing is asked any more; frees who waits for an answer, and returns then. On a thread that may wait."""
+        self._is_over.set()
+        while True:
+            self._sockets.cut()
+            if self._is_idle.wait(_CUT_AGAIN_S):
+                return
+
+    def _connected(self) -> Store:
+        host, port = self._address()
+        if host is not None and port is not None:
+            try:  # torch tries for 30 s, and nothing interrupts it
+                connect_to((host, port), self._answer_s or ANSWER_S, self._is_over.is_set).close()
+            except OSError as error:
+                raise RuntimeError(f"{host}:{port} cannot be reached: {error.strerror or error}") from error
+        clone = getattr(self._of_group, "clone", None)  # torch 2.7 and later
+        with self._sockets.recording():
+            return self._of_group if clone is None else clone()
 
     def _leads_to_the_store(self, connection: socket.socket) -> bool:
         """Whether a connection is one to this store; raises OSError."""
+        return bool(connection.getpeername()[1] == self._address()[1])
+
+    def _address(self) -> tuple[str | None, int | None]:
+        """Where the store is; none where it is no TCPStore."""
         store = self._of_group
         while (inner := getattr(store, "underlying_store", None)) is not None:
             store = inner
-        return bool(connection.getpeername()[1] == getattr(store, "port", None))
+        return getattr(store, "host", None), getattr(store, "port", None)
 
 
 class StoreMailbox:
@@ -85,3 +120,9 @@ class StoreMailbox:
     def drop(self, key: str) -> None:
         """See `Mailbox`."""
         self._store.ask(lambda store: store.delete_key(f"note/{key}"))
+
+    def end(self, grace_s: float) -> None:
+        """See `Mailbox`."""
+        timer = threading.Timer(grace_s, self._store.give_up)
+        timer.daemon = True
+        timer.start()

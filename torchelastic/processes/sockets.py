@@ -18,6 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+#: One attempt to connect; the kernel too asks again after a second.
+_CONNECT_S = 1.0
+
 
 @dataclass(frozen=True)
 class SocketId:
@@ -137,6 +140,30 @@ def _do(target: SocketId, what: Callable[[socket.socket], bool]) -> bool:
             return what(connection)
         except OSError:
             return False
+
+
+def connect_to(address: tuple[str, int], timeout_s: float, is_over: Callable[[], bool]) -> socket.socket:
+    """A new TCP connection. A host without power or network does not refuse one: it says nothing.
+
+    Args:
+        address: host and port.
+        timeout_s: how long to try.
+        is_over: asked every second; when it says so, it is not tried any longer.
+
+    Raises:
+        TimeoutError: there was no answer for so long.
+        ConnectionAbortedError: it was over before.
+        OSError: it cannot be reached, or refuses.
+    """
+    left_s = timeout_s
+    while not is_over():
+        try:
+            return socket.create_connection(address, min(left_s, _CONNECT_S))
+        except TimeoutError as error:
+            left_s -= _CONNECT_S
+            if left_s <= 0:
+                raise TimeoutError(f"no answer for {timeout_s:g} s") from error
+    raise ConnectionAbortedError("it is not waited for any longer")
 
 
 def waits_are_bounded(connection: socket.socket) -> bool:

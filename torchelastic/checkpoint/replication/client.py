@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +36,7 @@ from torchelastic.checkpoint.replication.receive import (
     digest_of,
     running_digests,
 )
+from torchelastic.processes.sockets import connect_to
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,24 @@ class ReplicaClient:
         self._retry_s, self._most_retries = retry_s, most_retries
         check_limits(timeout_s, chunk_bytes)
         self._chunk_bytes = chunk_bytes
+        self._lock = threading.Lock()
+        self._open: set[ReplicaConnection] = set()
+        self._has_ended = False
+
+    def end(self, grace_s: float) -> None:
+        """Nobody needs the peer any more: in so many seconds whoever waits for it is freed. From any thread.
+
+        Calls then raise PeerLostError.
+        """
+        timer = threading.Timer(grace_s, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._has_ended = True
+            for connection in self._open:
+                connection.cut()
 
     def push(self, object_id: str, content: memoryview | bytearray | bytes, *, token_round: int) -> Sent:
         """Sends an object; when this returns, the peer has verified and published it.
@@ -187,7 +206,7 @@ class ReplicaClient:
             failures += not isinstance(error, ReplicaBusyError)
             failed_s.append(self._clock())
             is_late = failed_s[-1] - failed_s[0] >= self._retry_s
-            return is_late or (self._most_retries is not None and failures > self._most_retries)
+            return self._has_ended or is_late or (self._most_retries is not None and failures > self._most_retries)
 
         return Retrying(
             retry=retry_if_exception_type((PeerLostError, ReplicaBusyError, DamagedFrameError)),
@@ -200,7 +219,7 @@ class ReplicaClient:
     @contextmanager
     def _connected(self) -> Iterator[ReplicaConnection]:
         try:
-            connected = socket.create_connection(self.address, self._timeout_s)
+            connected = connect_to(self.address, self._timeout_s, lambda: self._has_ended)
         except TimeoutError as error:
             raise PeerStalledError(
                 f"{self.peer} did not accept a connection in {self._timeout_s:g} s; its host is off or the network "
@@ -210,9 +229,15 @@ class ReplicaClient:
             raise PeerLostError(f"{self.peer} cannot be reached: {error.strerror or error}") from error
         connection = ReplicaConnection(connected, self.peer, self._timeout_s)
         try:
+            with self._lock:
+                self._open.add(connection)
+                if self._has_ended:
+                    connection.cut()
             greet_server(connection, self._token)
             yield connection
         finally:
+            with self._lock:
+                self._open.discard(connection)
             connection.close()
 
 

@@ -31,10 +31,13 @@ class SaveAgreement:
 
     def __init__(self, context: TierContext, notes: Notes) -> None:
         self.context = context
-        self.patience = notes.patience
         self._notes = notes
         self._dropped_later: list[str] = []
         self._last: SaveId | None = None
+
+    def end(self, grace_s: float) -> None:
+        """The group has ended: nobody is waited for any longer than so many seconds from now; from any thread."""
+        self._notes.end(grace_s)
 
     def choose_tiers(self, name: SaveId, chosen: list[str] | None) -> list[str]:
         """Which tiers take part: rank 0 says it, the others hear it. Raises: OutOfStepError."""
@@ -86,7 +89,7 @@ class SaveAgreement:
             OutOfStepError: there is no verdict.
         """
         # rank 0 may wait for others as long as this rank waits for it
-        words = self._notes.wait(f"{name}/{tier}", 0, 2 * self.patience.timeout_s)
+        words = self._notes.wait(f"{name}/{tier}", 0, 2 * self._notes.patience.timeout_s)
         if "manifest" not in words:
             raise NotPublishedError(words["why_not"])
         return decode_manifest(words["manifest"].encode())

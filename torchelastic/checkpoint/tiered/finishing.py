@@ -174,10 +174,12 @@ class Finisher:
             manifest = agreement.gather(name, tier.name, save.metrics, time.time())
             tier.commit(manifest)
         except Exception as error:
-            agreement.publish(name, tier.name, None, f"{type(error).__name__}: {error}")
+            with suppress(OutOfStepError):  # the first error is the one to see
+                agreement.publish(name, tier.name, None, f"{type(error).__name__}: {error}")
             raise
         save.abandoned.remove(tier)
-        agreement.publish(name, tier.name, manifest)
+        with suppress(OutOfStepError):  # the group has ended: nobody listens
+            agreement.publish(name, tier.name, manifest)
 
     def _put(self, save: TieredSave, tier: Tier, shard: SealedShard) -> None:
         agreement, name = save.agreement, save.name

@@ -135,10 +135,10 @@ class TieredCheckpointManager(ElasticCheckpointManager):
     def enter_group(self, peers: Peers) -> None:
         """A new group stands; see `ElasticCheckpointManager`. Raises besides: CheckpointError, on all ranks alike."""
         if self._agreement is not None:
-            self._agreement.patience.shorten(self._grace_s)
+            self._agreement.end(self._grace_s)
         epoch, self._generation = agree_on_epoch(self.tiers, peers, self._run_id, self._epoch, self._generation)
         if self._replicas is not None:
-            self._replicas.enter_group(peers)
+            self._replicas.enter_group(peers, self._grace_s)
         context = TierContext(self._run_id, epoch, peers.round_number, peers.rank, peers.world_size)
         notes = Notes(peers.mailbox(), Patience(self._patience_s, monotonic=self._monotonic))
         self._epoch, self._peers = epoch, peers
@@ -337,6 +337,8 @@ class TieredCheckpointManager(ElasticCheckpointManager):
         publish_metric("torchelastic", "checkpoint.failed", 1)
         if isinstance(error, (NotPublishedError, OutOfStepError)):
             log.warning("%s is not published: %s", what, error)
+        elif isinstance(error, CheckpointError):  # says all that is to be said
+            log.error("%s failed; training goes on: %s", what, error)
         else:
             log.error("%s failed; training goes on", what, exc_info=error)
 

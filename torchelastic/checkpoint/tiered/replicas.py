@@ -35,13 +35,20 @@ class Replicas:
         self._server: ReplicaServer | None = None
         self._partners: dict[int, ReplicaClient] = {}
 
-    def enter_group(self, peers: Peers) -> None:
-        """Agree with all ranks on who receives what; on the training thread of every rank."""
+    def enter_group(self, peers: Peers, grace_s: float) -> None:
+        """Agree with all ranks on who receives what; on the training thread of every rank.
+
+        Args:
+            peers: the new group.
+            grace_s: how long what is given to partners of the group before may still take.
+        """
         offered = peers.all_gather([self._token, secrets.token_hex(32)])
         token = next((known for known, _ in offered if known), offered[0][1])
         self._serve(token, peers.address)
         assert self._server is not None
         said = peers.all_gather([self._host, *self._server.address])
+        for client in self._partners.values():
+            client.end(grace_s)
         chosen = partners([host for host, _, _ in said], peers.rank, self._copies)
         if len(chosen) < self._copies:
             log.warning("each shard gets %d replica(s) and not %d: there are too few hosts", len(chosen), self._copies)
