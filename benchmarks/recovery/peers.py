@@ -172,7 +172,7 @@ def restart(peer: Peer, module: str = "benchmarks.recovery.peer_torchrun") -> It
 
 def _shrink(peer: Peer) -> Iterator[float]:
     """torchrun, one agent for each worker: the last one is lost with its worker."""
-    with _free_port() as port:
+    with free_port() as port:
         pass
     agents = []
     for number in range(peer.workers):
@@ -194,8 +194,23 @@ def _shrink(peer: Peer) -> Iterator[float]:
 
 
 def _torchft(peer: Peer) -> Iterator[float]:
-    """A replica is killed; then another one comes, and is killed next."""
-    with _free_port() as port:
+    """As many replicas as workers, of one process each."""
+
+    def commands(name: str) -> list[list[str | Path]]:
+        return [[peer.python, "-m", "benchmarks.recovery.peer_torchft", *peer.arguments, name]]
+
+    yield from lose_replicas(peer, peer.workers, commands)
+
+
+def lose_replicas(peer: Peer, replicas: int, commands: Callable[[str], list[list[str | Path]]]) -> Iterator[float]:
+    """torchft: a replica is killed; then another one comes, and the one that has lived longest is killed next.
+
+    Args:
+        peer: whose processes these are.
+        replicas: at a time.
+        commands: the processes of a replica, given its name.
+    """
+    with free_port() as port:
         pass
     lighthouse: list[str | Path] = [
         peer.python.with_name("torchft_lighthouse"),
@@ -208,25 +223,28 @@ def _torchft(peer: Peer) -> Iterator[float]:
     peer.start(*lighthouse)
     numbers = iter(range(1000))
 
-    def start_replica() -> subprocess.Popen[bytes]:
-        command = [peer.python, "-m", "benchmarks.recovery.peer_torchft", *peer.arguments, f"replica-{next(numbers)}"]
-        return peer.start(*command, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
+    def start_replica() -> list[subprocess.Popen[bytes]]:
+        environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+        return [peer.start(*command, **environment) for command in commands(f"replica-{next(numbers)}")]
 
-    replicas = [start_replica() for _ in range(peer.workers)]
+    started = [start_replica() for _ in range(replicas)]
+    size = len(started[0])
     began_s = 0.0
     while True:
-        peer.wait_for_steps(peer.workers, WARM_STEPS, began_s, peer.workers, set())
+        peer.wait_for_steps(replicas * size, WARM_STEPS, began_s, replicas, set())
         killed_s = time.monotonic()
-        victim = replicas.pop(0)
-        end_tree(victim)
-        dead = {victim.pid}
-        yield 1000 * (peer.wait_for_steps(peer.workers - 1, 1, killed_s, peer.workers - 1, dead) - killed_s)
-        replicas.append(start_replica())
+        victims = started.pop(0)
+        for victim in victims:
+            end_tree(victim)
+        dead = {victim.pid for victim in victims}
+        left = replicas - 1
+        yield 1000 * (peer.wait_for_steps(left * size, 1, killed_s, left, dead) - killed_s)
+        started.append(start_replica())
         began_s = time.monotonic()
 
 
 @contextmanager
-def _free_port() -> Iterator[int]:
+def free_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

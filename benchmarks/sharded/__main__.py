@@ -1,7 +1,7 @@
 """What it costs that a sharded model (FSDP2) survives a killed worker: the kill itself, and the copies before it.
 
     python -m benchmarks.sharded [--model 25M] [--workers 4] [--kills 5] [--every 1] [--rounds 5]
-    python -m benchmarks.sharded --peers torchrun [--peer-runs 3]
+    python -m benchmarks.sharded --peers torchrun,torchft --peers-python FOLDER/bin/python [--peer-runs 3]
 
 A GPT with AdamW in float32, sharded over gloo, under one agent and a real etcd; each step sleeps besides computing, as
 one does that waits for an accelerator.
@@ -21,8 +21,9 @@ one does that waits for an accelerator.
   same processes, on one thread, on all ranks at once.
 * memory: the most that copies have held, as multiples of a rank's shard: its own (target: 2) and all, with those that
   it keeps for its partner (target: 4).
-* peers: the same model and kill under torchrun, which starts all workers again; they read a checkpoint of
-  torch.distributed.checkpoint, saved to tmpfs every `--every` steps.
+* peers: the same model under torchrun, which starts all workers again; they read a checkpoint of
+  torch.distributed.checkpoint, saved to tmpfs every `--every` steps. And under torchft with replicas of two workers,
+  each of which is sharded over its two; it loses one replica.
 
 A recovery has no time limit that makes an error of it: see `python -m benchmarks.recovery --help`.
 """
@@ -38,7 +39,7 @@ from benchmarks.environment import describe, print_result
 from benchmarks.job.controller import NotReachedError
 from benchmarks.job.processes import exit_on_signals
 from benchmarks.sharded import ours
-from benchmarks.sharded.peer import measure_peer
+from benchmarks.sharded.peers import REPLICA_SIZE, measure_peers
 
 TARGETS = {
     "beyond_one_step_and_transfer_ms": 1000,
@@ -48,6 +49,7 @@ TARGETS = {
     "all_x": 4,
 }
 PARTS = ("kills", "copies")
+PEERS = ("torchrun", "torchft")
 
 
 def parse() -> argparse.Namespace:
@@ -63,13 +65,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of each way in a round")
     parser.add_argument("--step-ms", type=float, default=20.0, help="what a step sleeps besides computing")
     parser.add_argument("--parts", default=",".join(PARTS), help="any of kills, copies (with the memory)")
-    parser.add_argument("--peers", choices=["", "torchrun"], default="")
-    parser.add_argument("--peers-python", type=Path, help="an interpreter that has torch; default: this one")
+    parser.add_argument("--peers", default="", help="torchrun, torchft")
+    parser.add_argument("--peers-python", type=Path, help="an interpreter that has torch, and torchft if it is wanted")
     parser.add_argument("--peer-runs", type=int, default=3)
     options = parser.parse_args()
     options.parts = options.parts.split(",")
     if not set(options.parts) <= set(PARTS):
         parser.error(f"--parts {','.join(options.parts)}: there are {', '.join(PARTS)}")
+    options.peers = [peer for peer in options.peers.split(",") if peer]
+    if not set(options.peers) <= set(PEERS):
+        parser.error(f"--peers {','.join(options.peers)}: there are {', '.join(PEERS)}")
+    if "torchft" in options.peers and (options.workers % REPLICA_SIZE or options.workers < 2 * REPLICA_SIZE):
+        parser.error(f"--peers torchft: {options.workers} workers do not make replicas of {REPLICA_SIZE}, two at least")
     if min(options.kills, options.rounds, options.steps, options.peer_runs) < 1 or options.workers < 2:
         parser.error("--kills, --rounds, --steps and --peer-runs are at least 1, --workers at least 2")
     if options.hybrid:
@@ -98,9 +105,9 @@ def main() -> None:
         except NotReachedError as error:  # no reason to lose what was measured before
             figures["copies"] = {"gave_up": str(error)}
     if options.peers:
-        print(f"peers: {options.peers}", file=sys.stderr, flush=True)
+        print(f"peers: {', '.join(options.peers)}", file=sys.stderr, flush=True)
         of_kills = figures.get("kills", {}).get("kill_to_committed_ms")
-        figures["peers"] = {"torchrun_dcp": measure_peer(options, of_kills and of_kills["median"])}
+        figures["peers"] = measure_peers(options, of_kills and of_kills["median"])
     print_result(
         "sharded",
         model=options.model,

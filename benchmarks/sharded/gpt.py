@@ -39,6 +39,15 @@ def build(size: str, mesh: DeviceMesh) -> tuple[torch.nn.Module, torch.optim.Opt
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
+def initialize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Give a model of `build` memory and first values; on every rank of its mesh."""
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+
 def make_data(samples: int, seed: int = 11) -> torch.Tensor:
     """Random tokens and the one after them, (samples, `TOKENS` + 1)."""
     return torch.randint(0, VOCABULARY, (samples, TOKENS + 1), generator=torch.Generator().manual_seed(seed))

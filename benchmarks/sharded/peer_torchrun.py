@@ -1,4 +1,4 @@
-"""A worker under torchrun: FSDP2 and DCP, as torch documents them. Run by `benchmarks.sharded.peer`."""
+"""A worker under torchrun: FSDP2 and DCP, as torch documents them. Run by `benchmarks.sharded.peers`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ def main(folder: Path, size: str, step_ms: float, every: int, checkpoints: Path)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = gpt.build(size, init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    for module in model.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
+    gpt.initialize(model)
     tokens = gpt.make_data(gpt.SAMPLES_PER_WORKER, seed=rank)
     step = _load(checkpoints, model, optimizer)
     while True:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def run(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchelastic", "run", *words]
@@ -58,6 +60,20 @@ def test_workers_of_a_host_share_its_cores_unless_the_user_says_otherwise(tmp_pa
     for said, threads in (({}, shared), ({"OMP_NUM_THREADS": "7"}, "7")):
         done = run(*say, cwd=tmp_path, **said)
         assert re.findall(r"threads=(\d*)$", done.stdout, re.MULTILINE) == [threads] * 2, done.stderr
+
+
+def test_large_tensors_of_workers_are_in_huge_pages_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not policy.is_file() or "[madvise]" not in policy.read_text():
+        pytest.skip("the kernel's policy is not madvise: `echo madvise >/sys/kernel/mm/transparent_hugepage/enabled`")
+    (tmp_path / "train.py").write_text(
+        "import re, torch\nlarge = torch.ones(2**24)\n"
+        "print('huge', re.search(r'AnonHugePages: +(\\d+) kB', open('/proc/self/smaps_rollup').read())[1])\n"
+    )
+    for said, least_kb, most_kb in (({}, 2**15, 2**20), ({"THP_MEM_ALLOC_ENABLE": "0"}, 0, 0)):
+        done = run("train.py", cwd=tmp_path, **said)
+        (huge_kb,) = re.findall(r"huge (\d+)$", done.stdout, re.MULTILINE)
+        assert least_kb <= int(huge_kb) <= most_kb, done.stdout + done.stderr
 
 
 def test_variables_of_torchrun_count(tmp_path: Path) -> None:

@@ -71,3 +71,9 @@ def test_a_hybrid_mesh_that_a_kill_makes_unusable_is_an_error_that_says_so() -> 
     done = run("--hybrid=3")
     assert done.returncode == 2
     assert "a kill leaves 2 of 3 workers, and 2 is no multiple of 3" in done.stderr
+
+
+def test_workers_that_make_no_replicas_are_an_error_that_says_so() -> None:
+    done = run("--peers=torchrun,torchft")
+    assert done.returncode == 2
+    assert "3 workers do not make replicas of 2" in done.stderr

@@ -13,7 +13,7 @@ from torchelastic.agent import control_sequences
 from torchelastic.agent.control_sequences import last_state, plain_text, shown_of, without_sequences
 from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.terminal import Terminal
-from torchelastic.agent.worker_environment import terminal_variables, thread_variables
+from torchelastic.agent.worker_environment import memory_variables, terminal_variables, thread_variables
 
 RED, OFF = "\x1b[31m", "\x1b[0m"
 
@@ -168,3 +168,19 @@ def test_workers_of_a_host_share_its_cores_unless_the_user_says_otherwise(
     given_: dict[str, str], nproc: int, cores: int, wanted: dict[str, str]
 ) -> None:
     assert thread_variables(given_, nproc, cores) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given_", "huge_pages", "wanted"),
+    [
+        ({}, "always [madvise] never\n", {"THP_MEM_ALLOC_ENABLE": "1"}),
+        ({"THP_MEM_ALLOC_ENABLE": "0"}, "always [madvise] never\n", {}),
+        ({}, "[always] madvise never\n", {}),
+        ({}, "always madvise [never]\n", {}),
+        ({}, "", {}),
+    ],
+)
+def test_workers_ask_for_huge_pages_where_the_kernel_waits_to_be_asked(
+    given_: dict[str, str], huge_pages: str, wanted: dict[str, str]
+) -> None:
+    assert memory_variables(given_, huge_pages) == wanted
