@@ -169,7 +169,6 @@ def _add_watching(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "page-token-file", what, type=Path, metavar="FILE")
     what = f"each event and each line of a worker is a line for people, or JSON (default: {FORMAT_VARIABLE}, or human)"
     add_option(parser, "log-format", what, choices=FORMATS)
-    add_option(parser, "log-repeats", "show a line each time, however often workers say it", **_FLAG)
 
 
 def _add_place(
