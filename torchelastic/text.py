@@ -41,7 +41,7 @@ def duration(ns: float) -> str:
 
 
 def age_text(age_s: float) -> str:
-    """How long ago something was, from seconds, in one unit: for columns and for lines that change each second.
+    """How long ago something was or how long it still takes, from seconds, in one unit: for lines that often change.
 
     >>> age_text(7200.0), age_text(59.0)
     ('2.0 h', '59 s')

@@ -92,7 +92,6 @@ class Job:
         self._issued = {"import": 0, "join": 0}
         self.agent_log = folder / "agent.txt"
         command = [sys.executable, "-m", "torchelastic.launch", "run", "-v", "--standalone", "--max-restarts", "100000"]
-        command += ["--log-repeats"]  # the stacks of several ranks have lines in common
         command += ["--nproc-per-node", str(self.workers + spares), "--max-workers", str(self.workers)]
         command += ["-m", module, "--folder", str(folder), "--workers", str(workers)]
         for name, value in options.items():

@@ -105,6 +105,12 @@ class Job:
         self.agents.append(self._popen(command, f"agent-{len(self.agents)}.txt", environment))
         return self.agents[-1]
 
+    def page(self) -> tuple[str, str]:
+        """Where the newest agent's live page is, and the token that opens it."""
+        said = r"live page: (\S+) \(its token is in (.+)\)"
+        url, file = wait_until(lambda: re.findall(said, self.output()), 30, "the page's address is printed")[-1]
+        return url, Path(file).read_text().strip()
+
     def open_gate(self, step: int) -> None:
         """Let the workers go on that wait in a step of the job's option `gates`."""
         (self.folder / f"gate-{step}").touch()

@@ -43,7 +43,7 @@ def test_a_run_shows_by_itself_how_far_it_is_and_its_loss_without_garbling_a_lin
         epochs=8,
     )
     shell = at_terminal("run", "--nproc-per-node=2", "train.py", text=text)
-    line = re.compile(r"step \d+ of 64 \(\d+ %\)  [\d.]+ steps/s  loss 0.25  about \d:\d\d left")
+    line = re.compile(r"step \d+ of 64 \(\d+ %\)  [\d.]+ steps/s  loss 0.25  about [\d.]+ (s|min) left")
     shell.until_true(lambda: any(map(line.fullmatch, shell.screen[-1:])), "progress in the last line")
     assert shell.end() == 0, shell.said
     said = [line for line in shell.screen if "said" in line]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -15,13 +14,12 @@ import pytest
 
 from tests.cluster import page_job
 from tests.cluster.browser import Tab, browser, chromium
-from tests.cluster.harness import Job, wait_until
+from tests.cluster.harness import Job
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.ledger.accounts import LOOKS
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
 from torchelastic.page.listening import listening
-from torchelastic.page.logs import Logs
 from torchelastic.page.server import PageServer
 from torchelastic.status.run_status import EventLine
 from torchelastic.status.status_format import run_to_plain
@@ -59,9 +57,6 @@ def own_addresses(tab: Tab, url: str) -> None:
 class PageJob(Job):
     script = Path(page_job.__file__)
 
-    def url(self) -> str:
-        return str(wait_until(lambda: re.search(r"live page: (\S+)", self.output()), 30, "the page is told of")[1])
-
     def pid(self, place: int) -> int:
         """The newest process in that place."""
         return int(
@@ -78,11 +73,11 @@ def job(tmp_path: Path) -> Any:
 
 @pytest.mark.long
 def test_the_page_of_a_standalone_run_shows_its_members_its_ledger_a_kill_and_its_end(job: PageJob) -> None:
-    agent = job.start("--standalone", "--rdzv-id=job7", f"--log-dir={job.folder / 'logs'}", nproc=2)
-    url = job.url()
+    agent = job.start("--standalone", "--rdzv-id=job7", nproc=2)
+    url, token = job.page()
 
     async def watch(tab: Tab) -> None:
-        await tab.open(url)
+        await tab.open(f"{url}#token={token}")
         await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 2")
         await tab.wait_for("document.getElementById('state').textContent == 'running'")
         await tab.wait_for("[...document.querySelectorAll('#workers-table .a-productive.swatch')].length == 2")
@@ -103,11 +98,6 @@ def test_the_page_of_a_standalone_run_shows_its_members_its_ledger_a_kill_and_it
         assert await tab.ask("document.querySelectorAll('img').length") == 0
         assert await tab.ask("({}).constructor === Object && Object.keys(Object.prototype).length === 0")
 
-        # the log is text, too, without a terminal's colours
-        await tab.wait_for("/step \\d+/.test(document.getElementById('log').textContent)")
-        log = await tab.ask("document.getElementById('log').textContent")
-        assert "ready <script>document.title='taken'</script>" in log
-
         killed = job.pid(1)
         os.kill(killed, signal.SIGKILL)
         bad = "[...document.querySelectorAll('#events li[data-kind=bad]')].map((one) => one.innerText).join()"
@@ -120,7 +110,6 @@ def test_the_page_of_a_standalone_run_shows_its_members_its_ledger_a_kill_and_it
         again = "[...document.querySelectorAll('#workers-table tbody tr')].map((one) => one.innerText.split(/\\s+/))"
         await tab.wait_for(f"{again}.filter(([rank]) => rank == '0' || rank == '1').length == 2", 60)
         assert str(job.pid(1)) in await tab.text("#workers-table")
-        await tab.wait_for("[...document.getElementById('log-name').options].length == 3")
         assert await tab.ask("document.title") == "job7 · torchelastic"
 
         agent.send_signal(signal.SIGTERM)
@@ -141,9 +130,9 @@ class Shown:
     def __init__(self, at: str = "0", token_file: Path | None = None) -> None:
         self.status = a_run(a_host("node-1", 0, 1), a_host("node-2", 2))
         self.about = About("node-1", "1.0")
-        self.options = listening(at, token_file, is_seen=False)
+        self.options = listening(at, token_file)
         self.url = self.options.url
-        self._server = PageServer(self.options, self.read, Logs())
+        self._server = PageServer(self.options, self.read)
         self._server.start()
 
     def read(self) -> Picture:
@@ -160,16 +149,18 @@ def show() -> Iterator[Callable[..., Shown]]:
         yield lambda *at, **options: pages.enter_context(closing(Shown(*at, **options)))
 
 
-def test_the_page_connects_again_by_itself_and_says_how_old_its_picture_is(show: Callable[..., Shown]) -> None:
+def test_the_page_connects_again_by_itself_and_says_how_old_its_picture_is(
+    show: Callable[..., Shown], tmp_path: Path
+) -> None:
     async def watch(tab: Tab) -> None:
-        shown = show()
+        shown = show(token_file=tmp_path / "token")
         port = shown.options.socket.getsockname()[1]
-        await tab.open(shown.url)
+        await tab.open(f"{shown.url}#token={shown.options.token}")
         await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 3")
         shown.close()
         await tab.wait_for("/this is how it was \\d+ s ago/.test(document.getElementById('link').textContent)")
         await tab.wait_for("getComputedStyle(document.getElementById('main')).filter == 'grayscale(1)'")
-        again = show(str(port))
+        again = show(str(port), tmp_path / "token")
         again.status = a_run(a_host("node-1", 0))
         await tab.wait_for(f"{LIVE} && document.querySelectorAll('#workers-table tbody tr').length == 1")
         assert not await tab.ask("document.getElementById('main').classList.contains('old')")
@@ -187,10 +178,10 @@ def test_whatever_hosts_call_themselves_is_text_and_silent_hosts_and_an_outage_a
         a_host(HOSTILE, 0, incarnation=HOSTILE, journal=HOSTILE, address="javascript:document.title='taken'",
                version=HOSTILE, events=(event,)), late, because=HOSTILE,
     )  # fmt: skip
-    shown.about = About(HOSTILE, HOSTILE, (), NOW_S)
+    shown.about = About(HOSTILE, HOSTILE, NOW_S)
 
     async def watch(tab: Tab) -> None:
-        await tab.open(shown.url)
+        await tab.open(shown.options.url_to_open)
         await tab.wait_for(f"{LIVE} && document.querySelectorAll('#hosts-table tbody tr').length == 2")
         text = await tab.ask("document.body.textContent")
         assert text.count("onerror") >= 8
@@ -234,7 +225,7 @@ def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_
     shown = show()
 
     async def watch(tab: Tab) -> None:
-        await tab.open(shown.url)
+        await tab.open(shown.options.url_to_open)
         await tab.wait_for(LIVE)
         paper = "getComputedStyle(document.body).backgroundColor"
         colours = "[...document.querySelectorAll('#ledger .bar i')].map((one) => getComputedStyle(one).backgroundColor)"
@@ -254,8 +245,8 @@ def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_
         tree = (await tab.call("Accessibility.getFullAXTree"))["nodes"]
         named = {(one["role"]["value"], one.get("name", {}).get("value", "")) for one in tree if not one.get("ignored")}
         for role, name in (
-            ("heading", "Workers"), ("heading", "Where the time goes"), ("columnheader", "rank"), ("combobox", "of"),
-            ("table", "Workers by rank"), ("table", "Hosts"), ("combobox", "of the last"), ("checkbox", "follow"),
+            ("heading", "Workers"), ("heading", "Where the time goes"), ("columnheader", "rank"),
+            ("table", "Workers by rank"), ("table", "Hosts"), ("combobox", "of the last"), ("checkbox", "saves"),
         ):  # fmt: skip
             assert (role, name) in named, (role, name)
         pictures = [name for role, name in named if role in ("image", "img")]
@@ -267,6 +258,6 @@ def test_the_page_is_light_or_dark_and_can_be_used_with_a_keyboard_and_a_screen_
             for kind in ("keyDown", "keyUp"):
                 await tab.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
             reached.append(await tab.ask("document.activeElement.id || document.activeElement.className"))
-        assert {"skip", "theme", "window", "events", "log", "log-follow"} <= set(reached), reached
+        assert {"skip", "theme", "window", "events", "with-saves"} <= set(reached), reached
 
     in_a_browser(watch)

@@ -39,8 +39,9 @@ def first_step_after(job: Job, killed_s: float) -> float:
 
 def status_of(job: Job) -> Any:
     """What the live page is made from."""
-    url = wait_until(lambda: re.findall(r"live page: (\S+)", job.output()), 30, "the page's address is printed")[-1]
+    url, token = job.page()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.addheaders = [("Authorization", f"Bearer {token}")]
     with opener.open(f"{url}status.json", timeout=10) as answer:
         return json.load(answer)
 

@@ -16,7 +16,6 @@ from torchelastic.ledger.accounts import Account
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
 from torchelastic.page.listening import PageOptions, listening
-from torchelastic.page.logs import Logs
 from torchelastic.page.server import PageServer
 from torchelastic.status.run_status import EventLine, HostStatus, RunStatus
 from torchelastic.status.status_format import run_to_plain
@@ -33,7 +32,7 @@ class Source:
     def read(self) -> Picture:
         self.reads += 1
         status = self.status(self.reads)
-        return Picture(run_to_plain(status), document_of(status, About("node-0", "1.0", ("0.0",))))
+        return Picture(run_to_plain(status), document_of(status, About("node-0", "1.0")))
 
     def status(self, n: int) -> RunStatus:
         each = self.workers // self.hosts
@@ -65,12 +64,11 @@ def served(
     source: Source | None = None,
     *,
     token_file: Path | None = None,
-    logs: Logs | None = None,
     read: Callable[[], Picture] | None = None,
     **settings: float,
 ) -> Iterator[tuple[PageServer, PageOptions]]:
-    options = listening("0", token_file, is_seen=False)
-    server = PageServer(options, read or (source or Source()).read, logs or Logs(), **settings)
+    options = listening("0", token_file)
+    server = PageServer(options, read or (source or Source()).read, **settings)
     server.start()
     try:
         yield server, options
@@ -79,10 +77,11 @@ def served(
 
 
 def get(options: PageOptions, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    """What the page answers to somebody who has its token."""
     host, port = options.socket.getsockname()[:2]
     connection = http.client.HTTPConnection(host, port, timeout=20)
     told = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, headers=told)
+    connection.request(method, path, headers={"Authorization": f"Bearer {options.token}", **told})
     return connection.getresponse()
 
 
@@ -93,7 +92,11 @@ def raw(options: PageOptions, content: bytes = b"") -> socket.socket:
 
 
 def stream(options: PageOptions) -> socket.socket:
-    return raw(options, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return raw(options, stream_request(options))
+
+
+def stream_request(options: PageOptions) -> bytes:
+    return f"GET /events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {options.token}\r\n\r\n".encode()
 
 
 class Events:

@@ -254,7 +254,7 @@ def test_children_that_the_caller_has_already_are_left_alone() -> None:
 def test_of_a_progress_file_the_last_readable_line_counts(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     path.write_text('{"committed_step": 99}')
-    told = Reported(path, tmp_path / "manager_state.json")
+    told = Reported(path)
     told.read()
     assert told.steps == Steps()  # that was of the life before
     path.write_text('{"committed_step": 4, "saved_step": 0}')
@@ -266,17 +266,3 @@ def test_of_a_progress_file_the_last_readable_line_counts(tmp_path: Path) -> Non
     path.write_text('{"committed_step": 6}')
     told.read()
     assert (told.steps, told.fault) == (Steps(committed_step=6), "")
-
-
-def test_velastics_file_counts_if_it_was_written_in_this_life(tmp_path: Path) -> None:
-    path = tmp_path / "manager_state.json"
-    path.write_text('{"iter_count": 8, "total_iters": 50}')
-    told = Reported(tmp_path / "progress", path)
-    told.read()
-    assert told.steps == Steps()
-    path.write_text('{"iter_count": 19, "total_iters": 50}')
-    told.read()
-    assert told.steps == Steps(committed_step=18)
-    (tmp_path / "progress").write_text('{"saved_step": 10}')
-    told.read()
-    assert told.steps == Steps(committed_step=18, saved_step=10)

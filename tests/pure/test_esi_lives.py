@@ -5,22 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from torchelastic.launch import simulate_esi
 from torchelastic.launch.command_line import command_parser
 from torchelastic.launch.esi_lives import (
-    Ending,
     How,
     Life,
     Verdict,
     exit_text,
-    judge,
-    parse_manager_state,
     parse_progress,
     report_document,
     table,
@@ -34,16 +29,17 @@ from torchelastic.lifetime.requeue import STOPPED_EARLY as REQUEUE_CODE
 HALF, ALL = Steps(committed_step=5, total_steps=10), Steps(committed_step=10, total_steps=10)
 
 
-def ended(exit_code: int, *, timed_out: bool = False, killed: int = 0) -> Ending:
-    return Ending(exit_code, used_s=1.0, given_up_s=0.0 if timed_out else 4.0, timed_out=timed_out, killed=killed)
+def ended(exit_code: int, *, timed_out: bool = False, killed: int = 0) -> Life:
+    return Life(exit_code, used_s=1.0, left_s=0.0 if timed_out else 4.0, timed_out=timed_out, killed=killed)
 
 
-def life(how: How, told: Steps | None = None, exit_code: int = 1) -> Life:
-    return Life(how, ended(exit_code), told or Steps())
+#: One of each kind.
+STOPPED, FAILED, FINISHED = ended(REQUEUE_CODE), ended(1), ended(0)
+ENDED, KILLED = ended(0, timed_out=True), ended(-signal.SIGKILL, timed_out=True, killed=1)
 
 
 @pytest.mark.parametrize(
-    ("ending", "told", "how"),
+    ("life", "told", "how"),
     [
         (ended(0), Steps(), How.FINISHED),
         (ended(0), ALL, How.FINISHED),
@@ -71,64 +67,64 @@ def life(how: How, told: Steps | None = None, exit_code: int = 1) -> Life:
         (ended(0, timed_out=True, killed=1), HALF, How.KILLED),
     ],
 )
-def test_how_a_life_has_ended(ending: Ending, told: Steps, how: How) -> None:
-    assert judge(ending, told) is how
+def test_how_a_life_has_ended(life: Life, told: Steps, how: How) -> None:
+    assert replace(life, told=told).how is how
 
 
 def test_the_exit_code_that_asks_for_another_life_is_a_choice() -> None:
-    assert judge(ended(3), Steps(), requeue_codes=(3, 4)) is How.STOPPED
-    assert judge(ended(REQUEUE_CODE), Steps(), requeue_codes=(3, 4)) is How.FAILED
+    assert Life(3, 1.0, requeue_codes=(3, 4)).how is How.STOPPED
+    assert Life(REQUEUE_CODE, 1.0, requeue_codes=(3, 4)).how is How.FAILED
 
 
-@pytest.mark.parametrize("how", [How.STOPPED, How.ENDED, How.KILLED, How.FAILED])
-def test_a_job_is_started_again_until_its_restarts_are_used_up(how: How) -> None:
-    assert what_next([life(how)], 2) == Verdict(True, 0, "restart 1 of at most 2")
-    assert what_next([life(how)] * 2, 2).goes_on
-    assert what_next([life(how)] * 3, 2) == Verdict(False, 1, "not finished after 2 restarts: that is --max-restarts")
+@pytest.mark.parametrize("life", [STOPPED, ENDED, KILLED, FAILED])
+def test_a_job_is_started_again_until_its_restarts_are_used_up(life: Life) -> None:
+    assert what_next([life], 2) == Verdict(True, 0, "restart 1 of at most 2")
+    assert what_next([life] * 2, 2).goes_on
+    assert what_next([life] * 3, 2) == Verdict(False, 1, "not finished after 2 restarts: that is --max-restarts")
 
 
 def test_without_restarts_there_is_one_life() -> None:
-    verdict = what_next([life(How.KILLED)], 0)
+    verdict = what_next([KILLED], 0)
     assert (verdict.goes_on, verdict.exit_code) == (False, 1)
 
 
 def test_a_job_that_has_finished_is_not_started_again_even_in_its_last_life() -> None:
-    lives = [life(How.KILLED)] * 2 + [life(How.FINISHED)]
-    assert what_next(lives, 2) == Verdict(False, 0, "finished in life 3")
+    assert what_next([KILLED, KILLED, FINISHED], 2) == Verdict(False, 0, "finished in life 3")
 
 
 def test_a_command_that_cannot_be_run_is_not_tried_again() -> None:
-    assert what_next([life(How.UNRUNNABLE, exit_code=127)], 2) == Verdict(
-        False, 1, "the command cannot be run (exit code 127)"
-    )
+    assert what_next([ended(127)], 2) == Verdict(False, 1, "the command cannot be run (exit code 127)")
 
 
 def test_failures_in_a_row_end_it_and_a_life_that_has_not_failed_breaks_the_row() -> None:
-    failed, killed = life(How.FAILED, exit_code=-11), life(How.KILLED)
+    failed = ended(-signal.SIGSEGV)
     assert what_next([failed, failed]).goes_on
-    assert what_next([failed, failed, killed, failed, failed]).goes_on
-    assert what_next([killed, failed, failed, failed]) == Verdict(False, 1, "failed 3 times in a row (SIGSEGV)")
+    assert what_next([failed, failed, KILLED, failed, failed]).goes_on
+    assert what_next([KILLED, failed, failed, failed]) == Verdict(False, 1, "failed 3 times in a row (SIGSEGV)")
     assert what_next([failed] * 50, 100).goes_on
 
 
 def test_steps_are_lost_from_where_the_next_life_went_on() -> None:
     lives = [
-        life(How.KILLED, Steps(0, committed_step=12, saved_step=10)),
-        life(How.KILLED, Steps(8, committed_step=20, saved_step=20)),  # what was saved last was torn
-        life(How.FINISHED, Steps(20, committed_step=30, saved_step=20)),
+        replace(KILLED, told=Steps(0, committed_step=12, saved_step=10)),
+        replace(KILLED, told=Steps(8, committed_step=20, saved_step=20)),  # what was saved last was torn
+        replace(FINISHED, told=Steps(20, committed_step=30, saved_step=20)),
     ]
     report = report_document(lives, DONE)
     assert [one["steps_lost"] for one in report["lives"]] == [4, 0, 0]
-    assert (report["used_s"], report["given_up_s"], report["steps_lost"]) == (3.0, 8.0, 4)
+    assert (report["used_s"], report["given_up_s"], report["steps_lost"]) == (3.0, 0.0, 4)
 
 
 def test_where_the_next_life_says_nothing_the_last_save_counts() -> None:
     lives = [
-        life(How.KILLED, Steps(committed_step=12, saved_step=10)),
-        life(How.KILLED),
-        life(How.KILLED, Steps(committed_step=12)),
-        life(How.KILLED, Steps(saved_step=12)),
-        life(How.KILLED, Steps(committed_step=9, saved_step=11)),
+        replace(KILLED, told=told)
+        for told in (
+            Steps(committed_step=12, saved_step=10),
+            Steps(),
+            Steps(committed_step=12),
+            Steps(saved_step=12),
+            Steps(committed_step=9, saved_step=11),
+        )
     ]
     report = report_document(lives, DONE)
     assert [one["steps_lost"] for one in report["lives"]] == [2, None, None, None, 0]
@@ -137,7 +133,7 @@ def test_where_the_next_life_says_nothing_the_last_save_counts() -> None:
 
 
 def test_a_job_that_has_finished_has_given_up_nothing() -> None:
-    report = report_document([life(How.STOPPED), life(How.FINISHED)], DONE)
+    report = report_document([STOPPED, FINISHED], DONE)
     assert (report["used_s"], report["given_up_s"], report["steps_lost"]) == (2.0, 4.0, 0)
 
 
@@ -165,25 +161,16 @@ def test_a_step_that_is_no_whole_number_is_named(value: object) -> None:
         parse_progress({"committed_step": value})
 
 
-@pytest.mark.parametrize("parse", [parse_progress, parse_manager_state])
-def test_what_is_no_object_is_no_progress(parse: Callable[[object], object]) -> None:
+def test_what_is_no_object_is_no_progress() -> None:
     with pytest.raises(ValueError, match="no JSON object"):
-        parse([1])
-
-
-def test_velastics_file_counts_the_iteration_that_has_begun_and_ours_those_that_are_done() -> None:
-    velastic = {"avg_iter_time": 0.1, "total_iters": 50, "iter_count": 8, "remaining_time": 4.2, "save_ckpt_time": 0}
-    assert parse_manager_state(velastic) == 7
-    assert parse_manager_state(velastic | {"schema": 1, "completed_iters": 6}) == 6
-    assert parse_manager_state({"iter_count": 0, "total_iters": -1}) == 0
-    assert parse_manager_state({}) is None
+        parse_progress([1])
 
 
 # --- the report -----------------------------------------------------------------------------------
 
 LIVES = (
-    Life(How.KILLED, Ending(-9, 150.04, 0.0, True, 3), Steps(0, 12, 10, 20)),
-    Life(How.FINISHED, Ending(0, 60.0, 60.0), Steps(10, 20, 10, 20)),
+    Life(-9, 150.04, 0.0, True, 3, Steps(0, 12, 10, 20)),
+    Life(0, 60.0, 60.0, told=Steps(10, 20, 10, 20)),
 )
 DONE = Verdict(False, 0, "finished in life 2")
 
@@ -195,7 +182,7 @@ def test_the_table_has_a_line_per_life_and_the_sums() -> None:
         "2     finished  0          60.0         0.0         10       20     10           0",
         "all                       210.0         0.0                                      2",
     ]
-    failed = table(report_document([life(How.FAILED)], DONE)).splitlines()[1]
+    failed = table(report_document([FAILED], DONE)).splitlines()[1]
     assert failed.split()[-4:] == ["?", "?", "?", "?"]
 
 
@@ -233,11 +220,11 @@ def test_a_life_in_words() -> None:
         "killed (SIGKILL) after 150.0 s, SIGKILL to 3 processes that did not end in the grace, "
         "resumed step 0, committed step 12, saved step 10, total steps 20"
     )
-    assert str(Life(How.STOPPED, Ending(75, 3.0, 2.0, killed=1))) == (
+    assert str(Life(75, 3.0, 2.0, killed=1)) == (
         "stopped early (exit code 75) after 3.0 s, 2.0 s given up, "
         "SIGKILL to 1 process that did not end with the command"
     )
-    assert str(Life(How.FINISHED, Ending(0, 3.0, 2.0))) == "finished (exit code 0) after 3.0 s"
+    assert str(Life(0, 3.0, 2.0)) == "finished (exit code 0) after 3.0 s"
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -249,7 +236,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_the_words_of_the_seed_are_enough() -> None:
     order = simulate_esi.read_order(parsed("--timeout", "120"))
-    assert order == Order("train", 120.0, 30.0, 0.0, None, (75,), Path(".velastic"))
+    assert order == Order("train", 120.0, 30.0, 0.0, None, (75,))
 
 
 def test_who_says_how_many_restarts_gets_them_also_after_failures() -> None:

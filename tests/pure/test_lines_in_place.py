@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from torchelastic.agent import control_sequences
 from torchelastic.agent.control_sequences import last_state, plain_text, shown_of, without_sequences
-from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.terminal import Terminal
 from torchelastic.agent.worker_environment import memory_variables, terminal_variables, thread_variables
 
@@ -21,14 +20,13 @@ RED, OFF = "\x1b[31m", "\x1b[0m"
 class Seen:
     """What a terminal is told."""
 
-    def __init__(self, *, one_worker: bool = False, repeats: Repeats | None = None) -> None:
+    def __init__(self, *, one_worker: bool = False) -> None:
         self.written: list[str] = []
         self.below: list[str] = []
         self.terminal = Terminal(
             lambda _stream, text: self.written.append(text),
             below=self.below.append,
             can_move=one_worker,
-            repeats=repeats,
         )
 
 
@@ -83,8 +81,8 @@ def test_where_the_screen_is_no_terminal_only_the_last_state_of_a_bar_is_a_line(
     assert not terminal.is_live
 
 
-def test_one_worker_may_draw_several_lines_again_and_none_of_them_is_counted_away() -> None:
-    seen = Seen(one_worker=True, repeats=Repeats(shown=1))
+def test_one_worker_may_draw_several_lines_again() -> None:
+    seen = Seen(one_worker=True)
     for _ in range(3):
         seen.terminal.said(0, "stdout", f"\r\x1b[2K\x1b[1A\x1b[2K{RED}one{OFF}")
         seen.terminal.said(0, "stdout", "two")

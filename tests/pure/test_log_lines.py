@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from torchelastic.agent.event_log import EventLog, events_log, level_of
-from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.terminal import Terminal
 from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Failure, Join, LedgerEvent, Save, Start, StoreOutage, to_dict
@@ -133,65 +132,34 @@ def test_as_json_a_workers_lines_are_json_whatever_the_script_sets_up(monkeypatc
 
 
 class Shown:
-    def __init__(self, form: str, repeats: Repeats | None = None) -> None:
+    def __init__(self, form: str) -> None:
         self.texts: dict[str, str] = {"stdout": "", "stderr": ""}
-        self.now_s = 0.0
-        self.terminal = Terminal(
-            self.write, form=form, repeats=repeats, host="a", clock=lambda: self.now_s, wall_s=lambda: 7.5
-        )
+        self.terminal = Terminal(self.write, form=form, host="a", wall_s=lambda: 7.5)
 
     def write(self, stream: str, text: str) -> None:
         self.texts[stream] += text
 
 
-def test_each_line_names_its_worker_and_counts_name_theirs() -> None:
-    shown = Shown("human", Repeats(shown=1, within_s=10.0))
-    for worker in (0, 1, 2, 4):
-        shown.terminal.said(worker, "stderr", "careful")
-    shown.terminal.said(4, "stdout", "out")
-    shown.terminal.tick()
-    shown.now_s = 10.0
-    shown.terminal.tick()
-    assert shown.texts == {
-        "stdout": "[worker 4] out\n", "stderr": "[worker 0] careful\n[workers 1-2,4] 3 more times: careful\n",
-    }  # fmt: skip
-
-
-def test_a_worker_that_ends_leaves_nothing_untold() -> None:
-    shown = Shown("human", Repeats(shown=1))
-    for _ in range(3):
-        shown.terminal.said(0, "stderr", "careful")
-    shown.terminal.ended(0)
-    assert shown.texts["stderr"].splitlines()[1:] == ["[worker 0] 1 more time: careful", "[worker 0] careful"]
-    shown.terminal.said(0, "stderr", "careful")
-    shown.terminal.close()
-    assert shown.texts["stderr"].splitlines()[3:] == ["[worker 0] 1 more time: careful"]
-
-
-def test_without_the_rule_every_line_is_shown() -> None:
+def test_each_line_names_its_worker_and_is_shown_each_time() -> None:
     shown = Shown("human")
     for _ in range(50):
         shown.terminal.said(0, "stderr", "careful")
-    shown.terminal.tick()
+    shown.terminal.said(4, "stdout", "out")
     shown.terminal.ended(0)
-    shown.terminal.close()
-    assert shown.texts["stderr"] == "[worker 0] careful\n" * 50
+    assert shown.texts == {"stdout": "[worker 4] out\n", "stderr": "[worker 0] careful\n" * 50}
 
 
 def test_as_json_every_line_is_an_object() -> None:
-    shown = Shown("json", Repeats(shown=1))
+    shown = Shown("json")
     own = JsonFormatter(lambda: Position(1, 4, 12)).format(a_record())
-    for text in ("out", own, own, '{"at_s": 1, "kind": "end"}', '{"at_s": oops', '{"at_s": ' + "[" * 100_000):
+    for text in ("out", own, '{"at_s": 1, "kind": "end"}', '{"at_s": oops', '{"at_s": ' + "[" * 100_000):
         shown.terminal.said(1, "stderr", text)
-    shown.terminal.close()
-    output, log, user, broken, deep, repeated = documents(shown.texts["stderr"])
-    head = {"at_s": 7.5, "host": "a"}
-    assert output == {**head, "kind": "output", "local_rank": 1, "stream": "stderr", "text": "out"}
+    output, log, user, broken, deep = documents(shown.texts["stderr"])
+    assert output == {
+        "at_s": 7.5, "host": "a", "kind": "output", "local_rank": 1, "stream": "stderr", "text": "out"
+    }  # fmt: skip
     assert log == {**json.loads(own), "host": "a", "local_rank": 1}
     assert {one["kind"] for one in (user, broken, deep)} == {"output"}, "what a script prints is only passed on"
-    assert repeated == {
-        **head, "kind": "repeated", "local_ranks": [1], "stream": "stderr", "text": "it is so", "times": 1, "lines": 1,
-    }  # fmt: skip
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the live page is sent: documents, their differences, how often; whose a connection is; the end of a log."""
+"""What the live page is sent: documents, their differences, how often."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pure.merge_patch import applied
 from tests.pure.report_runs import journals_of, killed_run
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.ledger.accounts import LOOKS, Account
 from torchelastic.ledger.events import End, Failure, LostMember, Save
 from torchelastic.ledger.figures import Figure
 from torchelastic.page.answers import SECURITY_HEADERS, head, static_files
-from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, applied, difference, document_of, pause_s
+from torchelastic.page.document import BYTES_PER_S, MOST_EVENTS, About, difference, document_of, pause_s
 from torchelastic.page.feed import Feed, FeedTick, Picture, as_json
 from torchelastic.page.listening import parse_address
-from torchelastic.page.logs import last_lines
-from torchelastic.page.peers import uid_in
 from torchelastic.page.source import with_own_host
 from torchelastic.report.building import report_of
 from torchelastic.report.page import html_page
@@ -80,12 +79,12 @@ def nulls(value: Any) -> bool:
 
 def test_a_document_says_what_the_status_says_and_holds_no_null() -> None:
     status = a_run(a_host("node-1", 0, 1), a_host("node-2", 2))
-    plain, document = run_to_plain(status), document_of(status, About("node-1", "1.2", ["0.0"], 5.0))
+    plain, document = run_to_plain(status), document_of(status, About("node-1", "1.2", 5.0))
     assert not nulls(document)
     for name in ("members", "workers", "hosts", "silent", "events"):
         assert list(document[name].values()) == plain[name]
     assert document["figures"]["goodput"] == plain["figures"]["goodput"]
-    assert document["page"] == {"host": "node-1", "version": "1.2", "logs": ["0.0"], "etcd_away_s": 5.0}
+    assert document["page"] == {"host": "node-1", "version": "1.2", "etcd_away_s": 5.0}
     json.dumps(document, allow_nan=False)
     unbounded = replace(status.figures, whole_job_s=Figure("whole_job_s", 1.0, math.inf, "nothing was committed"))
     told = document_of(replace(status, figures=unbounded), About("node-1"))
@@ -277,28 +276,3 @@ def test_accounts_have_the_same_names_and_colours_on_the_page_and_in_the_report(
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write PORT or HOST:PORT"):
         parse_address(text)
-
-
-TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 0100007F:1F90 0100007F:C350 01 00000000:00000000 00:00000000 00000000  1000        0 1 1 0 20 4 30 10 -1
-   1: 0100007F:C350 0100007F:1F90 01 00000000:00000000 00:00000000 00000000  1001        0 2 1 0 20 4 30 10 -1
-"""
-TABLE_6 = TABLE.replace("0100007F:", "0000000000000000FFFF00000100007F:").replace(" 1001 ", " 1002 ")
-
-
-def test_the_kernels_table_says_whose_the_other_end_is() -> None:
-    server, client = ("127.0.0.1", 8080), ("127.0.0.1", 50000)
-    assert uid_in(TABLE, client, server) == 1001
-    assert uid_in(TABLE, server, client) == 1000
-    assert uid_in(TABLE_6, client, server) == 1002, "an IPv4 connection of a socket for both kinds"
-    assert uid_in(TABLE, ("127.0.0.1", 50001), server) is None
-    assert uid_in(TABLE, ("127.0.0.2", 50000), server) is None
-    assert uid_in("", client, server) is None
-
-
-@given(st.lists(st.binary(max_size=5).filter(lambda line: b"\n" not in line)), st.integers(1, 9), st.booleans())
-def test_the_last_lines_are_the_last_lines(lines: list[bytes], count: int, ends: bool) -> None:
-    content = b"\n".join(lines) + (b"\n" if ends and lines else b"")
-    expected = b"".join(content.splitlines(keepends=True)[-count:]) if b"\r" not in content else None
-    if expected is not None and not any(byte in content for byte in b"\x0b\x0c\x1c\x1d\x1e\x85"):
-        assert last_lines(content, count) == expected

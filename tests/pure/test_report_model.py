@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.pure.report_runs import DAY_NS, MS, Host, Worker, group_of, journals_of, killed_run, steps
 from torchelastic.ledger.accounts import Account
-from torchelastic.ledger.events import Counted
 from torchelastic.ledger.figures import figures_of, seen
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.ledger.journal import Journal
@@ -18,23 +17,20 @@ from torchelastic.ledger.merge import merged_ledgers
 from torchelastic.report.building import NoRunError, report_of
 from torchelastic.report.model import Report
 from torchelastic.report.page import html_page
-from torchelastic.report.segments import Segment, cells
+from torchelastic.report.segments import Segment, segments_of
 from torchelastic.report.timeline import workers_in_group
 
-#: What the first worker of `killed_run` spent its time on, in milliseconds.
+#: What the first worker of `killed_run` had counted from one moment to the next, in milliseconds.
 FIRST = [
-    (0, 490, {"start_up": 490}),
-    (490, 500, {"idle": 10}),
+    (0, 500, {"start_up": 490, "idle": 10}),
     (500, 510, {"restore": 10}),
-    (510, 810, {"productive": 300}),
-    (810, 830, {"save_stall": 20}),
-    (830, 1010, {"productive": 180}),
-    (1010, 1040, {"replayed": 30}),
-    (1040, 1060, {"detect": 20}),
+    (510, 610, {"productive": 100}),
+    (610, 830, {"productive": 200, "save_stall": 20}),
+    (830, 1060, {"productive": 180, "replayed": 50}),
     (1060, 1090, {"re_form": 30}),
     (1090, 1100, {"restore": 10}),
-    (1100, 2000, {"productive": 900}),
-    (2000, 2010, {"re_form": 10}),
+    (1100, 1200, {"productive": 100}),
+    (1200, 2010, {"productive": 800, "re_form": 10}),
     (2010, 2020, {"restore": 10}),
     (2020, 3020, {"productive": 1000}),
     (3020, 3120, {"idle": 100}),
@@ -61,31 +57,36 @@ def check(report: Report) -> None:
     assert report.seen.worker_ns == sum(report.seen.amounts)
 
 
-def test_every_nanosecond_of_a_killed_run_is_where_it_was_spent_although_the_clocks_of_its_hosts_differ() -> None:
+def test_the_lives_of_a_killed_run_are_on_one_clock_although_those_of_its_hosts_differ() -> None:
     report = report_of(journals_of(killed_run()))
     check(report)
     assert report.began_ns == DAY_NS
     assert report.until_ns == 3120 * MS
     assert [life.name for life in report.lives] == ["alpha/0.0", "alpha/1.0", "beta/0.0", "beta/1.0", "beta/1.1"]
-    assert [ms(cell) for cell in report.lives[0].cells] == FIRST
     assert [life.began_ns // MS for life in report.lives] == [0, 0, 5, 5, 1100]
     lost = report.lives[3]
     assert lost.is_loss
     assert lost.is_ended
-    assert ms(lost.cells[-1]) == (1010, 1040, {"replayed": 30})
+    _from_ms, until_ms, parts = ms(lost.cells[-1])
+    assert (until_ms, list(parts)) == (1040, ["replayed"])
     assert [life.is_loss for life in report.lives] == [False, False, False, True, False]
 
 
-def test_with_counts_written_down_once_only_events_tell_where_the_time_was_spent() -> None:
-    hosts = killed_run()
-    for host in hosts:
-        last = {event.worker: event for event in host.events if isinstance(event, Counted)}
-        host.events = [event for event in host.events if not isinstance(event, Counted) or event is last[event.worker]]
-    report = report_of(journals_of(hosts))
-    check(report)
-    for life, whole in zip(report.lives, report_of(journals_of(killed_run())).lives, strict=True):
-        assert life.amounts == whole.amounts
-    assert [ms(cell) for cell in report.lives[0].cells] == FIRST
+def test_the_time_line_has_what_was_counted_from_one_count_to_the_next() -> None:
+    journals = journals_of(killed_run())
+    name, book = next(iter(merged_ledgers(journals).items()))
+    edges = [to_ms * MS for _from_ms, to_ms, _parts in FIRST]
+    life = segments_of(journals[name], book, book.counts.last_ns, edges)["alpha-a1/0.0"]
+    assert [ms(segment) for segment in life] == FIRST
+
+
+def test_between_two_counts_time_is_spread_evenly() -> None:
+    journals = journals_of(killed_run())
+    name, book = next(iter(merged_ledgers(journals).items()))
+    life = segments_of(journals[name], book, book.counts.last_ns, [610 * MS, 720 * MS, 830 * MS])["alpha-a1/0.0"]
+    assert [ms(segment) for segment in life[1:3]] == [
+        (610, 720, {"productive": 100, "save_stall": 10}), (720, 830, {"productive": 100, "save_stall": 10}),
+    ]  # fmt: skip
 
 
 def test_what_another_host_tells_of_a_death_is_time_to_detect_of_that_failure_and_of_no_later_one() -> None:
@@ -100,7 +101,7 @@ def test_what_another_host_tells_of_a_death_is_time_to_detect_of_that_failure_an
         stays.trains_again(at_ms + 100, 5, 5, 10)
     report = report_of(journals_of(hosts))
     check(report)
-    assert [ms(cell) for cell in report.lives[0].cells if cell.amounts[Account.DETECT]] == [(300, 320, {"detect": 20})]
+    assert report.lives[0].amounts[Account.DETECT] == 20 * MS
     assert [incident.detect_ns // MS for incident in report.incidents] == [20, 0]
 
 
@@ -255,12 +256,8 @@ def test_going_back_to_a_checkpoint_costs_the_steps_since_then_also_of_those_who
     (incident,) = report.incidents
     assert (incident.step, incident.steps_back, incident.restored_from) == (5, 3, "checkpoint")
     stayed, gone = report.lives
-    assert [ms(cell) for cell in gone.cells] == [
-        (0, 10, {"restore": 10}),
-        (10, 210, {"productive": 200}),
-        (210, 220, {"save_stall": 10}),
-        (220, 530, {"replayed": 310}),
-    ]
+    assert gone.amounts[Account.PRODUCTIVE] == 200 * MS
+    assert gone.amounts[Account.REPLAYED] == 310 * MS
     assert stayed.amounts[Account.REPLAYED] == 310 * MS
     assert stayed.amounts[Account.DETECT] == 10 * MS
     assert [mark.kind for mark in report.marks].count("back") == 1
@@ -295,7 +292,7 @@ def test_saves_of_all_workers_are_one_row_and_outages_drains_and_stragglers_are_
 
 def test_the_number_of_workers_in_a_group_is_that_of_those_that_neither_start_nor_idle() -> None:
     counts = workers_in_group(report_of(journals_of(killed_run())), 312)  # columns of 10 ms
-    assert [round(counts[column], 6) for column in (0, 48, 50, 100, 104, 150, 202, 301, 302, 311)] == [
+    assert [round(counts[column], 6) for column in (0, 48, 51, 100, 104, 150, 202, 300, 303, 311)] == [
         0, 0, 4, 4, 3, 3, 4, 4, 0, 0,
     ]  # fmt: skip
 
@@ -425,14 +422,3 @@ def test_whatever_happens_all_cells_are_full(acts: list[tuple[str, int, int]]) -
             at_ms += 15
     report = report_of(journals_of(hosts))
     check(report)
-
-
-def test_cells_are_as_many_as_there_are_edges_however_many_segments_there_were() -> None:
-    productive, saving = (1, 0, 0, 0, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0, 0, 0, 0)
-    parts = [Segment(at, at + 1, productive if at % 2 else saving) for at in range(1000)]
-    found = cells(parts, list(range(100, 1000, 100)))
-    assert [(cell.from_ns, cell.to_ns, cell.amounts[:2]) for cell in found] == [
-        (at, at + 100, (50, 50)) for at in range(0, 1000, 100)
-    ]
-    quiet = cells([Segment(at, at + 1, productive) for at in range(1000)], list(range(100, 1000, 100)))
-    assert quiet == (Segment(0, 1000, (1000, *[0] * 8)),)

@@ -11,7 +11,7 @@ from torchelastic.ledger.counters import Counters
 from torchelastic.ledger.events import Counted, End, Join, LedgerEvent, Start
 from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.rendezvous.records import Round, RoundState
-from torchelastic.status.host import HostView, host_status, parts_of, published_values
+from torchelastic.status.host import HostView, parts_of, published_values
 from torchelastic.status.progress import Pace
 from torchelastic.status.run_status import HostStatus
 
@@ -54,8 +54,9 @@ def a_book() -> HostLedger:
 
 
 def status_at(now_ns: int, round_: int = 1) -> HostStatus:
-    known = HostStatus(host="h", incarnation="1", at_s=WALL_S, round=round_, round_since_s=5.0)
-    return host_status(known, a_book(), now_ns)
+    view = HostView("h", "1", clock_ns=lambda: now_ns, wall_s=lambda: WALL_S)
+    view.heard_of(Round(round_, RoundState.RUNNING))
+    return view.status(a_book())
 
 
 def test_workers_that_live_are_told_and_the_sums_are_of_all_that_ever_did() -> None:
@@ -74,7 +75,7 @@ def test_whoever_is_not_in_the_present_round_has_no_rank() -> None:
 
 
 def test_a_book_of_nothing_is_a_status_of_nothing() -> None:
-    status = host_status(HostStatus(host="h", incarnation="1", at_s=WALL_S), HostLedger(), now_ns=5)
+    status = HostView("h", "1", clock_ns=lambda: 5).status(HostLedger())
     assert (status.workers, status.seen.worker_ns, status.seen.wall_ns, status.began_s) == ((), 0, 0, 0.0)
 
 

@@ -213,7 +213,7 @@ class Agent:
                 self._on_event,
             ):
                 events.subscribe(on_event)
-            self._dashboard = self._make_dashboard(self.supervisor, host)
+            self._dashboard = self._make_dashboard(host)
 
     def _make_recorder(self, supervisor: Supervisor, host: str, incarnation: str, publish: Publish) -> LedgerRecorder:
         recorder = LedgerRecorder(
@@ -231,14 +231,13 @@ class Agent:
         self._metrics.add_ledger(recorder.latest)
         return recorder
 
-    def _make_dashboard(self, supervisor: Supervisor, host: str) -> Dashboard | None:
+    def _make_dashboard(self, host: str) -> Dashboard | None:
         page, status = self._options.page, self._status
         if page is None:
             return None
         status.address = page.url
         return Dashboard(
-            page, self._store, self._options.url, host=host, status=status.status, events=status.view.lines,
-            supervisor=supervisor,
+            page, self._store, self._options.url, host=host, status=status.status, events=status.view.lines
         )  # fmt: skip
 
     # --- what happens -----------------------------------------------------------------------------

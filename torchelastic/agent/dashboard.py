@@ -6,12 +6,9 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from torchelastic.agent.supervisor import Supervisor
 from torchelastic.page.document import About
 from torchelastic.page.listening import PageOptions
-from torchelastic.page.logs import Logs
 from torchelastic.page.server import PageServer
 from torchelastic.page.source import RunSource
 from torchelastic.rendezvous.store import CoordinationStore
@@ -34,7 +31,6 @@ class Dashboard:
         host: this host's name.
         status: gives this host's status, on the agent's event loop.
         events: gives more events of it than a status has, on the agent's event loop.
-        supervisor: of this host's workers, whose logs may be seen.
     """
 
     def __init__(
@@ -46,13 +42,11 @@ class Dashboard:
         host: str,
         status: Callable[[], HostStatus],
         events: Callable[[], tuple[EventLine, ...]],
-        supervisor: Supervisor,
     ) -> None:
-        self._status, self._events, self._supervisor = status, events, supervisor
+        self._status, self._events = status, events
         self._loop = asyncio.get_running_loop()
-        logs = Logs(self._log_paths)
-        source = RunSource(StatusReader(store, url), url.run_id, self._own, About(host, __version__), logs)
-        self._server = PageServer(options, source.read, logs)
+        source = RunSource(StatusReader(store, url), url.run_id, self._own, About(host, __version__))
+        self._server = PageServer(options, source.read)
 
     def start(self) -> None:
         """Serve from now on."""
@@ -72,11 +66,3 @@ class Dashboard:
         except concurrent.futures.TimeoutError:
             asked.cancel()
             return None
-
-    def _log_paths(self) -> dict[str, Path]:
-        """The logs of all lives of this host's workers; from any thread."""
-        return {
-            f"{worker.local_rank}.{life}": path
-            for worker in self._supervisor.workers
-            for life, path in tuple(worker.log_paths.items())
-        }

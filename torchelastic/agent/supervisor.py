@@ -348,7 +348,6 @@ class Supervisor:
     async def _tick(self) -> None:
         while not self.all_over.is_set():
             await _is_set_within(self.all_over, TICK_S)
-            self.terminal.tick()
             self._look_at_plain_group()
 
     async def _ended_within(self, seconds: float) -> bool:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torchelastic.agent.control_sequences import last_state, shown_of
-from torchelastic.agent.repeats import Again, Repeats, Said
 from torchelastic.foreign_json import RecordError, decode_object
 from torchelastic.log_lines import HUMAN, JSON, json_line
 
 #: Writes a text, line end and all, to the stream with that name; must not wait.
 Write = Callable[[str, str], None]
 
-#: So long after a worker has moved the cursor up, its lines are taken for a picture that is drawn again and again, of
-#: which no line may be left out.
-_PICTURE_S = 1.0
 #: A line of a worker's own torchelastic log begins so, see `torchelastic.log_lines.JsonFormatter`.
 _LOG_LINE = '{"at_s": '
 
@@ -34,12 +29,10 @@ class Terminal:
     Args:
         write: to the screen.
         form: "human" or "json".
-        repeats: what counts lines that are said again and again; None: every line is shown.
         host: this host's name, for JSON.
         below: shows a line below all that is written, in place of the one before; None: the screen is no terminal.
         can_move: there is one worker only, so that it may move the cursor up to lines that it has written.
         logged: gives how often somebody else has written to the screen: the cursor is not moved up over those lines.
-        clock: monotonic seconds.
         wall_s: Unix seconds.
     """
 
@@ -48,21 +41,18 @@ class Terminal:
         write: Write = to_screen,
         *,
         form: str = HUMAN,
-        repeats: Repeats | None = None,
         host: str = "",
         below: Callable[[str], None] | None = None,
         can_move: bool = False,
         logged: Callable[[], int] = lambda: 0,
-        clock: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        self._write, self._is_json, self._repeats, self._host = write, form == JSON, repeats, host
+        self._write, self._is_json, self._host = write, form == JSON, host
         self._below, self._can_move = None if self._is_json else below, can_move
         self._logged, self._seen_logged = logged, 0
         self._bars: dict[tuple[int, str], str] = {}
         self._progress, self._step, self._is_asking = "", -1, False
-        self._clock, self._wall_s = clock, wall_s
-        self._moved_s = -math.inf
+        self._wall_s = wall_s
 
     @property
     def is_live(self) -> bool:
@@ -83,16 +73,9 @@ class Terminal:
         moves, shown = shown_of(text) if self.is_live else ("", last_state(text))
         self._move(stream, moves)
         self._seen_logged = self._logged()
-        if shown is None:
-            return
-        self._moved_s = self._clock() if moves and self._can_move else self._moved_s
-        if self._clock() - self._moved_s < _PICTURE_S:
-            self._write(stream, _for_people(Said(worker, stream, shown)) + "\n")
-            return
-        log_line = _log_line(shown) if self._is_json else None
-        same = "" if log_line is None else str(log_line.get("text"))
-        said = Said(worker, stream, shown, same)
-        self._show([said] if self._repeats is None else self._repeats.said(said, self._clock()))
+        if shown is not None:
+            line = json_line(self._document(worker, stream, shown)) if self._is_json else _for_people(worker, shown)
+            self._write(stream, line + "\n")
 
     def asks(self, worker: int, stream: str, text: str) -> None:
         """A worker has said the beginning of a line, and waits for an answer: it is shown at once, each time.
@@ -104,7 +87,7 @@ class Terminal:
         else:
             self._is_asking = True
             self._draw_below()
-            self._write(stream, _for_people(Said(worker, stream, text, "")))
+            self._write(stream, _for_people(worker, text))
 
     def rewrites(self, worker: int, stream: str, text: str) -> None:
         """A worker has begun a line, or written it anew, as progress bars do; without its end, `said` follows.
@@ -114,7 +97,7 @@ class Terminal:
         moves, shown = shown_of(text)
         if self.is_live and shown is not None:
             self._move(stream, moves)
-            self._bars[worker, stream] = f"[worker {worker}] {shown}"
+            self._bars[worker, stream] = _for_people(worker, shown)
             self._draw_below()
 
     def progresses(self, step: int, text: str) -> None:
@@ -128,22 +111,10 @@ class Terminal:
         self._step, self._progress = step, text
         self._draw_below()
 
-    def tick(self) -> None:
-        """Show the counts that are due; to be called every second or so."""
-        if self._repeats is not None:
-            self._show(self._repeats.due(self._clock()))
-
     def ended(self, worker: int) -> None:
-        """A worker's process has ended and has said all that it will: nothing of it is held back any more."""
+        """A worker's process has ended and has said all that it will: no bar of it is shown any more."""
         self._bars = {key: bar for key, bar in self._bars.items() if key[0] != worker}
         self._draw_below()
-        if self._repeats is not None:
-            self._show(self._repeats.ended(worker))
-
-    def close(self) -> None:
-        """Show all counts that are left."""
-        if self._repeats is not None:
-            self._show(self._repeats.rest())
 
     def _move(self, stream: str, moves: str) -> None:
         if moves and self._can_move and self._logged() == self._seen_logged:
@@ -154,22 +125,12 @@ class Terminal:
             line = self._bars[min(self._bars)] if self._bars else self._progress
             self._below("" if self._is_asking else line)
 
-    def _show(self, parts: Iterable[Said | Again]) -> None:
-        for part in parts:
-            line = json_line(self._document(part)) if self._is_json else _for_people(part)
-            self._write(part.stream, line + "\n")
-
-    def _document(self, part: Said | Again) -> dict[str, Any]:
-        head = {"at_s": round(self._wall_s(), 6), "host": self._host}
-        if isinstance(part, Again):
-            return {
-                **head, "kind": "repeated", "local_ranks": part.workers, "stream": part.stream, "text": part.text,
-                "times": part.times, "lines": part.lines,
-            }  # fmt: skip
-        log_line = _log_line(part.text)
+    def _document(self, worker: int, stream: str, text: str) -> dict[str, Any]:
+        log_line = _log_line(text)
         if log_line is not None:
-            return {**log_line, "host": self._host, "local_rank": part.worker}
-        return {**head, "kind": "output", "local_rank": part.worker, "stream": part.stream, "text": part.text}
+            return {**log_line, "host": self._host, "local_rank": worker}
+        head = {"at_s": round(self._wall_s(), 6), "host": self._host}
+        return {**head, "kind": "output", "local_rank": worker, "stream": stream, "text": text}
 
 
 def _log_line(text: str) -> dict[str, Any] | None:
@@ -183,23 +144,5 @@ def _log_line(text: str) -> dict[str, Any] | None:
     return document if document.get("kind") == "log" else None
 
 
-def _for_people(part: Said | Again) -> str:
-    if isinstance(part, Said):
-        return f"[worker {part.worker}] {part.text}"
-    return f"[{names_of(part.workers)}] {part}"
-
-
-def names_of(workers: tuple[int, ...]) -> str:
-    """Numbers of workers for people.
-
-    >>> names_of((3,)), names_of((0, 1, 2, 5))
-    ('worker 3', 'workers 0-2,5')
-    """
-    runs: list[list[int]] = []
-    for worker in workers:
-        if runs and worker == runs[-1][1] + 1:
-            runs[-1][1] = worker
-        else:
-            runs.append([worker, worker])
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    return f"worker{'s' if len(workers) > 1 else ''} {','.join(texts)}"
+def _for_people(worker: int, text: str) -> str:
+    return f"[worker {worker}] {text}"

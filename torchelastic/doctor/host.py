@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,11 +253,16 @@ def _tasks_of(uid: int) -> int:
 
 
 def _most_processes(root: Path, self_cgroup: Path) -> tuple[int | None, int]:
-    """Limit and number of the strictest group of this process that has a limit (pids controller, versions 1 and 2)."""
+    """Limit and number of the strictest control group of this process that has a limit."""
+    try:
+        path = next(line[3:] for line in self_cgroup.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None, 0
     strictest: tuple[int | None, int] = (None, 0)
-    for folder in _pids_folders(root, self_cgroup):
+    lowest = root / path.strip("/")
+    for group in (lowest, *(parent for parent in lowest.parents if parent.is_relative_to(root))):
         try:
-            limit, number = (folder / "pids.max").read_text().strip(), (folder / "pids.current").read_text().strip()
+            limit, number = (group / "pids.max").read_text().strip(), (group / "pids.current").read_text().strip()
         except OSError:
             continue
         if limit.isdecimal() and number.isdecimal():
@@ -265,21 +270,6 @@ def _most_processes(root: Path, self_cgroup: Path) -> tuple[int | None, int]:
             if strictest[0] is None or left < strictest[0] - strictest[1]:
                 strictest = int(limit), int(number)
     return strictest
-
-
-def _pids_folders(root: Path, self_cgroup: Path) -> Iterator[Path]:
-    try:
-        lines = self_cgroup.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "pids" not in controllers.split(","):
-            continue
-        mount = root / "pids" if controllers else root
-        group = mount / path.strip("/")
-        yield from (group, *(parent for parent in group.parents if parent.is_relative_to(mount)))
 
 
 def check_memory(needed_bytes: int | None) -> Sequence[Finding]:

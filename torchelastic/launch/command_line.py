@@ -165,11 +165,10 @@ def _add_watching(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "push-gateway", what, metavar="URL")
     what = "serve the run's live page there (default off; --standalone: any free port of this host alone)"
     add_option(parser, "page", what, metavar="[HOST:]PORT")
-    what = "with the token that opens the page; made if there is none"
+    what = "with the token that opens the page; made if there is none (default: a new token, in a file that is named)"
     add_option(parser, "page-token-file", what, type=Path, metavar="FILE")
     what = f"each event and each line of a worker is a line for people, or JSON (default: {FORMAT_VARIABLE}, or human)"
     add_option(parser, "log-format", what, choices=FORMATS)
-    add_option(parser, "log-repeats", "show a line each time, however often workers say it", **_FLAG)
 
 
 def _add_place(
@@ -255,9 +254,8 @@ def _add_simulate_esi(commands: _Commands) -> None:
     add_option(parser, "pause", "between two lives (default 0 s)", default=0.0, **_SECONDS)
     what = "a job that exits with this wants to be started again; may be given several times (default 75)"
     add_option(parser, "requeue-code", what, type=int, action="append", metavar="N")
-    add_option(parser, "velastic-dir", "default: .velastic", type=Path, default=Path(".velastic"), metavar="DIR")
     add_option(parser, "json", "the report as one line of JSON, the last one on stdout", **_FLAG)
-    add_option(parser, "report", "write the report as JSON here, anew after each life", type=Path, metavar="FILE")
+    add_option(parser, "report", "write the report as JSON here", type=Path, metavar="FILE")
 
 
 def _add_doctor(commands: _Commands) -> None:

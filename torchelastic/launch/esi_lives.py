@@ -13,6 +13,7 @@ from torchelastic.agent.causes import describe_exit
 from torchelastic.foreign_json import MAX_COUNT
 from torchelastic.lifetime.progress import Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
+from torchelastic.text import counted
 
 #: What a shell returns for a command that it cannot run or find; a restart does not help.
 UNRUNNABLE_CODES = (126, 127)
@@ -35,46 +36,63 @@ class How(Enum):
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What was seen of the end of one life.
+class Life:
+    """One life of the job: what was seen of its end, and what the job has reported.
 
     Attributes:
         exit_code: of the command; negative: the signal that ended it.
         used_s: seconds from its start until nothing of it was left.
-        given_up_s: seconds that it still had when the command ended; 0 if its time was over.
+        left_s: seconds that it still had when the command ended; 0 if its time was over.
         timed_out: its time was over, and it was sent SIGTERM.
         killed: how many of its processes got SIGKILL: after the grace, or because the command ended without them.
+        told: the steps that it has reported.
+        requeue_codes: exit codes that mean "stopped before the deadline, start me again".
     """
 
     exit_code: int
     used_s: float
-    given_up_s: float = 0.0
+    left_s: float = 0.0
     timed_out: bool = False
     killed: int = 0
-
-
-@dataclass(frozen=True)
-class Life:
-    """One life of the job, with what the job has reported about it."""
-
-    how: How
-    ending: Ending
     told: Steps = field(default_factory=Steps)
+    requeue_codes: Collection[int] = (STOPPED_EARLY,)
+
+    @property
+    def how(self) -> How:
+        """How it has ended.
+
+        An exit with 0 after SIGTERM does not mean that the work is done: a job that saves in its handler and exits with
+        0 looks the same, and schedulers call both a time-out. So it is started again; if it had finished, it has
+        nothing to do in its next life. A job that reports its progress (`total_steps`) is believed.
+        """
+        done, total = self.told.committed_step, self.told.total_steps
+        is_incomplete = done is not None and total is not None and done < total
+        is_complete = done is not None and total is not None and done >= total
+        if self.timed_out:
+            if self.exit_code == 0 and is_complete:
+                return How.FINISHED
+            return How.KILLED if self.killed else How.ENDED
+        if self.exit_code in self.requeue_codes:
+            return How.STOPPED
+        if self.exit_code == 0:
+            return How.STOPPED if is_incomplete else How.FINISHED
+        if self.exit_code > 0 and is_incomplete and self.told.saved_step == done:
+            return How.STOPPED
+        return How.UNRUNNABLE if self.exit_code in UNRUNNABLE_CODES else How.FAILED
 
     @property
     def given_up_s(self) -> float:
         """Seconds that it had left when it ended without having finished."""
-        return 0.0 if self.how is How.FINISHED else self.ending.given_up_s
+        return 0.0 if self.how is How.FINISHED else self.left_s
 
     def __str__(self) -> str:
         """One line for people."""
-        parts = [f"{self.how.value} ({exit_text(self.ending.exit_code)}) after {self.ending.used_s:.1f} s"]
+        parts = [f"{self.how.value} ({exit_text(self.exit_code)}) after {self.used_s:.1f} s"]
         if self.given_up_s:
             parts.append(f"{self.given_up_s:.1f} s given up")
-        if self.ending.killed:
-            what = "in the grace" if self.ending.timed_out else "with the command"
-            plural = "es" if self.ending.killed > 1 else ""
-            parts.append(f"SIGKILL to {self.ending.killed} process{plural} that did not end {what}")
+        if self.killed:
+            what = "in the grace" if self.timed_out else "with the command"
+            parts.append(f"SIGKILL to {counted(self.killed, 'process', 'processes')} that did not end {what}")
         told = asdict(self.told).items()
         return ", ".join(parts + [f"{name.replace('_', ' ')} {step}" for name, step in told if step is not None])
 
@@ -96,52 +114,11 @@ def parse_progress(document: Any) -> Steps:
     """
     if not isinstance(document, dict):
         raise ValueError('it is no JSON object such as {"committed_step": 120, "saved_step": 100}')
-    return Steps(**{name: _step(document, name) for name in Steps.__dataclass_fields__})
-
-
-def parse_manager_state(document: Any) -> int | None:
-    """The last step that `manager_state.json` says is done.
-
-    velastic writes it at the start of each iteration, before `iter_count` is done. Ours has a schema, and says how many
-    are done; it is written at a save that may not be durable yet, so it says nothing about what was saved.
-
-    Raises:
-        ValueError: it is no such file.
-    """
-    if not isinstance(document, dict):
-        raise ValueError("it is no JSON object")
-    if "schema" in document:
-        return _step(document, "completed_iters")
-    begun = _step(document, "iter_count")
-    return None if begun is None else max(0, begun - 1)
-
-
-def judge(ending: Ending, told: Steps, requeue_codes: Collection[int] = (STOPPED_EARLY,)) -> How:
-    """How a life has ended.
-
-    An exit with 0 after SIGTERM does not mean that the work is done: a job that saves in its handler and exits with 0
-    looks the same, and schedulers call both a time-out. So it is started again; if it had finished, it has nothing to
-    do in its next life. A job that reports its progress (`total_steps`) is believed.
-
-    Args:
-        ending: what was seen.
-        told: what the job has reported.
-        requeue_codes: exit codes that mean "stopped before the deadline, start me again".
-    """
-    done, total = told.committed_step, told.total_steps
-    is_incomplete = done is not None and total is not None and done < total
-    is_complete = done is not None and total is not None and done >= total
-    if ending.timed_out:
-        if ending.exit_code == 0 and is_complete:
-            return How.FINISHED
-        return How.KILLED if ending.killed else How.ENDED
-    if ending.exit_code in requeue_codes:
-        return How.STOPPED
-    if ending.exit_code == 0:
-        return How.STOPPED if is_incomplete else How.FINISHED
-    if ending.exit_code > 0 and is_incomplete and told.saved_step == done:
-        return How.STOPPED
-    return How.UNRUNNABLE if ending.exit_code in UNRUNNABLE_CODES else How.FAILED
+    steps = {name: document.get(name) for name in Steps.__dataclass_fields__}
+    for name, value in steps.items():
+        if value is not None and (type(value) is not int or not 0 <= value <= MAX_COUNT):
+            raise ValueError(f"{name} is {value!r}: give a whole number from 0 on")
+    return Steps(**steps)
 
 
 def what_next(lives: Sequence[Life], max_restarts: int | None = None) -> Verdict:
@@ -157,12 +134,11 @@ def what_next(lives: Sequence[Life], max_restarts: int | None = None) -> Verdict
     if last.how is How.FINISHED:
         return Verdict(False, 0, f"finished in life {len(lives)}")
     if last.how is How.UNRUNNABLE:
-        return Verdict(False, 1, f"the command cannot be run ({exit_text(last.ending.exit_code)})")
+        return Verdict(False, 1, f"the command cannot be run ({exit_text(last.exit_code)})")
     if max_restarts is None and [life.how for life in lives[-MAX_FAILURES:]] == [How.FAILED] * MAX_FAILURES:
-        return Verdict(False, 1, f"failed {MAX_FAILURES} times in a row ({exit_text(last.ending.exit_code)})")
+        return Verdict(False, 1, f"failed {MAX_FAILURES} times in a row ({exit_text(last.exit_code)})")
     if restarts >= most:
-        plural = "" if restarts == 1 else "s"
-        return Verdict(False, 1, f"not finished after {restarts} restart{plural}: that is --max-restarts")
+        return Verdict(False, 1, f"not finished after {counted(restarts, 'restart')}: that is --max-restarts")
     return Verdict(True, 0, f"restart {restarts + 1} of at most {most}")
 
 
@@ -185,19 +161,18 @@ def report_document(lives: Sequence[Life], verdict: Verdict) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "finished": bool(lives) and lives[-1].how is How.FINISHED,
-        "goes_on": verdict.goes_on,
         "reason": verdict.reason,
-        "used_s": round(math.fsum(life.ending.used_s for life in lives), 3),
+        "used_s": round(math.fsum(life.used_s for life in lives), 3),
         "given_up_s": round(math.fsum(life.given_up_s for life in lives), 3),
         "steps_lost": sum(known) if known else None,
         "lives": [
             {
                 "life": number,
                 "how": life.how.name.lower(),
-                "exit_code": life.ending.exit_code,
-                "used_s": round(life.ending.used_s, 3),
+                "exit_code": life.exit_code,
+                "used_s": round(life.used_s, 3),
                 "given_up_s": round(life.given_up_s, 3),
-                "killed_processes": life.ending.killed,
+                "killed_processes": life.killed,
                 **asdict(life.told),
                 "steps_lost": steps,
             }
@@ -242,10 +217,3 @@ def exit_text(exit_code: int) -> str:
     ('exit code 3', 'SIGKILL')
     """
     return describe_exit(exit_code).removeprefix("killed by ")
-
-
-def _step(document: dict[str, Any], name: str) -> int | None:
-    value = document.get(name)
-    if value is not None and (type(value) is not int or not 0 <= value <= MAX_COUNT):
-        raise ValueError(f"{name} is {value!r}: give a whole number from 0 on")
-    return value

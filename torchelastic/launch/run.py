@@ -45,6 +45,8 @@ from torchelastic.usage import UsageError
 log = logging.getLogger(__name__)
 
 _NO_PAGE = "off"
+#: In the launcher's own folder.
+PAGE_TOKEN = "page-token"  # noqa: S105 - the name of a file
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             push_gateway=gateway,
             term_grace_s=options.term_grace,
             ledger_dir=options.log_dir,
-            page=opened_page(options, stack, network.address, partial(run_log.say, "page")),
+            page=opened_page(options, stack, network.address, Path(socket_dir), partial(run_log.say, "page")),
             address=network.address,
             log_form=run_log.form,
         )
@@ -158,7 +160,7 @@ def _open_meeting_place(stack: ExitStack, host: str, port: int, run_id: str) -> 
 
 
 def opened_page(
-    options: argparse.Namespace, stack: ExitStack, address: str, say: Callable[[str], None]
+    options: argparse.Namespace, stack: ExitStack, address: str, folder: Path, say: Callable[[str], None]
 ) -> PageOptions | None:
     """Take the page's address and say where it is, once; None: there is none.
 
@@ -166,6 +168,7 @@ def opened_page(
         options: of the command line.
         stack: frees the address.
         address: where the other hosts reach this one, if one was chosen; told instead of its name.
+        folder: of this user alone; for the token, if the user names no file and sees no terminal.
         say: shows a line; no log, for the line may hold a token.
 
     Raises:
@@ -176,8 +179,10 @@ def opened_page(
         if options.page_token_file is not None:
             raise UsageError("--page-token-file is for a page: give --page [HOST:]PORT too")
         return None
+    is_seen = sys.stderr.isatty()
+    token_file = options.page_token_file or (None if is_seen else folder / PAGE_TOKEN)
     try:
-        page = listening(where, options.page_token_file, is_seen=sys.stderr.isatty())
+        page = listening(where, token_file)
     except (ValueError, OSError) as error:
         if options.page is None and options.page_token_file is None:  # nobody has asked for it
             log.warning("the live page is not served: %s", error)
@@ -185,5 +190,6 @@ def opened_page(
         raise UsageError(str(error)) from error
     stack.callback(page.socket.close)
     page = replace(page, address=address)
-    say(f"live page: {page.url_to_open}")
+    where_token_is = "" if is_seen or options.page_token_file else f" (its token is in {token_file})"
+    say(f"live page: {page.url_to_open}{where_token_is}")
     return page

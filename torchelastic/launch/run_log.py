@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchelastic.agent.event_log import events_log
-from torchelastic.agent.repeats import Repeats
 from torchelastic.agent.screen_writer import ScreenWriter
 from torchelastic.agent.terminal import Terminal
 from torchelastic.log_lines import FORMAT_VARIABLE, JSON, JsonFormatter, checked_format, json_line
@@ -83,18 +82,15 @@ def opened_log(
         handler.setFormatter(logging.Formatter("[agent] %(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, handlers=[handler])
     events_log.setLevel(logging.DEBUG if options.verbose or form == JSON else logging.INFO)
-    repeats = None if options.log_repeats else Repeats()
     terminal = Terminal(
         writer.write,
         form=form,
-        repeats=repeats,
         host=host,
         below=None if size is None else writer.show_below,
         can_move=options.nproc_per_node == 1,
         logged=lambda: writer.logged,
     )
     run_log = RunLog(form, terminal, host, size)
-    stack.callback(run_log.terminal.close)
     for note in notes:
         run_log.say("note", note)
     return run_log

@@ -17,45 +17,30 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 
 from torchelastic.foreign_json import decode_json
-from torchelastic.launch.esi_lives import (
-    Ending,
-    Life,
-    Verdict,
-    exit_text,
-    judge,
-    parse_manager_state,
-    parse_progress,
-    report_document,
-    table,
-    what_next,
-)
+from torchelastic.launch.esi_lives import Life, Verdict, exit_text, parse_progress, report_document, table, what_next
 from torchelastic.lifetime.deadline import MLP_VARIABLE
 from torchelastic.lifetime.progress import PROGRESS_VARIABLE, Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.lifetime.sources.detection import GRACE_VARIABLE, TERMINATION_FILE_VARIABLE
 from torchelastic.processes import dies_with_parent
+from torchelastic.text import counted
 from torchelastic.usage import CommandError, UsageError
 
 #: Which life this is, counted from 1.
 LIFE_VARIABLE = "TORCHELASTIC_LIFE"
-#: velastic's file, and that of `torchelastic.lifetime.IterManager`.
-MANAGER_FILE = "manager_state.json"
 #: What ends the simulator, and the job with it, at once.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 _POLL_S = 0.05
-#: How often orphans that have ended are waited for while the job runs: it reads the list of all processes of the host.
-_REAP_EVERY_S = 5.0
 #: How long processes may take to be gone after SIGKILL.
 _KILL_TIMEOUT_S = 10.0
 _MAX_BYTES = 1 << 20
@@ -83,8 +68,7 @@ class Order:
         grace_s: seconds from SIGTERM to SIGKILL.
         pause_s: seconds from the end of a life to the next.
         max_restarts: as of `what_next`.
-        requeue_codes: as of `judge`.
-        velastic_dir: where the job has velastic's `manager_state.json`, if it has one.
+        requeue_codes: as of `Life`.
     """
 
     command: str
@@ -93,7 +77,6 @@ class Order:
     pause_s: float = 0.0
     max_restarts: int | None = None
     requeue_codes: tuple[int, ...] = (STOPPED_EARLY,)
-    velastic_dir: Path = Path(".velastic")
 
 
 def simulate_esi(options: argparse.Namespace) -> int:
@@ -103,19 +86,13 @@ def simulate_esi(options: argparse.Namespace) -> int:
         raise UsageError("it needs Linux, whose kernel hands it the processes that a job leaves behind")
     if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise UsageError(f"--report {path}: give a file in a folder that exists and may be written to")
-    document: dict[str, Any] = {}
-
-    def note(lives: list[Life], verdict: Verdict) -> None:
-        said = {"command": order.command, "timeout_s": order.timeout_s, "grace_s": order.grace_s}
-        document.update(said | report_document(lives, verdict))
-        if path is not None:
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
-            partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-            partial.replace(path)  # a reader finds the old one or the new one
-
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic-esi-") as folder:
-            verdict = Simulation(order, Path(folder)).run(note)
+            lives, verdict = Simulation(order, Path(folder)).run()
+        said = {"command": order.command, "timeout_s": order.timeout_s, "grace_s": order.grace_s}
+        document = said | report_document(lives, verdict)
+        if path is not None:
+            path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     except Interrupted as interrupted:  # after the last life
         return 128 + interrupted.number
     except OSError as error:
@@ -140,7 +117,7 @@ def read_order(options: argparse.Namespace) -> Order:
     restarts = options.max_restarts
     if restarts is not None and restarts < 0:
         raise UsageError(f"--max-restarts {restarts}: give a number from 0 on")
-    return Order(options.cmd, options.timeout, options.grace, options.pause, restarts, codes, options.velastic_dir)
+    return Order(options.cmd, options.timeout, options.grace, options.pause, restarts, codes)
 
 
 class Simulation:
@@ -159,17 +136,13 @@ class Simulation:
         self._termination_path, self._progress_path = folder / "termination-time", folder / "progress.json"
         self._job: subprocess.Popen[bytes] | None = None
         self._number = 0
-        self._reap_s = 0.0
 
-    def run(self, note: Callable[[list[Life], Verdict], None]) -> Verdict:
+    def run(self) -> tuple[list[Life], Verdict]:
         """All lives; nothing of them is left when this returns or raises.
-
-        Args:
-            note: called with the lives and the verdict after each of them, and when nothing is left.
 
         Raises:
             CommandError: processes are still there after SIGKILL; names them.
-            OSError: the job could not be started, or one of our files not be written.
+            OSError: the job could not be started, or the file with the end of its time not be written.
         """
         lives: list[Life] = []
         _adopt_orphans()
@@ -181,22 +154,20 @@ class Simulation:
                     time.sleep(self._order.pause_s)
                 lives.append(self._live(len(lives) + 1))
                 verdict = what_next(lives, self._order.max_restarts)
-                note(lives, verdict)
         except Interrupted as interrupted:
-            whole = f"{len(lives)} whole {'life' if len(lives) == 1 else 'lives'}"
+            whole = counted(len(lives), "whole life", "whole lives")
             reason = f"interrupted by {exit_text(-interrupted.number)} after {whole}"
             verdict = Verdict(False, 128 + interrupted.number, reason)
         finally:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # nothing interrupts this
             self._end_all()
-        note(lives, verdict)
-        return verdict
+        return lives, verdict
 
     def _live(self, number: int) -> Life:
         """One life, from its start until no process of it is left."""
         order, self._number = self._order, number
-        reported = Reported(self._progress_path, order.velastic_dir / MANAGER_FILE)
+        reported = Reported(self._progress_path)
         end_unix_s, began_s = time.time() + order.timeout_s, time.monotonic()
         self._termination_path.write_text(f"{end_unix_s:.3f}\n")
         self._say(f"starts, until {datetime.fromtimestamp(end_unix_s).astimezone():%Y-%m-%d %H:%M:%S %z}")
@@ -214,7 +185,7 @@ class Simulation:
         )
         deadline_s = began_s + order.timeout_s
         timed_out = not self._holds_by(deadline_s, reported, lambda: job.poll() is not None)
-        given_up_s = 0.0 if timed_out else max(0.0, deadline_s - time.monotonic())
+        left_s = 0.0 if timed_out else max(0.0, deadline_s - time.monotonic())
         if timed_out:
             self._say(f"time is over: SIGTERM to process group {job.pid}")
             with suppress(ProcessLookupError):  # it has ended by itself this moment
@@ -223,8 +194,8 @@ class Simulation:
             self._holds_by(deadline_s + order.grace_s, reported, lambda: not self._descendants())
         killed = self._end_all()
         reported.read()
-        ending = Ending(job.wait(), time.monotonic() - began_s, given_up_s, timed_out, len(killed))
-        life = Life(judge(ending, reported.steps, order.requeue_codes), ending, reported.steps)
+        exit_code, used_s = job.wait(), time.monotonic() - began_s
+        life = Life(exit_code, used_s, left_s, timed_out, len(killed), reported.steps, order.requeue_codes)
         self._say(str(life))
         if reported.fault:
             self._say(f"its progress file is left out: {reported.fault}")
@@ -237,9 +208,6 @@ class Simulation:
             if left_s <= 0.0:
                 return False
             reported.read()
-            if time.monotonic() > self._reap_s:
-                self._descendants()
-                self._reap_s = time.monotonic() + _REAP_EVERY_S
             time.sleep(min(_POLL_S, left_s))
         return True
 
@@ -293,39 +261,28 @@ class Reported:
     """What a job reports in one life; what was last readable counts: a killed job may leave half a line.
 
     Args:
-        progress_path: of our file; what a life before has left there is removed.
-        manager_path: of velastic's, which is only read, and only if it was written in this life.
+        path: of the file; what a life before has left there is removed.
 
     Attributes:
-        fault: what is wrong with our file; "" if nothing is.
+        steps: of this life.
+        fault: what is wrong with the file; "" if nothing is.
     """
 
-    def __init__(self, progress_path: Path, manager_path: Path) -> None:
-        self._progress_path, self._manager_path = progress_path, manager_path
-        self._manager_before = _stamp(manager_path)
-        self._progress = Steps()
-        self._managers_step: int | None = None
-        self.fault = ""
-        progress_path.unlink(missing_ok=True)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.steps, self.fault = Steps(), ""
+        path.unlink(missing_ok=True)
 
     def read(self) -> None:
-        """Read both files."""
+        """Read the file."""
         try:
-            self._progress, self.fault = parse_progress(_read(self._progress_path)), ""
+            with self._path.open("rb") as file:
+                document = decode_json(self._path.name, file.read(_MAX_BYTES + 1), most_bytes=_MAX_BYTES)
+            self.steps, self.fault = parse_progress(document), ""
         except FileNotFoundError:
             pass  # the job reports nothing, or nothing yet
         except (OSError, ValueError, RecursionError) as error:
             self.fault = str(error)
-        if _stamp(self._manager_path) not in (None, self._manager_before):
-            with suppress(OSError, ValueError, RecursionError):  # velastic writes it in place: half of it is usual
-                self._managers_step = parse_manager_state(_read(self._manager_path))
-
-    @property
-    def steps(self) -> Steps:
-        """Of this life. velastic's total is left out: it does not tell whether an exit with 0 was the end."""
-        if self._progress.committed_step is not None:
-            return self._progress
-        return replace(self._progress, committed_step=self._managers_step)
 
 
 def _let_signals_interrupt() -> None:
@@ -356,19 +313,6 @@ def _kill(process: psutil.Process) -> bool:
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
     return was_alive
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
-
-
-def _read(path: Path) -> Any:
-    with path.open("rb") as file:
-        return decode_json(path.name, file.read(_MAX_BYTES + 1), most_bytes=_MAX_BYTES)
 
 
 def _say(text: str, above: str = "") -> None:

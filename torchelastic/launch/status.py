@@ -10,14 +10,16 @@ import select
 import signal
 import sys
 import termios
-import threading
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from torchelastic.checkpoint.command.screen import say_json
 from torchelastic.launch.run_address import opened, unanswered, wait_for_answer
+from torchelastic.processes.background import in_background
 from torchelastic.rendezvous.store import CoordinationStore, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 from torchelastic.status.reading import StatusReader, is_known
@@ -96,7 +98,7 @@ def top(options: argparse.Namespace) -> int:
             with unanswered(options) as (store, url):
                 with signals.interrupting():
                     wait_for_answer(store, url)
-                _watch(Watched(store, url, max(0.1, options.interval)), signals)
+                _watch(store, url, max(0.1, options.interval), signals)
         except StoreError as error:
             raise CommandError(str(error)) from error
         except KeyboardInterrupt:
@@ -150,112 +152,73 @@ class Signals:
             raise KeyboardInterrupt
 
 
-class Watched:
-    """Reads the status on a thread of its own, so that keys and the size of the terminal never wait for etcd.
-
-    Args:
-        store: of the run's etcd.
-        url: of the run.
-        interval_s: between two reads.
-    """
-
-    def __init__(self, store: CoordinationStore, url: RendezvousUrl, interval_s: float) -> None:
-        self.url = url
-        self.status: RunStatus | None = None
-        self.answered_s = time.monotonic()
-        self.number = 0
-        self._reader, self._interval_s = StatusReader(store, url), interval_s
-        self._enough = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchelastic-top", daemon=True)
-
-    def start(self) -> None:
-        """Read from now on."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Read no more; a call of etcd that is under way ends by itself."""
-        self._enough.set()
-
-    @property
-    def away_s(self) -> float:
-        """Since when etcd has not answered; 0: it does."""
-        silent_s = time.monotonic() - self.answered_s
-        return silent_s if silent_s > 3.0 + self._interval_s else 0.0
-
-    def _run(self) -> None:
-        while not self._enough.is_set():
-            with contextlib.suppress(StoreError):  # the picture says since when
-                self.status = self._reader.read()
-                self.answered_s = time.monotonic()
-                self.number += 1
-            hosts = 0 if self.status is None else len(self.status.hosts)
-            self._enough.wait(max(self._interval_s, every_s(hosts) if hosts > 64 else 0.0))
-
-
-def _watch(watched: Watched, signals: Signals) -> None:
+def _watch(store: CoordinationStore, url: RendezvousUrl, interval_s: float, signals: Signals) -> None:
+    """Draw the run until a key or a signal ends it; etcd is read on a thread, so that neither waits for it."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     from torchelastic.status.screen import Screen
 
-    console = Console()
+    console, reader = Console(), StatusReader(store, url)
+    found: RunStatus | None = None
+    reading: Future[RunStatus] | None = None
+    answered_s, next_s = time.monotonic(), 0.0
 
-    def picture() -> Screen | Text:
-        found, away_s = watched.status, watched.away_s
+    def picture(away_s: float) -> Screen | Text:
         if found is None or not is_known(found):
-            what = _unknown(watched.url) if found is not None and not away_s else "waiting for etcd"
+            what = _unknown(url) if found is not None and not away_s else "waiting for etcd"
             return Text(f"{what}\n{FOOTER}")
         return Screen(found, height=console.size.height, away_s=away_s, footer=FOOTER)
 
-    watched.start()
-    try:
-        with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-            drawn: object = None
-            while not signals.received and not pressed(TICK_S):
-                now = (watched.number, console.size, int(watched.away_s))
-                if now != drawn:
-                    drawn = now
-                    live.update(picture(), refresh=True)
-    finally:
-        watched.stop()
+    with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        drawn: object = None
+        while not signals.received and not pressed(TICK_S):
+            now_s = time.monotonic()
+            if reading is not None and reading.done():
+                with contextlib.suppress(StoreError):  # the picture says since when
+                    found, answered_s = reading.result(), now_s
+                hosts = 0 if found is None else len(found.hosts)
+                reading, next_s = None, now_s + max(interval_s, every_s(hosts) if hosts > 64 else 0.0)
+            if reading is None and now_s >= next_s:
+                reading = in_background(reader.read, "torchelastic-top")
+            silent_s = now_s - answered_s
+            away_s = silent_s if silent_s > 3.0 + interval_s else 0.0
+            now = (answered_s, console.size, int(away_s))
+            if now != drawn:
+                drawn = now
+                live.update(picture(away_s), refresh=True)
 
 
 @contextlib.contextmanager
-def keys() -> Iterator[Pressed]:
-    """Keys come one by one and are not shown, until the end of the block; Ctrl-C stays what it is."""
+def keys() -> Iterator[Callable[[float], bool]]:
+    """Keys come one by one and are not shown, until the end of the block; Ctrl-C stays what it is.
+
+    What it gives waits so many seconds for a key, and says whether that was q, or the terminal is gone.
+    """
     if not sys.stdin.isatty():
-        yield Pressed(None)
+        yield _no_key
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor, termios.TCSANOW)
-        yield Pressed(descriptor)
+        yield partial(_is_enough, descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
-class Pressed:
-    """Whether the person has seen enough.
+def _no_key(timeout_s: float) -> bool:
+    time.sleep(timeout_s)
+    return False
 
-    Args:
-        descriptor: of the terminal; None: there are no keys.
-    """
 
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-
-    def __call__(self, timeout_s: float) -> bool:
-        """Wait so long for a key; whether it was q, or the terminal is gone."""
-        if self._descriptor is None:
-            time.sleep(timeout_s)
-            return False
-        readable, _, _ = select.select([self._descriptor], [], [], timeout_s)
-        if not readable:
-            return False
-        try:
-            typed = os.read(self._descriptor, 64)
-        except OSError:
-            return True
-        return not typed or b"q" in typed.lower()
+def _is_enough(descriptor: int, timeout_s: float) -> bool:
+    readable, _, _ = select.select([descriptor], [], [], timeout_s)
+    if not readable:
+        return False
+    try:
+        typed = os.read(descriptor, 64)
+    except OSError:
+        return True
+    return not typed or b"q" in typed.lower()

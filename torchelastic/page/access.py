@@ -1,9 +1,8 @@
-"""Who may see the page. Pure.
+"""Who may see the page: whoever has its token. Pure.
 
 Three dangers: somebody on the network, another user of this host, and a web page in the browser of somebody who may
-see it. Against the first there is a token; against the second the kernel, which knows whose a connection is (or a
-token); against the third the rules about `Host` (a name that somebody has made to point here: DNS rebinding) and
-`Sec-Fetch-Site` (a page of another site that opens streams, although it could not read them).
+see it. None of them has the token. Against the third there are also the rules about `Host` (a name that somebody has
+made to point here: DNS rebinding) and `Sec-Fetch-Site` (a page of another site that opens streams).
 """
 
 from __future__ import annotations
@@ -41,62 +40,43 @@ class Access:
     """Who may see what.
 
     Attributes:
-        token: without it nothing of the run is shown; None: the kernel decides (`uid`).
+        token: without it nothing of the run is shown.
         names: that this host goes by, in lower case, besides addresses and `localhost`.
-        uid: the user whose connections are served where there is no token; and root's.
     """
 
-    token: str | None = field(repr=False)
+    token: str = field(repr=False)
     names: Collection[str] = ()
-    uid: int = 0
 
-    def check(self, request: PageRequest, wanted: Wanted, peer_uid: int | None) -> None:
+    def check(self, request: PageRequest, wanted: Wanted) -> None:
         """Let it pass, or raise Refused.
 
         Args:
             request: what came.
             wanted: what it asks for.
-            peer_uid: whose connection it is; None: not known.
         """
         self._check_host(request.headers.get("host"))
         if not wanted.is_secret:
             return
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused(403, "this was asked for by a page of another site")
-        if self.token is not None:
-            self._check_token(request.headers.get("authorization", ""))
-        elif peer_uid not in (0, self.uid):
-            whose = "of another user" if peer_uid is not None else "of a user whom the kernel does not name"
-            raise Refused(403, f"this connection is {whose}: start the run with --page-token-file to share its page")
+        self._check_token(request.headers.get("authorization", ""))
 
     def _check_host(self, host: str | None) -> None:
         parts = None if host is None else _HOST.fullmatch(host)
         if parts is None:
             raise Refused(400, "the header Host is missing, or is none")
         name = parts[1].lower().removesuffix(".")
-        # with a token a name is no danger, and this host may have several: node-1, node-1.cluster, ..
-        known = name in self.names or (self.token is not None and name.partition(".")[0] in self.names)
+        # this host may have several names: node-1, node-1.cluster, ..
+        known = name in self.names or name.partition(".")[0] in self.names
         if not (name == "localhost" or known or _is_address(name)):
             raise Refused(403, "this host does not go by that name: use its address, or name it with --page NAME:PORT")
 
     def _check_token(self, authorization: str) -> None:
         scheme, _, given = authorization.partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), (self.token or "").encode())
+        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.token.encode())
         if scheme.lower() != "bearer" or not right:
-            why = "a token is wanted: open the address that was printed at the start, with #token=.. at its end"
+            why = "a token is wanted: it was printed at the start of the run, or the file that holds it was named there"
             raise Refused(401, why, {"WWW-Authenticate": "Bearer"})
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host can reach that address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("::1"), is_loopback("localhost")
-    (True, False, True, False)
-    """
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_address(name: str) -> bool:

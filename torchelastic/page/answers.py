@@ -86,9 +86,9 @@ def head(status: int, content_type: str, length: int | None, headers: Mapping[st
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-def whole(content: bytes, content_type: str, headers: Mapping[str, str] | None = None) -> bytes:
+def whole(content: bytes, content_type: str) -> bytes:
     """An answer with a body."""
-    return head(200, content_type, len(content), headers) + content
+    return head(200, content_type, len(content)) + content
 
 
 def refusal(refused: Refused) -> bytes:

@@ -6,7 +6,7 @@ lists only where they may be sent whole. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,11 @@ class About:
     Attributes:
         host: whose agent serves it.
         version: of torchelastic.
-        logs: of this host's workers, by name: who it was, for people.
         etcd_away_s: since when etcd has not answered, in Unix seconds; 0: it does.
     """
 
     host: str
     version: str = ""
-    logs: Sequence[str] = ()
     etcd_away_s: float = 0.0
 
 
@@ -51,12 +49,7 @@ def document_of(status: RunStatus, about: About) -> Document:
         "silent": _by_name(plain["silent"], _host),
         "events": _by_name(plain["events"][-MOST_EVENTS:], _event),
         "figures": {name: _without_nulls(figure) for name, figure in plain["figures"].items()},
-        "page": {
-            "host": about.host,
-            "version": about.version,
-            "logs": list(about.logs),
-            "etcd_away_s": about.etcd_away_s,
-        },
+        "page": {"host": about.host, "version": about.version, "etcd_away_s": about.etcd_away_s},
     }
 
 
@@ -73,20 +66,6 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Document:
         elif old[name] != value or type(old[name]) is not type(value):
             patch[name] = value
     return patch
-
-
-def applied(document: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:
-    """The document once it is patched; the page does the same."""
-    result = dict(document)
-    for name, value in patch.items():
-        if value is None:
-            result.pop(name, None)
-        elif isinstance(value, dict):
-            before = result.get(name)
-            result[name] = applied(before if isinstance(before, dict) else {}, value)
-        else:
-            result[name] = value
-    return result
 
 
 def pause_s(sent_bytes: int) -> float:

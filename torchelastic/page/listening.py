@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchelastic.page.access import Access, checked_token, is_loopback, new_token
+from torchelastic.page.access import Access, checked_token, new_token
 
 LOOPBACK = "127.0.0.1"
 
@@ -19,15 +19,15 @@ class PageOptions:
 
     Attributes:
         socket: it listens, so early clients wait for the server; owned by the server from its start on.
+        token: see `Access`.
         name: as the user has named this host, or its address.
-        token: see `Access`; None: on loopback, for this user only.
         is_token_new: whether it was made just now, so that nobody knows it yet.
         address: of this host for the others, shown where it listens at all of its addresses; empty: its name is shown.
     """
 
     socket: socket.socket
+    token: str = field(repr=False)
     name: str = LOOPBACK
-    token: str | None = field(default=None, repr=False)
     is_token_new: bool = False
     address: str = ""
 
@@ -47,7 +47,7 @@ class PageOptions:
     @property
     def access(self) -> Access:
         """Who may see it."""
-        return Access(self.token, frozenset({self.name.lower(), socket.gethostname().lower()}), os.getuid())
+        return Access(self.token, frozenset({self.name.lower(), socket.gethostname().lower()}))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -63,13 +63,13 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def listening(text: str, token_file: Path | None, *, is_seen: bool) -> PageOptions:
+def listening(text: str, token_file: Path | None) -> PageOptions:
     """Take the address, and find the token.
 
     Args:
         text: `[HOST:]PORT`.
-        token_file: holds the token; it is made, for its owner only, if there is none.
-        is_seen: whether a person sees what this program prints, so that a new token can be printed.
+        token_file: holds the token; it is made, for its owner only, if there is none. None: a new token in no file,
+            for a person who sees what this program prints.
 
     Raises:
         ValueError: invalid arguments; the message says what to change.
@@ -79,15 +79,8 @@ def listening(text: str, token_file: Path | None, *, is_seen: bool) -> PageOptio
     bound = _bound(host, port)
     try:
         if token_file is not None:
-            return PageOptions(bound, host, token_in(token_file))
-        if is_loopback(str(bound.getsockname()[0])):
-            return PageOptions(bound, host)
-        if not is_seen:
-            raise ValueError(
-                f"--page {text} can be reached from other hosts, so it wants a token, and nobody would see one that is "
-                "printed here: give --page-token-file FILE (it is made if there is none)"
-            )
-        return PageOptions(bound, host, new_token(), is_token_new=True)
+            return PageOptions(bound, token_in(token_file), host)
+        return PageOptions(bound, new_token(), host, is_token_new=True)
     except BaseException:
         bound.close()
         raise

@@ -8,13 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 #: The longest head that is read.
 MOST_HEAD_BYTES = 16_384
-#: Lines of a log: at most, and where nothing is said.
-MOST_LINES = 2000
-USUAL_LINES = 200
 
 _REQUEST_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,20}) (/[\x21-\x7e]*) HTTP/1\.[01]")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e\x80-\xff\t]*?)[ \t]*")
@@ -41,13 +38,11 @@ class PageRequest:
     """A GET.
 
     Attributes:
-        path: decoded, begins with a slash.
-        query: the last value of each name.
+        path: decoded, begins with a slash; without its query, which nothing here has.
         headers: by name in lower case.
     """
 
     path: str
-    query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -71,13 +66,11 @@ def parsed(head: bytes) -> PageRequest:
         headers[name] = value
     if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
         raise Refused(400, "a GET has no body here")
-    path, _, query = target.partition("#")[0].partition("?")
+    path = target.partition("#")[0].partition("?")[0]
     try:
-        decoded = unquote(path, errors="strict")
-        values = parse_qs(query, keep_blank_values=True, max_num_fields=20)
+        return PageRequest(unquote(path, errors="strict"), headers)
     except ValueError:
-        raise Refused(400, "the address is not UTF-8, or too long") from None
-    return PageRequest(decoded, {name: given[-1] for name, given in values.items()}, headers)
+        raise Refused(400, "the address is not UTF-8") from None
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
@@ -88,23 +81,17 @@ class Wanted:
     """What a request asks for.
 
     Attributes:
-        kind: `file`, `status`, `events` or `log`.
-        name: of the file, or of the log.
-        lines: of the log.
+        kind: `file`, `status` or `events`.
+        name: of the file.
     """
 
     kind: str
     name: str = ""
-    lines: int = USUAL_LINES
 
     @property
     def is_secret(self) -> bool:
         """Whether it shows something of the run; the page's own files are the same for everybody."""
         return self.kind != "file"
-
-
-#: A place on this host, and how often it was restarted: what a log is named by. Nothing else gets near a path.
-LOG_NAME = re.compile(r"[0-9]{1,4}\.[0-9]{1,9}")
 
 
 def wanted(request: PageRequest, files: Mapping[str, object]) -> Wanted:
@@ -124,13 +111,4 @@ def wanted(request: PageRequest, files: Mapping[str, object]) -> Wanted:
         return Wanted("status")
     if name == "events":
         return Wanted("events")
-    folder, _, log = name.partition("/")
-    if folder == "log" and LOG_NAME.fullmatch(log):
-        return Wanted("log", log, _lines(request.query.get("tail", str(USUAL_LINES))))
-    raise Refused(404, "there is nothing here: see /, /status.json, /events and /log/PLACE.RESTARTS?tail=LINES")
-
-
-def _lines(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise Refused(400, f"tail is a number of lines, at most {MOST_LINES}")
-    return max(1, min(int(text), MOST_LINES))
+    raise Refused(404, "there is nothing here: see /, /status.json and /events")

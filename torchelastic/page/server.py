@@ -14,12 +14,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from torchelastic.page import answers
-from torchelastic.page.access import is_loopback
 from torchelastic.page.feed import Feed, Picture, as_json, event
 from torchelastic.page.listening import PageOptions
-from torchelastic.page.logs import Logs, Tail
-from torchelastic.page.peers import uid_of_peer
-from torchelastic.page.requests import MOST_HEAD_BYTES, PageRequest, Refused, Wanted, parsed, wanted
+from torchelastic.page.requests import MOST_HEAD_BYTES, Refused, Wanted, parsed, wanted
 from torchelastic.processes.background import in_background
 
 log = logging.getLogger(__name__)
@@ -41,8 +38,6 @@ STOP_TIMEOUT_S = 2.0
 #: Turns of the event loop: a connection is accepted in one, set up in the next two, and read from the fourth on.
 _TO_BEGIN = 5
 
-TEXT = "text/plain; charset=utf-8"
-
 
 class PageServer:
     """The page of one agent. `start` and `stop` it from any one thread.
@@ -50,7 +45,6 @@ class PageServer:
     Args:
         options: where, and for whom.
         read: makes a picture of the run; called on a thread, while somebody watches.
-        logs: of this host's workers.
         keep_alive_s, send_timeout_s: as the constants of this module; tests have less patience.
     """
 
@@ -58,12 +52,11 @@ class PageServer:
         self,
         options: PageOptions,
         read: Callable[[], Picture],
-        logs: Logs,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
         send_timeout_s: float = SEND_TIMEOUT_S,
     ) -> None:
-        self._options, self._read, self._logs = options, read, logs
+        self._options, self._read = options, read
         self._keep_alive_s, self._send_timeout_s = keep_alive_s, send_timeout_s
         self._access, self._files = options.access, answers.static_files()
         self._connections: set[asyncio.Task[None]] = set()
@@ -152,38 +145,21 @@ class PageServer:
                 return
             request = parsed(head[:-4])
             what = wanted(request, self._files)
-            self._access.check(request, what, self._uid(writer) if what.is_secret else None)
+            self._access.check(request, what)
             if what.kind == "events":
                 await self._stream(reader, writer)
             else:
-                await self._send(writer, await self._content(request, what))
+                await self._send(writer, await self._content(what))
         except Refused as refused:
             await self._send(writer, answers.refusal(refused))
 
-    def _uid(self, writer: asyncio.StreamWriter) -> int | None:
-        peer, here = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
-        if self._options.token is not None or not peer or not is_loopback(peer[0]):
-            return None
-        return uid_of_peer((peer[0], peer[1]), (here[0], here[1]))
-
-    async def _content(self, request: PageRequest, what: Wanted) -> bytes:
+    async def _content(self, what: Wanted) -> bytes:
         if what.kind == "file":
             file = self._files[what.name]
             return answers.whole(file.content, file.content_type)
-        if what.kind == "status":
-            async with self._feed.listening():
-                tick = await _soon(self._feed.newer(0))
-            return answers.whole(as_json(tick.picture.status), "application/json")
-        tail = await self._tail(what)
-        if tail is None:
-            raise Refused(404, "there is no log of that name: see --log-dir")
-        if request.headers.get("if-none-match") == tail.version:
-            return answers.head(304, TEXT, None, {"ETag": tail.version})
-        return answers.whole(tail.content, TEXT, {"ETag": tail.version})
-
-    async def _tail(self, what: Wanted) -> Tail | None:
-        reading = in_background(lambda: self._logs.tail(what.name, what.lines), "torchelastic-page-log")
-        return await _soon(asyncio.wrap_future(reading))
+        async with self._feed.listening():
+            tick = await _soon(self._feed.newer(0))
+        return answers.whole(as_json(tick.picture.status), "application/json")
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._streams) >= MOST_STREAMS:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from torchelastic.page.document import About, document_of
 from torchelastic.page.feed import Picture
-from torchelastic.page.logs import Logs
 from torchelastic.processes.background import in_background
 from torchelastic.rendezvous.records import NO_ROUND
 from torchelastic.rendezvous.store import StoreError
@@ -48,8 +47,7 @@ class RunSource:
         reader: of the run.
         run_id: of the run.
         own: gives this host's status; None: the agent is busy. Any thread.
-        about: the host, its version and logs.
-        logs: of this host's workers.
+        about: the host and its version.
         clock: Unix seconds.
     """
 
@@ -59,10 +57,9 @@ class RunSource:
         run_id: str,
         own: Callable[[], HostStatus | None],
         about: About,
-        logs: Logs,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._reader, self._own, self._about, self._logs, self._clock = reader, own, about, logs, clock
+        self._reader, self._own, self._about, self._clock = reader, own, about, clock
         self._reading: Future[RunStatus] | None = None
         now_s = clock()
         self._last = combined(run_id, now_s, NO_ROUND, (), ())
@@ -73,7 +70,7 @@ class RunSource:
         self._read_etcd()
         now_s = self._clock()
         status = with_own_host(self._last, self._own(), now_s, now_s - self._read_s if self._away_s else 0.0)
-        about = replace(self._about, logs=self._logs.names(), etcd_away_s=self._away_s)
+        about = replace(self._about, etcd_away_s=self._away_s)
         return Picture(run_to_plain(status), document_of(status, about))
 
     def _read_etcd(self) -> None:

@@ -16,7 +16,7 @@ from torchelastic.report.gaps import gaps_of
 from torchelastic.report.losses import LossCurve
 from torchelastic.report.model import EarlierRow, HostPart, Incident, LifeRow, Mark, Report, SaveRow
 from torchelastic.report.part import Part, RunEvent, name_parts, parts_of
-from torchelastic.report.segments import Segment, cells, segments_of
+from torchelastic.report.segments import Segment, segments_of
 from torchelastic.status.event_lines import lines_of
 from torchelastic.status.run_status import EventLine
 
@@ -123,14 +123,14 @@ def _host(part: Part) -> HostPart:
 
 
 def _rows(part: Part, edges: Sequence[int]) -> Iterator[LifeRow]:
-    segments = segments_of(part.journal, part.book, part.now_ns)
+    ahead_ns = part.since_began(0)
+    segments = segments_of(part.journal, part.book, part.now_ns, [edge_ns - ahead_ns for edge_ns in edges])
     ends = {event.worker: event for event in part.journal.events if isinstance(event, End)}
     for life in part.book.lives.values():
-        shifted = [
-            Segment(part.since_began(one.from_ns), part.since_began(one.to_ns), one.amounts)
-            for one in segments[life.worker]
-        ]
-        yield _row(part, life, ends.get(life.worker), cells(shifted, edges))
+        cells = tuple(
+            Segment(one.from_ns + ahead_ns, one.to_ns + ahead_ns, one.amounts) for one in segments[life.worker]
+        )
+        yield _row(part, life, ends.get(life.worker), cells)
 
 
 def _row(part: Part, life: WorkerLifetime, end: End | None, parts: tuple[Segment, ...]) -> LifeRow:

@@ -195,7 +195,7 @@ class _Restarts:
         self._lives = lives
         known = _of(events, FirstStep)
         self._firsts = sorted(
-            (one for one in (_first_step(life, known, self._restores) for life in self._lives) if one is not None),
+            (one for one in (_first_step(life, known) for life in self._lives) if one is not None),
             key=lambda one: one.at_ns,
         )
         self._first_ns = {one.worker: one.at_ns for one in self._firsts}
@@ -252,17 +252,12 @@ class _First:
     round: int
 
 
-def _first_step(
-    life: LifeRow,
-    known: Mapping[str, Sequence[tuple[int, FirstStep]]],
-    restores: Mapping[str, Sequence[tuple[int, Restore]]],
-) -> _First | None:
-    """Journals of earlier versions do not say it: there it is when the state was restored."""
+def _first_step(life: LifeRow, known: Mapping[str, Sequence[tuple[int, FirstStep]]]) -> _First | None:
     if not life.committed:
         return None
-    events = known.get(life.worker) or restores.get(life.worker) or ()
+    events = known.get(life.worker)
     if not events:
-        return _First(life.worker, life.began_ns, -1)  # its events were rotated away
+        return _First(life.worker, life.began_ns, -1)  # they were rotated away
     at_ns, event = events[0]
     return _First(life.worker, at_ns, event.round)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torchelastic.ledger.events import LedgerEvent, Restore
@@ -19,72 +18,12 @@ from torchelastic.status.progress import Pace, Progress
 from torchelastic.status.run_status import MOST_EVENTS, MOST_VALUES, EventLine, HostStatus, WorkerStatus
 from torchelastic.version import __version__
 
-#: Values by name, of one place of the host.
-Values = Mapping[str, float]
 #: So many of the newest events are kept for those who ask the agent itself.
 KEPT_EVENTS = 300
 #: Of a published name so many characters are shown.
 _MOST_NAME = 64
 _OWN_GROUP = "torchelastic"
 _LIFE = re.compile(r"(?P<place>.+)\.(?P<restarts>\d+)")
-
-
-def host_status(
-    known: HostStatus,
-    ledger: HostLedger,
-    now_ns: int,
-    *,
-    places: int = 0,
-    pids: Mapping[str, int] | None = None,
-    paces: Mapping[str, Pace] | None = None,
-    values: Mapping[str, Values] | None = None,
-    end_steps: Mapping[str, int] | None = None,
-) -> HostStatus:
-    """The status of a host with what its ledger knows. Pure.
-
-    Args:
-        known: everything that is not in the ledger; its `at_s` is `now_ns` by the time of the day.
-        ledger: of the host.
-        now_ns: by the clock of the ledger.
-        places: how many workers the host is to have; 0: not known.
-        pids: of its workers' processes, by worker.
-        paces: how fast they step, by worker.
-        values: what was published, by place.
-        end_steps: steps of the whole run, by worker, where that is known.
-    """
-
-    def since_s(at_ns: int) -> float:
-        return _to_ms(max(0.0, known.at_s - (now_ns - at_ns) / 1e9))
-
-    def worker(lifetime: WorkerLifetime) -> WorkerStatus:
-        name, tally = lifetime.worker, lifetime.tally
-        place, restarts = parts_of(name)
-        is_in = tally.round == known.round or not known.round_since_s
-        return WorkerStatus(
-            worker=name,
-            host=known.host,
-            pid=(pids or {}).get(name, 0),
-            rank=tally.rank if is_in else -1,
-            round=tally.round,
-            step=tally.step,
-            end_step=(end_steps or {}).get(name, -1),
-            steps_per_s=round((paces or {}).get(name, Pace()).steps_per_s(now_ns), 4),
-            account=tally.account.label,
-            amounts=lifetime.amounts(now_ns),
-            restarts=restarts,
-            began_s=since_s(lifetime.started_ns),
-            values=(values or {}).get(place, {}),
-        )
-
-    first_ns = ledger.counts.first_ns
-    return replace(
-        known,
-        at_s=_to_ms(known.at_s),
-        began_s=0.0 if first_ns is None else since_s(first_ns),
-        round_since_s=_to_ms(known.round_since_s),
-        workers=tuple(worker(lifetime) for lifetime in ledger.lives.values() if lifetime.ended_ns is None),
-        seen=seen_of(ledger, now_ns, places),
-    )
 
 
 def seen_of(ledger: HostLedger, now_ns: int, configured_workers: int = 0) -> Seen:
@@ -228,33 +167,52 @@ class HostView:
             address: as in `HostStatus`.
             is_etcd_away: as in `HostStatus`.
         """
-        alive = {life.worker: life for life in book.lives.values() if life.ended_ns is None}
+        now_ns, at_s = self._clock_ns(), self._wall_s()
+        alive = [life for life in book.lives.values() if life.ended_ns is None]
         self._paces = {
-            worker: self._paces.get(worker, Pace()).after(life.tally.since_ns, life.tally.step)
-            for worker, life in alive.items()
+            life.worker: self._paces.get(life.worker, Pace()).after(life.tally.since_ns, life.tally.step)
+            for life in alive
         }
-        has_round = bool(self._round_since_s)
-        known = HostStatus(
+
+        def since_s(at_ns: int) -> float:
+            return _to_ms(max(0.0, at_s - (now_ns - at_ns) / 1e9))
+
+        has_round, first_ns = bool(self._round_since_s), book.counts.first_ns
+        return HostStatus(
             host=self._host,
             incarnation=self._incarnation,
-            at_s=self._wall_s(),
+            at_s=_to_ms(at_s),
+            began_s=0.0 if first_ns is None else since_s(first_ns),
             every_s=every_s,
             round=self._round.number if has_round else -1,
             round_state=self._round.state.value if has_round else "",
-            round_since_s=self._round_since_s,
+            round_since_s=_to_ms(self._round_since_s),
             version=__version__,
+            workers=tuple(
+                self._worker(life, now_ns, (pids or {}).get(life.worker, 0), since_s(life.started_ns)) for life in alive
+            ),
+            seen=seen_of(book, now_ns, places),
             events=self.lines(MOST_EVENTS),
             journal=journal,
             address=address,
             is_etcd_away=is_etcd_away,
         )
-        return host_status(
-            known,
-            book,
-            self._clock_ns(),
-            places=places,
-            pids=pids,
-            paces=self._paces,
-            values=self._values,
-            end_steps=self._end_steps,
+
+    def _worker(self, life: WorkerLifetime, now_ns: int, pid: int, began_s: float) -> WorkerStatus:
+        tally, (place, restarts) = life.tally, parts_of(life.worker)
+        is_in = tally.round == self._round.number or not self._round_since_s
+        return WorkerStatus(
+            worker=life.worker,
+            host=self._host,
+            pid=pid,
+            rank=tally.rank if is_in else -1,
+            round=tally.round,
+            step=tally.step,
+            end_step=self._end_steps.get(life.worker, -1),
+            steps_per_s=round(self._paces[life.worker].steps_per_s(now_ns), 4),
+            account=tally.account.label,
+            amounts=life.amounts(now_ns),
+            restarts=restarts,
+            began_s=began_s,
+            values=self._values.get(place, {}),
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchelastic.text import age_text
+
 #: The rate is that of so long a time, or of the last step where steps take longer.
 WINDOW_NS = 5_000_000_000
 
@@ -35,7 +37,7 @@ class Progress:
         """What is known, each in some words: step, rate, loss, time left.
 
         >>> Progress(step=120, end_step=600, steps_per_s=4.0, loss=0.25).parts()
-        ['step 120 of 600 (20 %)', '4 steps/s', 'loss 0.25', 'about 2:00 left']
+        ['step 120 of 600 (20 %)', '4 steps/s', 'loss 0.25', 'about 2.0 min left']
         """
         if self.step < 0:
             return []
@@ -46,7 +48,7 @@ class Progress:
         if self.loss is not None:
             found.append(f"loss {self.loss:.4g}")
         if self.left_s:
-            found.append(f"about {left_text(self.left_s)} left")
+            found.append(f"about {age_text(self.left_s)} left")
         return found
 
 
@@ -57,20 +59,6 @@ def rate_text(steps_per_s: float) -> str:
     ('0.0123', '48.2', '0')
     """
     return f"{steps_per_s:.3g}" if steps_per_s < 100 else f"{steps_per_s:.0f}"
-
-
-def left_text(seconds: float) -> str:
-    """A time to come, in minutes and seconds, hours and minutes, or days.
-
-    >>> left_text(74.6), left_text(7265.0), left_text(200_000.0)
-    ('1:15', '2 h 01 min', '2.3 days')
-    """
-    if seconds >= 86_400:
-        return f"{seconds / 86_400:.1f} days"
-    if seconds >= 3600:
-        return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
-    whole = round(seconds)
-    return f"{whole // 60}:{whole % 60:02d}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 // The live page of a run.
 
 import { byId, duration, setAttribute, setText } from "./draw.js";
-import { LogPanel } from "./log.js";
 import { drawEvents, drawHead, drawHosts, drawLedger, drawNotes, drawTiles, drawWorkers, History, published } from "./sections.js";
 import { Stream } from "./stream.js";
 import { drawTimeline, Events } from "./timeline.js";
@@ -51,7 +50,6 @@ function draw() {
   drawWorkers(run);
   drawEvents(all);
   drawHosts(run);
-  logs.draw(run);
 }
 
 function drawLink() {
@@ -70,7 +68,6 @@ const stream = new Stream({
   onDocument: take,
   onState: (state, text) => { link = { state, text }; drawLink(); },
 });
-const logs = new LogPanel(() => stream.headers());
 
 setInterval(drawLink, 1000);
 byId("window").addEventListener("change", draw);
