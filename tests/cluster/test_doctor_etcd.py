@@ -199,12 +199,17 @@ def hold(*meetings: Meeting, wanted: int = 0, wait_s: float = LONG_S) -> list[Me
     return facts
 
 
-def test_hosts_find_and_reach_each_other(meet: Meet) -> None:
-    facts = hold(meet(name="a"), meet(name="b"), meet(name="c"))
+def test_hosts_find_each_other_and_compare_their_versions(meet: Meet) -> None:
+    facts = hold(
+        meet(name="a", boot_id="1", facts={"torch": "2.13.0"}),
+        meet(name="b", boot_id="2", facts={"torch": "2.13.0"}),
+        meet(name="c", boot_id="3", facts={"torch": "2.6.0"}),
+    )
     assert [[visit.host.name for visit in one.visits] for one in facts] == [["b", "c"], ["a", "c"], ["a", "b"]]
     found = judge_meeting(facts[0])
-    assert bad(found) == [], text_of(found)
+    assert bad(found) == [WARNING], text_of(found)
     assert "this host reaches b, c" in text_of(found)
+    assert "2.6.0 on c" in text_of(found)
 
 
 def test_a_host_that_does_not_come_is_waited_for_no_longer_than_told(meet: Meet) -> None:
@@ -218,7 +223,7 @@ def test_a_host_that_does_not_come_is_waited_for_no_longer_than_told(meet: Meet)
 def test_a_port_that_was_asked_for_is_visited_too(meet: Meet) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
-    one, other = hold(meet(name="a", ports=[port]), meet(name="b"))
+    one, other = hold(meet(ports=[port]), meet())
     assert port in one.own.ports
     assert other.visits[0].host.ports == one.own.ports
     assert other.visits[0].failures == {}
@@ -232,7 +237,7 @@ from torchelastic.doctor.meeting import check
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.url import parse_url
 url = parse_url("etcd://" + sys.argv[1] + "/doctor?min_workers=1")
-for finding in check(url, Credentials(), 2, 20.0, []):
+for finding in check(url, Credentials(), 2, 20.0, [], {}):
     print(finding.level.name, finding.what, flush=True)
 os._exit(0)
 """
@@ -268,5 +273,5 @@ def test_two_doctors_meet_by_the_command_line(etcd: EtcdServer, run_id: str) -> 
     for one in doctors:
         out, _ = one.communicate(timeout=LONG_S)
         found = {finding["check"]: finding["level"] for finding in json.loads(out)["findings"]}
-        assert found["reach of hosts"] == "ok"
+        assert {found[name] for name in ("reach of hosts", "versions of hosts")} == {"ok"}
         assert one.returncode == 1  # for etcd's address is one of this host alone

@@ -146,7 +146,7 @@ def test_of_commits_that_nobody_timed_nothing_is_said() -> None:
 
 
 def test_a_host_that_met_nobody_is_not_compared_with_anybody() -> None:
-    card = HostCard("node-1", "10.0.0.1", (4000,))
+    card = HostCard("node-1", "10.0.0.1", (4000,), "boot-1")
     (finding,) = judge_meeting(MeetingFacts(card, 2, 8.0))
     assert "1 of 2 hosts came within 8 s: node-1" in finding.what
 

@@ -97,8 +97,8 @@ def test_what_is_nearly_wrong_is_all_right(facts: EtcdFacts) -> None:
 
 # Hosts that meet ------------------------------------------------------------------------------------------------------
 
-HERE = HostCard("node-1", "10.0.0.1", (4000,))
-THERE = replace(HERE, name="node-2", address="10.0.0.2")
+HERE = HostCard("node-1", "10.0.0.1", (4000,), "boot-1", facts={"torch": "2.13.0"})
+THERE = replace(HERE, name="node-2", address="10.0.0.2", boot_id="boot-2")
 VISIT = Visit(THERE, {})
 MET = MeetingFacts(HERE, 2, 1.0, (VISIT,))
 
@@ -117,11 +117,18 @@ def test_hosts_that_see_each_other_are_all_right() -> None:
         (replace(MET, wanted=3, waited_s=8.0), ERROR, "2 of 3 hosts came within 8 s: node-1, node-2"),
         (replace(MET, wanted=3, etcd_is_here=True), ERROR, "on itself"),
         (replace(MET, visits=(replace(VISIT, failures={4000: "timed out"}),)), ERROR, "10.0.0.2:4000"),
+        (replace(MET, visits=(replace(VISIT, host=replace(THERE, boot_id="boot-1")),)), NOTE, "on the same host"),
         (
             replace(MET, visits=(replace(VISIT, host=replace(THERE, name="node-1")),)),
             ERROR,
             "2 hosts are called node-1",
         ),
+        (
+            replace(MET, visits=(replace(VISIT, host=replace(THERE, facts={"torch": "2.12.0"})),)),
+            WARNING,
+            "2.12.0 on node-2; 2.13.0 on node-1",
+        ),
+        (replace(MET, visits=(replace(VISIT, host=replace(THERE, facts={})),)), WARNING, "not known on node-2"),
     ],
 )
 def test_what_is_wrong_between_hosts_is_told_once(facts: MeetingFacts, level: Level, said: str) -> None:
@@ -151,7 +158,7 @@ def test_a_card_survives_the_way_through_etcd() -> None:
         encode_card(replace(HERE, name="x" * 401)),
         encode_card(HERE).replace(b'"node-1"', b"7"),
         encode_card(HERE).replace(b"[4000]", b"4000"),
-        encode_card(HERE).replace(b"false", b"3"),
+        encode_card(HERE).replace(b'{"torch": "2.13.0"}', b"3"),
         b"[" * 100_000,
     ],
 )

@@ -148,7 +148,9 @@ def _about_etcd(question: Question, url: RendezvousUrl) -> list[Check]:
         return etcd_facts.check(url, credentials())
 
     def check_hosts() -> Sequence[Finding]:
-        return meeting.check(url, credentials(), question.hosts, question.wait_s, question.ports, question.iface)
+        facts = versions.compared()
+        facts.update((f"file system of {path}", folder.file_system_of(path) or "none") for path in question.folders)
+        return meeting.check(url, credentials(), question.hosts, question.wait_s, question.ports, facts, question.iface)
 
     found = [Check(etcd_rules.NAME, check_etcd, LIMIT_S, why_late="it does not answer", remedy="see whether it is up")]
     if question.hosts > 1:

@@ -30,6 +30,7 @@ from torchelastic.doctor.network import announced_address
 from torchelastic.network.choice import InterfaceError
 from torchelastic.network.interfaces import is_loopback
 from torchelastic.processes.background import side_by_side
+from torchelastic.processes.identity import host_id
 from torchelastic.rendezvous.store import CoordinationStore, Put, StoreError
 from torchelastic.rendezvous.url import RendezvousUrl
 
@@ -61,7 +62,9 @@ class Meeting:
         root: the key below which the cards are.
         address: of this host for the others.
         ports: at which it is to listen, besides a free one; those that are taken are left out.
+        facts: what should be the same on all hosts.
         name: of this host.
+        boot_id: of it.
         clock: monotonic seconds.
         sleep: waits.
     """
@@ -73,14 +76,16 @@ class Meeting:
         address: str,
         *,
         ports: Sequence[int] = (),
+        facts: Mapping[str, str] | None = None,
         name: str = "",
+        boot_id: str = "",
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store, self._prefix = store, f"{root}/hosts/"
         self._key = f"{self._prefix}{secrets.token_hex(8)}"
         self._address, self._ports = address, tuple(ports)
-        self._name = name or socket.gethostname()
+        self._facts, self._name, self._boot_id = dict(facts or {}), name or socket.gethostname(), boot_id or host_id()
         self._clock, self._sleep = clock, sleep
 
     def hold(self, wanted: int, wait_s: float) -> MeetingFacts:
@@ -125,7 +130,7 @@ class Meeting:
             stack.callback(server.server_close)
             stack.callback(server.shutdown)
             listening.append(int(server.server_address[1]))
-        return HostCard(self._name, self._address, tuple(listening))
+        return HostCard(self._name, self._address, tuple(listening), self._boot_id, facts=self._facts)
 
     def _show(self, card: HostCard, lease_id: int) -> None:
         self._store.txn((), (Put(self._key, encode_card(card), lease_id),))
@@ -169,6 +174,7 @@ def check(
     wanted: int,
     wait_s: float,
     ports: Sequence[int],
+    facts: Mapping[str, str],
     iface: str | None = None,
 ) -> Sequence[Finding]:
     """Meet the other hosts, at an etcd. A text in place of credentials: there are none, which another check says."""
@@ -177,8 +183,8 @@ def check(
     store = open_store(url, credentials)
     try:
         address = announced_address(url.endpoints[0], iface)
-        facts = Meeting(store, doctor_root(url), address, ports=ports).hold(wanted, wait_s)
-        return judge_meeting(replace(facts, etcd_is_here=is_loopback(address)))
+        facts_seen = Meeting(store, doctor_root(url), address, ports=ports, facts=facts).hold(wanted, wait_s)
+        return judge_meeting(replace(facts_seen, etcd_is_here=is_loopback(address)))
     except (StoreError, OSError, InterfaceError) as error:
         return judge_meeting(_no_meeting(wanted, str(error)))
     finally:
@@ -186,4 +192,4 @@ def check(
 
 
 def _no_meeting(wanted: int, why: str) -> MeetingFacts:
-    return MeetingFacts(HostCard(socket.gethostname(), "", (0,)), wanted, failure=why)
+    return MeetingFacts(HostCard(socket.gethostname(), "", (0,), ""), wanted, failure=why)

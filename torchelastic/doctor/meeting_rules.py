@@ -1,11 +1,10 @@
-"""Several hosts check each other: which came, and which reach each other. Pure."""
+"""Several hosts check each other: which came, which reach each other, what differs. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import msgspec
@@ -14,7 +13,7 @@ from msgspec import Meta
 from torchelastic.doctor.findings import Finding, Level, list_text
 from torchelastic.foreign_json import RecordError, Text, checked, decode_json
 
-HOSTS, REACH = "hosts", "reach of hosts"
+HOSTS, REACH, ALIKE = "hosts", "reach of hosts", "versions of hosts"
 #: A card is no longer; what a host writes about itself needs some hundreds.
 MOST_CARD_BYTES = 65_536
 
@@ -29,13 +28,17 @@ class HostCard:
         name: its host name.
         address: where it listens.
         ports: at which it listens.
+        boot_id: the same for two processes on one host.
         is_done: whether it has checked the others, so that they need not wait for it.
+        facts: what should be the same everywhere, such as the version of torch.
     """
 
     name: Text
     address: Text
     ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=100)]
+    boot_id: Text
     is_done: bool = False
+    facts: Annotated[Mapping[Text, Text], Meta(max_length=50)] = field(default_factory=dict)
 
     def done(self) -> HostCard:
         """The same host, when it has checked the others."""
@@ -110,18 +113,27 @@ def judge_meeting(facts: MeetingFacts) -> list[Finding]:
         found.append(Finding(HOSTS, Level.ERROR, what, because, remedy))
     else:
         found.append(Finding(HOSTS, Level.OK, f"{came} hosts came: {names}"))
-    return [*found, *_judge_names(facts), *(_judge_reach(facts.visits) if facts.visits else ())]
+    found += _judge_names(facts)
+    if facts.visits:
+        found += [*_judge_reach(facts.visits), *_judge_alike(facts)]
+    return found
 
 
 def _judge_names(facts: MeetingFacts) -> list[Finding]:
-    because = "agents, logs and `torchelastic drain --host` tell hosts apart by their names"
-    remedy = "give each a name of its own (hostnamectl hostname), and run one doctor on each"
-    counts = Counter([facts.own.name, *(visit.host.name for visit in facts.visits)])
-    return [
-        Finding(HOSTS, Level.ERROR, f"{count} hosts are called {name}", because, remedy)
-        for name, count in counts.items()
-        if count > 1
-    ]
+    cards = [facts.own, *(visit.host for visit in facts.visits)]
+    found = []
+    if len({card.boot_id for card in cards}) < len(cards):
+        because = "each host of a run has one agent"
+        found.append(Finding(HOSTS, Level.NOTE, "some of these doctors run on the same host", because))
+    boot_ids: dict[str, set[str]] = {}
+    for card in cards:
+        boot_ids.setdefault(card.name, set()).add(card.boot_id)
+    for name, boots in boot_ids.items():
+        if len(boots) > 1:
+            because = "agents, logs and `torchelastic drain --host` tell hosts apart by their names"
+            what, remedy = f"{len(boots)} hosts are called {name}", "give each a name of its own (hostnamectl hostname)"
+            found.append(Finding(HOSTS, Level.ERROR, what, because, remedy))
+    return found
 
 
 def _judge_reach(visits: Sequence[Visit]) -> list[Finding]:
@@ -135,3 +147,19 @@ def _judge_reach(visits: Sequence[Visit]) -> list[Finding]:
             )
             found.append(Finding(REACH, Level.ERROR, what, why, remedy))
     return found or [Finding(REACH, Level.OK, f"this host reaches {list_text(visit.host.name for visit in visits)}")]
+
+
+def _judge_alike(facts: MeetingFacts) -> list[Finding]:
+    found = []
+    cards = [facts.own, *(visit.host for visit in facts.visits)]
+    for name in sorted({name for card in cards for name in card.facts}):
+        hosts_of: dict[str, list[str]] = {}
+        for card in cards:
+            hosts_of.setdefault(card.facts.get(name, "not known"), []).append(card.name)
+        if len(hosts_of) > 1:
+            because = "; ".join(f"{value} on {list_text(names)}" for value, names in sorted(hosts_of.items()))
+            what = f"{name} is not the same on all hosts"
+            remedy = "install the same everywhere (one image, one lock file), and mount the same"
+            found.append(Finding(ALIKE, Level.WARNING, what, because, remedy))
+    names = list_text(sorted(facts.own.facts))
+    return found or [Finding(ALIKE, Level.OK, f"the same on all hosts: {names}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,6 +101,11 @@ def gather_versions() -> VersionFacts:
     names = [*(parse_requirement(text)[0] for text in required), *_SHOWN]
     python = (sys.version_info.major, sys.version_info.minor, sys.version_info.micro)
     return VersionFacts(python, __version__, required, {name: _version_of(name) for name in names})
+
+
+def compared() -> dict[str, str]:
+    """The versions that should be the same on all hosts of a run."""
+    return {"torchelastic": __version__, "python": platform.python_version(), "torch": _version_of("torch") or "none"}
 
 
 def _version_of(name: str) -> str | None:
