@@ -8,8 +8,7 @@ the collectives of training.
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,12 +82,10 @@ class CallAgreement:
 
     Args:
         timeout_s: for how long to wait for ranks that do not come to a round, in seconds.
-        clock: monotonic seconds.
     """
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._clock = clock
         self._round = 0
         self._begun: tuple[LaggedMax, int] | None = None
         self._verdict: CallVerdict | None = None
@@ -130,13 +127,13 @@ class CallAgreement:
         self._verdict = None
 
     def failure(
-        self, group: dist.ProcessGroup, failing_rank: int, call_idx: int, work: Future[float], was_told: bool = False
+        self, group: dist.ProcessGroup, failing_rank: int, call_idx: int, work: Future[float]
     ) -> AsyncCheckpointError:
         """The error for a call that failed somewhere; the failing rank tells the others why."""
         own = failure_of(work) if work.done() else None
         reasons = self._told(group, describe(own) if own is not None else "", f"say why call {call_idx} failed")
         source = dist.get_global_rank(group, failing_rank)
-        error = failed_call(call_idx, source, reasons[failing_rank], was_told=was_told)
+        error = failed_call(call_idx, source, reasons[failing_rank])
         error.__cause__ = own
         return error
 
@@ -154,7 +151,7 @@ class CallAgreement:
             raise self.failure(group, verdict.failing_rank, call_idx, work)
 
     def _watched(self, group: dist.ProcessGroup) -> WatchedGroup:
-        return WatchedGroup(group, self._timeout_s, "async_ckpt", clock=self._clock)  # not kept: it may be formed anew
+        return WatchedGroup(group, self._timeout_s, "async_ckpt")  # not kept: it may be formed anew
 
     def _raise_out_of_step(self, group: dist.ProcessGroup, call_idx: int) -> NoReturn:
         where = describe_out_of_step([int(index) for index in self._told(group, str(call_idx), "say where they are")])

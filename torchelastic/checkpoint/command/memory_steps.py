@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import math
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
-from torchelastic.checkpoint.command.shard_checks import damages_of, described_part
+from torchelastic.checkpoint.command.format import Advance, Contents, FoundCheckpoint, TensorRow, still_there
+from torchelastic.checkpoint.command.shards import ShardFormat, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.kinds import Kind, kind_in
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
 from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 
-class MemorySteps(Format):
+class MemorySteps(ShardFormat):
     """Folders of steps."""
 
     kind = "memory"
@@ -31,12 +31,11 @@ class MemorySteps(Format):
         """One step, or all in the container of a job: as those that load them choose."""
         if not path.is_dir():
             return []
-        if _is_one(path):
+        if kind_in(path) is Kind.MEMORY:
             return [self._look_at(path)]
         with explained("list the checkpoints in memory", path):
-            folders = [folder for folder in path.iterdir() if _is_one(folder)]
-        found = still_there((folder, partial(self._look_at, folder)) for folder in folders)
-        return sorted(found, key=_newness, reverse=True)
+            folders = [folder for folder in path.iterdir() if kind_in(folder) is Kind.MEMORY]
+        return sorted(still_there(folders, self._look_at), key=_newness, reverse=True)
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the commit; of the pickles those whose shards are here."""
@@ -72,7 +71,7 @@ class MemorySteps(Format):
             commit = read_commit(found.path)
         except CorruptCheckpointError as error:
             return [str(error)]
-        lines = damages_of([partial(ShardReader, path) for path in found.shards], advance)
+        lines = super().verify(found, advance)
         for name, content in commit.extras.items():
             file = found.path / name
             if not file.is_file() or file.read_bytes() != content:
@@ -184,14 +183,3 @@ def _run_id_of(container: Path) -> str | None:
         return decode_record((container / JOB_FILE).read_bytes()).run_id
     except (OSError, CorruptCheckpointError):
         return None
-
-
-def _is_one(folder: Path) -> bool:
-    """Whether it is the folder of a step with anything of a checkpoint in it."""
-    if CheckpointContainerId.parse_version_container_step(folder.name) is None or not folder.is_dir():
-        return False
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except OSError:
-        return False
-    return any(name == COMMIT_FILE or find_shard(name) is not None for name in names)
