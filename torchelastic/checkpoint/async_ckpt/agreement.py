@@ -60,15 +60,6 @@ def decode(maximum: Sequence[float], world_size: int) -> CallVerdict:
     )
 
 
-def describe_out_of_step(indexes: Sequence[int]) -> str:
-    """Say which ranks are at which call, the fewest first.
-
-    >>> describe_out_of_step([3, 3, 2, 3])
-    'rank 2 is at call 2; ranks 0, 1, 3 are at call 3'
-    """
-    return describe_calls([f"call {index}" for index in indexes], "is at", "are at")
-
-
 def group_in_use(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group whose ranks have to agree: the given one, else the default one; None if this rank acts alone."""
     if not dist.is_available() or not dist.is_initialized():
@@ -154,7 +145,8 @@ class CallAgreement:
         return WatchedGroup(group, self._timeout_s, "async_ckpt")  # not kept: it may be formed anew
 
     def _raise_out_of_step(self, group: dist.ProcessGroup, call_idx: int) -> NoReturn:
-        where = describe_out_of_step([int(index) for index in self._told(group, str(call_idx), "say where they are")])
+        told = self._told(group, f"call {call_idx}", "say where they are")
+        where = describe_calls(told, "is at", "are at")
         raise AsyncCheckpointError(
             f"the ranks finalise different checkpoint calls: {where}. Every rank has to schedule and finalise the same "
             "calls in the same order; nothing was finalised",

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -62,7 +63,8 @@ class ThreadWorkers:
         check_priorities(cpu_priority, None)
         self._cpu_priority = cpu_priority
         self._thread: DaemonExecutor | None = None
-        self._works: list[Future[float]] = []
+        # weakly: the error of a call that has failed holds the frames of its work, and they its tensors
+        self._works: weakref.WeakSet[Future[float]] = weakref.WeakSet()
 
     def start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:  # noqa: ARG002 - it waits for no other
         """See `Workers`."""
@@ -70,7 +72,7 @@ class ThreadWorkers:
         if self._thread is None:
             self._thread = DaemonExecutor("async-checkpoint", partial(lower_priority, self._cpu_priority))
         work = self._thread.submit(staged.work)
-        self._works = [*(one for one in self._works if not one.done()), work]
+        self._works.add(work)
         return work
 
     def give_up(self, call_idx: int) -> None:  # noqa: ARG002 - one thread does all calls

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import FoundCheckpoint, still_there
-from torchelastic.checkpoint.command.shards import SUFFIX, ShardFormat, copies_of, described_part, open_readable
-from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.command.shards import (
+    SUFFIX,
+    ShardFormat,
+    copies_of,
+    described_part,
+    opened_shards,
+    stated_in,
+)
+from torchelastic.checkpoint.errors import explained
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.shards.disk import REAL_DISK
-from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 #: Folders below the root: the session, and in it one folder per rank.
@@ -40,10 +46,11 @@ class LocalShards(ShardFormat):
         }
         return still_there(newest_first, lambda path: self._found(*newest_first[path]))
 
-    def put_together(self, found: FoundCheckpoint, shards: Sequence[ShardReader], *, allow_pickles: bool) -> Any:
-        """Out of all ranks' parts, if they have saved parts; else each has saved a state of its own."""
-        if found.world_size == 1 or any(entry.is_shard for shard in shards for entry in shard.header.entries):
-            return super().put_together(found, shards, allow_pickles=allow_pickles)
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
+        """Put together from all ranks, if they have saved parts; else each has saved a state of its own."""
+        with opened_shards(found) as shards:
+            if found.world_size == 1 or any(entry.is_shard for shard in shards for entry in shard.header.entries):
+                return read_tree(shards, allow_pickles=allow_pickles)
         raise CheckpointCommandError(
             f"in {found.name} each of {found.world_size} ranks has saved a state of its own: give the shard of one "
             f"rank, such as {found.shards[0]}"
@@ -61,12 +68,9 @@ class LocalShards(ShardFormat):
         session, damage = "", None
         saved_s = max(status.st_mtime for status in statuses)
         for copies in copies_of(paths):
-            try:
-                with open_readable([partial(ShardReader, path) for path in copies]) as shard:
-                    session = str(shard.header.meta.get("session", session))
-                    saved_s = float(shard.header.meta.get("saved_s", saved_s))
-            except CheckpointError as error:
-                damage = str(error)
+            meta, error = stated_in(copies)
+            session, damage = str(meta.get("session", session)), error or damage
+            saved_s = float(meta.get("saved_s", saved_s))
         here = ", ".join(map(str, sorted(files)))
         return FoundCheckpoint(
             format=self,

@@ -6,20 +6,22 @@ import base64
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
+from torchelastic.checkpoint.command.foreign.dcp import read_through
 from torchelastic.checkpoint.command.format import Advance, Contents, FoundCheckpoint, TensorRow, still_there
 from torchelastic.checkpoint.command.shards import ShardFormat, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.kinds import Kind, kind_in
+from torchelastic.checkpoint.memory.container import read_candidate, read_commit
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
 from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.store.save_id import SaveId, find_shard
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class MemorySteps(ShardFormat):
@@ -39,11 +41,6 @@ class MemorySteps(ShardFormat):
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the commit; of the pickles those whose shards are here."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        from torchelastic.checkpoint.memory.container import read_commit
-        from torchelastic.checkpoint.shards.tensors import dtype_name
-
         metadata = read_commit(found.path).metadata
         holders: dict[str, list[str]] = {}
         for index, item in (metadata.storage_data or {}).items():
@@ -65,8 +62,6 @@ class MemorySteps(ShardFormat):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares the commit, the shards that are here, and the extra files."""
-        from torchelastic.checkpoint.memory.container import read_commit
-
         try:
             commit = read_commit(found.path)
         except CorruptCheckpointError as error:
@@ -80,7 +75,6 @@ class MemorySteps(ShardFormat):
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Through DCP, nested as its planner has stored it."""
-        from torchelastic.checkpoint.command.foreign.dcp import read_through
         from torchelastic.checkpoint.memory.reader import MemoryStorageReader
 
         if found.partial is not None:
@@ -97,8 +91,6 @@ class MemorySteps(ShardFormat):
         )
 
     def _look_at(self, folder: Path) -> FoundCheckpoint:
-        from torchelastic.checkpoint.memory.container import read_candidate
-
         with explained("look at the checkpoint", folder):
             sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
             at = folder / COMMIT_FILE
@@ -109,10 +101,10 @@ class MemorySteps(ShardFormat):
             commit, damage = None, str(error)
         run_id = _run_id_of(folder.parent)
         facts: dict[str, Any] = {} if run_id is None else {"run": run_id}
-        here: list[str] = []
+        shards: dict[str, int] = {}
         if commit is not None:
             facts["save"] = str(commit.name)
-            here = [file for file in commit.files if file in sizes]
+            shards = {file: shard.rank for file in commit.files if file in sizes and (shard := find_shard(file))}
         return FoundCheckpoint(
             format=self,
             path=folder,
@@ -122,8 +114,8 @@ class MemorySteps(ShardFormat):
             saved_s=saved_s,
             size_bytes=sum(sizes.values()),
             damage=damage,
-            partial=described_part(map(_rank_of, here), commit.world_size) if commit else None,
-            shards=tuple(folder / file for file in here),
+            partial=described_part(shards.values(), commit.world_size) if commit else None,
+            shards=tuple(folder / file for file in shards),
             facts=facts,
         )
 
@@ -135,8 +127,6 @@ class _LocalFiles:
         self._folder = folder
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        from torchelastic.checkpoint.memory.container import read_commit
-
         return read_commit(self._folder).metadata
 
     def open(self, _: Any, file: str) -> ShardReader:
@@ -146,12 +136,6 @@ class _LocalFiles:
         return self.open(_, file)  # there is no other copy: reading it again names what is damaged
 
 
-def _rank_of(file: str) -> int:
-    shard = find_shard(file)
-    assert shard is not None  # a commit names nothing else
-    return shard.rank
-
-
 def _newness(one: FoundCheckpoint) -> tuple[bool, SaveId | int]:
     save = SaveId.find(one.facts.get("save", ""))
     return (False, one.step or 0) if save is None else (True, save)
@@ -159,8 +143,6 @@ def _newness(one: FoundCheckpoint) -> tuple[bool, SaveId | int]:
 
 def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, bytes]]:
     """What the planner has pickled, unopened."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
     wanted = [
         (index.fqn, item)
         for index, item in (metadata.storage_data or {}).items()

@@ -33,7 +33,7 @@ class ShardFormat(Format):
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the headers of the shards that are here."""
-        with _opened(_openers(found, all_of_it=False)) as shards:
+        with opened_shards(found, all_of_it=False) as shards:
             return contents_of(shards)
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
@@ -43,18 +43,8 @@ class ShardFormat(Format):
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all shards."""
-        with _opened(_openers(found, all_of_it=True)) as shards:
-            return self.put_together(found, shards, allow_pickles=allow_pickles)
-
-    def put_together(
-        self,
-        found: FoundCheckpoint,  # noqa: ARG002 - for a kind that refuses some
-        shards: Sequence[ShardReader],
-        *,
-        allow_pickles: bool,
-    ) -> Any:
-        """The state that these shards hold; errors as `load`."""
-        return read_tree(shards, allow_pickles=allow_pickles)
+        with opened_shards(found) as shards:
+            return read_tree(shards, allow_pickles=allow_pickles)
 
 
 class ShardFile(ShardFormat):
@@ -68,13 +58,7 @@ class ShardFile(ShardFormat):
             return []
         with explained("look at the checkpoint", path):
             status = path.stat()
-        meta: dict[str, Any] = {}
-        damage = None
-        try:
-            with ShardReader(path) as shard:
-                meta = dict(shard.header.meta)
-        except CheckpointError as error:
-            damage = str(error)
+        meta, damage = stated_in([path])
         one = FoundCheckpoint(
             format=self,
             path=path,
@@ -146,14 +130,31 @@ def copies_of(paths: Iterable[Path]) -> list[list[Path]]:
     return list(by_name.values())
 
 
-def open_readable(copies: Sequence[_Opener]) -> ShardReader:
-    """The first copy that can be opened. Raises: CheckpointError, that of the last, if none can."""
-    for opener in copies[:-1]:
+def stated_in(copies: Iterable[Path]) -> tuple[dict[str, Any], str | None]:
+    """What the header of a shard says, in the first copy that can be read; and why none can."""
+    damage = None
+    for path in copies:
         try:
-            return opener()
-        except CheckpointError:
-            continue
-    return copies[-1]()
+            with ShardReader(path) as shard:
+                return dict(shard.header.meta), None
+        except CheckpointError as error:
+            damage = str(error)
+    return {}, damage
+
+
+@contextmanager
+def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator[list[ShardReader]]:
+    """Opens its shards, of each the first copy that can be opened.
+
+    Args:
+        found: the checkpoint.
+        all_of_it: also those that its manifest has and that are not here, which is an error.
+
+    Raises:
+        CheckpointError: a shard cannot be opened, or is not what the manifest says.
+    """
+    with ExitStack() as opened:
+        yield [opened.enter_context(_open_readable(copies)) for copies in _openers(found, all_of_it=all_of_it)]
 
 
 def _openers(found: FoundCheckpoint, *, all_of_it: bool) -> list[list[_Opener]]:
@@ -168,10 +169,13 @@ def _openers(found: FoundCheckpoint, *, all_of_it: bool) -> list[list[_Opener]]:
     return [[partial(open_shard, found.path, record)] for record in wanted]
 
 
-@contextmanager
-def _opened(shards: Iterable[Sequence[_Opener]]) -> Iterator[list[ShardReader]]:
-    with ExitStack() as opened:
-        yield [opened.enter_context(open_readable(copies)) for copies in shards]
+def _open_readable(copies: Sequence[_Opener]) -> ShardReader:
+    for opener in copies[:-1]:
+        try:
+            return opener()
+        except CheckpointError:
+            continue
+    return copies[-1]()
 
 
 def _damage_of(shard: ShardReader, advance: Advance) -> list[str]:
