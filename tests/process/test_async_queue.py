@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,23 @@ def test_a_failure_is_told_once_and_is_not_finalised(queue: AsyncCallsQueue) -> 
     assert caught.value.finalized_calls == (1,)
     assert queue.maybe_finalize_async_calls(blocking=True) == [3]
     assert (good.finalized, bad.finalized) == (2, 0)
+
+
+def test_what_a_failed_call_was_given_is_let_go(queue: AsyncCallsQueue) -> None:
+    class State(list[int]):
+        """A list that can be referred to weakly."""
+
+    def fail(_: State) -> None:
+        raise ValueError("disk on fire")
+
+    state = State()
+    is_held = weakref.ref(state)
+    queue.schedule_async_request(AsyncRequest(fail, (state,), []))
+    del state
+    with pytest.raises(AsyncCheckpointError):
+        queue.maybe_finalize_async_calls(blocking=True)
+    gc.collect()
+    assert is_held() is None
 
 
 def test_a_failure_is_told_by_close(queue: AsyncCallsQueue) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.process.async_work import PATIENCE_S, fail, wait_for, write
 from tests.process.pairs import survivor_of
-from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest, caller
+from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue, AsyncCheckpointError, AsyncRequest, calls_queue
 
 Facts = dict[str, Any]
 
@@ -78,7 +78,7 @@ class Rank:
             assert begun.wait(PATIENCE_S)
 
         setattr(dist, "all_reduce", reduce)  # noqa: B010 - mypy refuses the plain assignment
-        setattr(caller, "_SLICE_S", 0.01)  # noqa: B010
+        setattr(calls_queue, "_SLICE_S", 0.01)  # noqa: B010
         self.schedule("waited for", work if self.rank else None)
         answer = self.finalize()
         setattr(dist, "all_reduce", original)  # noqa: B010

@@ -74,7 +74,7 @@ def test_what_a_killed_writer_has_left_is_removed_by_the_next_one(tmp_path: Path
     me = this_process()
     dead = Owner(me.host, me.scope, 4_000_000)  # above any pid_max in use here: there is no such process
     elsewhere = Owner("other", "0" * 12, 4_000_000)
-    left = {owner: tmp_path / (encode_staging_name(owner, "0" * 16) + ".torch-save") for owner in (me, dead, elsewhere)}
+    left = {owner: tmp_path / encode_staging_name(owner, "0" * 16) for owner in (me, dead, elsewhere)}
     for path in left.values():
         path.touch()
     save_and_rename({"x": 1}, tmp_path / "a.pt")

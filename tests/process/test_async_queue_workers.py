@@ -152,7 +152,7 @@ def test_a_worker_that_hangs_is_given_up(
 ) -> None:
     persistent.schedule_async_request(AsyncRequest(async_work.hang, (tmp_path / "pid",), [never]))
     pid = int(wait_for(tmp_path / "pid"))
-    monkeypatch.setattr(persistent._caller, "_timeout_s", 0.1)
+    monkeypatch.setattr(persistent, "_timeout_s", 0.1)
     with pytest.raises(AsyncCheckpointError, match=r"not done within 0.1 s"):
         persistent.maybe_finalize_async_calls(blocking=True)
     assert is_gone(pid)

@@ -281,6 +281,13 @@ def test_the_folder_of_a_living_process_stays(tmp_path: Path) -> None:
     assert left.exists()
 
 
+def test_what_a_killed_torch_async_checkpoint_has_left_is_removed_too(tmp_path: Path, dead_pid: int) -> None:
+    here = this_process()
+    (tmp_path / encode_staging_name(Owner(here.host, here.scope, dead_pid), "0" * 16)).write_bytes(b"unfinished")
+    FileSystemCheckpointManager(tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_a_file_written_lately_keeps_its_old_folder(tmp_path: Path, dead_pid: int) -> None:
     left = leave_behind(tmp_path, Owner("elsewhere", "0" * 12, dead_pid), age_s=ABANDONED_AFTER_S + 600)
     os.utime(left / "default")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.async_ckpt import AsyncCheckpointError, AsyncRequest
-from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, describe_out_of_step, encode
+from torchelastic.checkpoint.async_ckpt.agreement import CallVerdict, decode, encode
 from torchelastic.checkpoint.async_ckpt.executors import check_priorities, failed, settle
 from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack, unpack
 
@@ -110,12 +110,6 @@ def test_what_the_ranks_conclude() -> None:
 @pytest.mark.parametrize("indexes", [(2, 1), (1, 2), (5, 5, 4), (0, 3)])
 def test_ranks_at_different_calls_are_not_in_step(indexes: tuple[int, ...]) -> None:
     assert not verdict(*((index, DONE) for index in indexes)).is_in_step
-
-
-def test_the_ranks_out_of_step_are_named_first() -> None:
-    assert describe_out_of_step([3, 3, 2, 3]) == "rank 2 is at call 2; ranks 0, 1, 3 are at call 3"
-    assert describe_out_of_step([4, 5]) == "rank 0 is at call 4; rank 1 is at call 5"
-    assert describe_out_of_step([1] * 10 + [2]).endswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more are at call 1")
 
 
 @pytest.mark.parametrize(("cpu", "io"), [(20, None), (-21, None), (0, 4), (0, -1)])

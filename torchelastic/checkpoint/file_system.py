@@ -23,7 +23,7 @@ from torchelastic.checkpoint.staging import (
     fsync_folder,
     make_staging_folder,
     new_staging_path,
-    remove_abandoned_folders,
+    remove_abandoned,
     remove_folder,
 )
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, encode_streams
@@ -241,7 +241,7 @@ class FileSystemCheckpointManager(CheckpointManager):
             require_own_folder(self._dir, Kind.STREAMS)
             now_s = _write_probe(self._dir)
             for folder in (self._dir, *staging_dirs(self._dir)):
-                remove_abandoned_folders(folder, now_s)
+                remove_abandoned(folder, now_s)
 
     def __repr__(self) -> str:
         return f"FileSystemCheckpointManager({str(self._dir)!r}, keep={self._keep})"

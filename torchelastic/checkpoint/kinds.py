@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
@@ -50,96 +50,54 @@ def may_hold_one(folder: str) -> bool:
     return is_number or is_step or SaveId.find(folder) is not None
 
 
-def kind_of(folder: str, files: Collection[str], stated_kind: Callable[[], str | None]) -> Kind | None:
-    """The kind of checkpoint that one folder holds, or a rank's part of one. Pure.
+def kind_of(
+    folder: str, files: Collection[str], opened: Callable[[str], AbstractContextManager[BinaryIO]]
+) -> Kind | None:
+    """The kind of checkpoint that one folder holds, or a rank's part of one.
 
     Args:
-        folder: its name.
+        folder: its name, one that checkpoints have.
         files: the names of what is in it.
-        stated_kind: what the header of a shard in it states as its kind, None if no header can be read; asked only
-            where names do not decide.
+        opened: opens one of them, to read what the header of a shard states; asked only where names do not decide. An
+            OSError says that this one cannot be read: others state the same.
 
     Returns:
         None: no checkpoint, or one that nobody can tell.
 
-    >>> kind_of("7", ["default", "manifest.json"], str)
+    Raises:
+        CheckpointError: what `opened` raises as such.
+
+    >>> kind_of("7", ["default", "manifest.json"], open)
     <Kind.STREAMS: 'FileSystemCheckpointManager'>
-    >>> kind_of("7", ["readme.txt"], str)
+    >>> kind_of("7", ["readme.txt"], open)
     """
-    if not may_hold_one(folder):
-        return None
     has_flat_names = any(find_shard(file) for file in files)
     if CheckpointContainerId.parse_version_container_step(folder) is not None:
         return Kind.MEMORY if has_flat_names or COMMIT_FILE in files else None
     if has_flat_names:
         return Kind.LOCAL
     if SaveId.find(folder) is not None:
-        stated = stated_kind()
+        stated = _first_stated(files, opened)
         if stated is None:
             return None
         return Kind.TRAINING_STATE if stated == TRAINING_STATE else Kind.TIERED
     return Kind.STREAMS if _STREAM in files or MANIFEST_NAME in files else None
 
 
-def foreign_to(own: Kind, found: Mapping[Kind, Collection[str]], where: str) -> str | None:
-    """What to say of checkpoints of other kinds than the own one; None if there are none. Pure.
-
-    Args:
-        own: who asks.
-        found: the names of the checkpoints in a folder, by kind.
-        where: the folder.
-    """
-    others = {kind: names for kind, names in found.items() if kind is not own and names}
-    if not others:
-        return None
-    whose = " and ".join(f"{len(names)} of {kind.value} (such as {max(names)!r})" for kind, names in others.items())
-    listing = f"`torchelastic checkpoint ls {where}` lists them"
-    if own in found:
-        return (
-            f"{where} also holds checkpoints that {own.value} neither loads nor removes: {whose}. Give each of them a "
-            f"folder of its own; {listing}"
-        )
-    return (
-        f"{where} holds checkpoints that {own.value} did not save and cannot load: {whose}. To resume from them, use "
-        f"{' or '.join(kind.value for kind in others)}; to start from scratch, give {own.value} another, empty folder. "
-        f"{listing}"
-    )
-
-
-def by_kind(names: Iterable[str], kind_in: Callable[[str], Kind | None]) -> dict[Kind, list[str]]:
-    """Which of some folders hold checkpoints of which kind.
-
-    Args:
-        names: of whatever lies in one place.
-        kind_in: the kind of checkpoint in the folder of that name; not asked where checkpoints have no such name.
-    """
-    found: dict[Kind, list[str]] = {}
-    for name in sorted(names):
-        kind = kind_in(name) if may_hold_one(name) else None
-        if kind is not None:
-            found.setdefault(kind, []).append(name)
-    return found
-
-
-def require_own(own: Kind, found: Mapping[Kind, Collection[str]], where: str) -> None:
-    """Refuses a folder that holds only what others have saved; where it holds both, a warning names the others.
-
-    Called before anything is loaded, saved or removed there; on any rank, from any thread.
-
-    Args:
-        own: who asks.
-        found: the names of the checkpoints in the folder, by kind.
-        where: the folder.
+def kind_in(folder: Path) -> Kind | None:
+    """The kind of checkpoint in one folder of this host; see `kind_of`. From any thread.
 
     Raises:
-        ForeignCheckpointsError: what was found, whose it is, and what to do.
+        CheckpointError: it cannot be read.
     """
-    text = foreign_to(own, found, where)
-    if text is None:
-        return
-    if own not in found:
-        raise ForeignCheckpointsError(text)
-    log.warning("%s", text)
+    if not may_hold_one(folder.name):
+        return None
+    return kind_of(folder.name, _names(folder), lambda name: (folder / name).open("rb"))
+
+
+def is_foreign(folder: Path, own: Kind) -> bool:
+    """Whether a folder certainly holds a checkpoint of another kind than the own one; errors as `kind_in`."""
+    return kind_in(folder) not in (own, None)
 
 
 def require_own_folder(root: Path, own: Kind) -> None:
@@ -149,38 +107,45 @@ def require_own_folder(root: Path, own: Kind) -> None:
         ForeignCheckpointsError: it holds only checkpoints of others.
         CheckpointError: it cannot be read.
     """
-    require_own(own, by_kind(_names(root), lambda name: kind_in(root / name)), str(root))
+    require_own(own, _names(root), lambda name: kind_in(root / name), str(root))
 
 
-def is_foreign(folder: Path, own: Kind) -> bool:
-    """Whether a folder certainly holds a checkpoint of another kind than the own one. From any thread.
+def require_own(own: Kind, names: Iterable[str], kind_in: Callable[[str], Kind | None], where: str) -> None:
+    """Refuses a folder that holds only what others have saved; where it holds both, a warning names the others.
 
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    return kind_in(folder) not in (own, None)
-
-
-def kind_in(folder: Path) -> Kind | None:
-    """The kind of checkpoint in one folder; see `kind_of`. From any thread.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    names = _names(folder)
-    return kind_of(folder.name, names, lambda: first_stated(names, lambda name: (folder / name).open("rb")))
-
-
-def first_stated(names: Iterable[str], opened: Callable[[str], AbstractContextManager[BinaryIO]]) -> str | None:
-    """The kind that the header of a shard states, "" for none; None if there is no whole header of one.
+    Called before anything is loaded, saved or removed there; on any rank, from any thread.
 
     Args:
-        names: of the files in a folder.
-        opened: opens one of them. An OSError says that this one cannot be read: others state the same.
+        own: who asks.
+        names: of whatever lies in the folder.
+        kind_in: the kind of checkpoint in the folder of that name; not asked where checkpoints have no such name.
+        where: the folder.
 
     Raises:
-        CheckpointError: what `opened` raises as such.
+        ForeignCheckpointsError: what was found, whose it is, and what to do.
     """
+    found: dict[Kind, list[str]] = {}
+    for name in filter(may_hold_one, names):
+        kind = kind_in(name)
+        if kind is not None:
+            found.setdefault(kind, []).append(name)
+    others = {kind: found[kind] for kind in Kind if kind in found and kind is not own}
+    if not others:
+        return
+    whose = " and ".join(f"{len(names)} of {kind.value} (such as {max(names)!r})" for kind, names in others.items())
+    listing = f"`torchelastic checkpoint ls {where}` lists them"
+    if own not in found:
+        raise ForeignCheckpointsError(
+            f"{where} holds checkpoints that {own.value} did not save and cannot load: {whose}. To resume from them, "
+            f"use {' or '.join(kind.value for kind in others)}; to start from scratch, give {own.value} another, empty "
+            f"folder. {listing}"
+        )
+    text = f"{where} also holds checkpoints that {own.value} neither loads nor removes: {whose}. Give each of them a "
+    log.warning("%s", f"{text}folder of its own; {listing}")
+
+
+def _first_stated(names: Iterable[str], opened: Callable[[str], AbstractContextManager[BinaryIO]]) -> str | None:
+    """The kind that the header of a shard states, "" for none; None if there is no whole header of one."""
     for name in sorted(names):
         if name.startswith(".") or not name.endswith(_SHARD_SUFFIX):
             continue

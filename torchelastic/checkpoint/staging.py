@@ -1,7 +1,7 @@
-"""Hidden folders in which checkpoints are written before they are published, and to which they move to be deleted.
+"""Hidden folders and files in which checkpoints are written before they are published, or to which they move to go.
 
-A process that is killed leaves its folder behind. The name of the folder tells who made it, so that the next manager
-can tell a left-over from the folder of a writer that is at work, also on a file system shared by many hosts.
+A process that is killed leaves them behind. Their names tell who made them, so that the next writer can tell a
+left-over from what another one is at work on, also on a file system shared by many hosts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from torchelastic.processes.identity import this_place
 
@@ -90,14 +92,17 @@ def make_staging_folder(parent: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> bool:
-    """Removes a folder, so that nobody ever sees a part of it under its name. Returns False if it was gone already.
+    """Removes a folder, so that nobody ever sees a part of it under its name; or a file. Returns False if it was gone.
 
     A failure is logged and not raised: nothing that was committed depends on it, and the next manager tries again.
     """
     doomed = new_staging_path(folder.parent)
     try:
         folder.rename(doomed)
-        shutil.rmtree(doomed)
+        if doomed.is_dir():
+            shutil.rmtree(doomed)
+        else:
+            doomed.unlink()
     except FileNotFoundError:
         return False  # another process was faster
     except OSError as error:
@@ -105,8 +110,8 @@ def remove_folder(folder: Path) -> bool:
     return True
 
 
-def remove_abandoned_folders(parent: Path, now_s: float) -> None:
-    """Removes the staging folders in `parent` whose writers are gone.
+def remove_abandoned(parent: Path, now_s: float) -> None:
+    """Removes the staging folders and files in `parent` whose writers are gone.
 
     Args:
         parent: the checkpoint folder.
@@ -114,17 +119,17 @@ def remove_abandoned_folders(parent: Path, now_s: float) -> None:
             clocks of other hosts do not matter.
     """
     observer = this_process()
-    for folder in sorted(parent.iterdir()):
-        owner = decode_staging_name(folder.name)
+    for path in sorted(parent.iterdir()):
+        owner = decode_staging_name(path.name)
         if owner is None:
             continue
         try:
-            idle_s = now_s - _last_change_s(folder)
+            idle_s = now_s - _last_change_s(path)
         except FileNotFoundError:
             continue  # being published or removed while we look
-        lives = _process_lives(owner.pid)
-        if is_abandoned(owner, observer, process_lives=lives, idle_s=idle_s) and remove_folder(folder):
-            log.info("removed %s, left behind by process %d on %s", folder, owner.pid, owner.host)
+        lives = psutil.pid_exists(owner.pid)
+        if is_abandoned(owner, observer, process_lives=lives, idle_s=idle_s) and remove_folder(path):
+            log.info("removed %s, left behind by process %d on %s", path, owner.pid, owner.host)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -145,15 +150,5 @@ def new_staging_path(parent: Path) -> Path:
     return parent / encode_staging_name(this_process(), secrets.token_hex(8))
 
 
-def _last_change_s(folder: Path) -> float:
-    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-
-
-def _process_lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it lives, as another user
-    return True
+def _last_change_s(path: Path) -> float:
+    return max(one.stat().st_mtime for one in (path, *path.glob("*")))

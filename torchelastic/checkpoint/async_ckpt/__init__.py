@@ -10,31 +10,23 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller
     from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue, abort_checkpoints
     from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
-    from torchelastic.checkpoint.async_ckpt.process_callers import PersistentAsyncCaller, TemporalAsyncCaller
     from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
     from torchelastic.checkpoint.async_ckpt.torch_checkpoint import TorchAsyncCheckpoint
 
 __all__ = [
-    "AsyncCaller",
     "AsyncCallsQueue",
     "AsyncCheckpointError",
     "AsyncRequest",
-    "PersistentAsyncCaller",
-    "TemporalAsyncCaller",
     "TorchAsyncCheckpoint",
     "abort_checkpoints",
 ]
 
 _HOME_OF_NAME = {
-    "AsyncCaller": "caller",
     "AsyncCallsQueue": "calls_queue",
     "AsyncCheckpointError": "errors",
     "AsyncRequest": "request",
-    "PersistentAsyncCaller": "process_callers",
-    "TemporalAsyncCaller": "process_callers",
     "TorchAsyncCheckpoint": "torch_checkpoint",
     "abort_checkpoints": "calls_queue",
 }

@@ -8,8 +8,7 @@ the collectives of training.
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,15 +60,6 @@ def decode(maximum: Sequence[float], world_size: int) -> CallVerdict:
     )
 
 
-def describe_out_of_step(indexes: Sequence[int]) -> str:
-    """Say which ranks are at which call, the fewest first.
-
-    >>> describe_out_of_step([3, 3, 2, 3])
-    'rank 2 is at call 2; ranks 0, 1, 3 are at call 3'
-    """
-    return describe_calls([f"call {index}" for index in indexes], "is at", "are at")
-
-
 def group_in_use(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group whose ranks have to agree: the given one, else the default one; None if this rank acts alone."""
     if not dist.is_available() or not dist.is_initialized():
@@ -83,12 +73,10 @@ class CallAgreement:
 
     Args:
         timeout_s: for how long to wait for ranks that do not come to a round, in seconds.
-        clock: monotonic seconds.
     """
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._clock = clock
         self._round = 0
         self._begun: tuple[LaggedMax, int] | None = None
         self._verdict: CallVerdict | None = None
@@ -130,13 +118,13 @@ class CallAgreement:
         self._verdict = None
 
     def failure(
-        self, group: dist.ProcessGroup, failing_rank: int, call_idx: int, work: Future[float], was_told: bool = False
+        self, group: dist.ProcessGroup, failing_rank: int, call_idx: int, work: Future[float]
     ) -> AsyncCheckpointError:
         """The error for a call that failed somewhere; the failing rank tells the others why."""
         own = failure_of(work) if work.done() else None
         reasons = self._told(group, describe(own) if own is not None else "", f"say why call {call_idx} failed")
         source = dist.get_global_rank(group, failing_rank)
-        error = failed_call(call_idx, source, reasons[failing_rank], was_told=was_told)
+        error = failed_call(call_idx, source, reasons[failing_rank])
         error.__cause__ = own
         return error
 
@@ -154,10 +142,11 @@ class CallAgreement:
             raise self.failure(group, verdict.failing_rank, call_idx, work)
 
     def _watched(self, group: dist.ProcessGroup) -> WatchedGroup:
-        return WatchedGroup(group, self._timeout_s, "async_ckpt", clock=self._clock)  # not kept: it may be formed anew
+        return WatchedGroup(group, self._timeout_s, "async_ckpt")  # not kept: it may be formed anew
 
     def _raise_out_of_step(self, group: dist.ProcessGroup, call_idx: int) -> NoReturn:
-        where = describe_out_of_step([int(index) for index in self._told(group, str(call_idx), "say where they are")])
+        told = self._told(group, f"call {call_idx}", "say where they are")
+        where = describe_calls(told, "is at", "are at")
         raise AsyncCheckpointError(
             f"the ranks finalise different checkpoint calls: {where}. Every rank has to schedule and finalise the same "
             "calls in the same order; nothing was finalised",

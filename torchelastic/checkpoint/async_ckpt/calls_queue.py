@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
+from concurrent.futures import CancelledError, Future, TimeoutError  # noqa: A004 - the builtin one from Python 3.11 on
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S
-from torchelastic.checkpoint.async_ckpt.caller import AsyncCaller, ThreadAsyncCaller, timed_stage
-from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError
-from torchelastic.checkpoint.async_ckpt.process_callers import (
-    PersistentAsyncCaller,
-    TemporalAsyncCaller,
-    end_spare,
-    warm_up,
+from torchelastic.checkpoint.async_ckpt.agreement import DEFAULT_TIMEOUT_S, CallAgreement, group_in_use, own_rank
+from torchelastic.checkpoint.async_ckpt.errors import AsyncCheckpointError, describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import (
+    ThreadWorkers,
+    Workers,
+    failed,
+    failure_of,
+    publish_stage,
+    timed_stage,
 )
-from torchelastic.checkpoint.async_ckpt.worker_process import WorkerSettings
+from torchelastic.checkpoint.async_ckpt.worker_process import ProcessWorkers, WorkerSettings, end_spare, warm_up
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,7 +34,25 @@ log = logging.getLogger(__name__)
 
 Worker = Literal["thread", "process", "persistent"]
 
+#: In a blocking wait the ranks ask each other at least so often, so that nobody waits long in a collective.
+_SLICE_S = 1.0
+
 _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
+
+
+@dataclass
+class _Call:
+    """A call whose end nobody was told yet.
+
+    Attributes:
+        request: what was scheduled, without the work once that is the worker's.
+        work: of this rank.
+        was_told: `schedule` has raised for it, which the other ranks may not know.
+    """
+
+    request: AsyncRequest
+    work: Future[float]
+    was_told: bool = False
 
 
 class AsyncCallsQueue:
@@ -83,25 +106,19 @@ class AsyncCallsQueue:
             raise ValueError(f"timeout_s is {timeout_s}: give seconds, more than 0")
         self._pid = os.getpid()
         self._last_idx = 0
-        self._requests: dict[int, AsyncRequest] = {}
-        self._caller: AsyncCaller
+        self._workers: Workers
         if worker == "thread":
             if io_priority is not None or cpu_shm_mode:
                 raise ValueError("io_priority and cpu_shm_mode are for worker processes: leave them out for a thread")
-            self._caller = ThreadAsyncCaller(
-                cpu_priority=cpu_priority, process_group=process_group, timeout_s=timeout_s
-            )
+            self._workers = ThreadWorkers(cpu_priority)
         else:
-            of_processes = PersistentAsyncCaller if worker == "persistent" else TemporalAsyncCaller
-            self._caller = of_processes(
-                is_daemon=is_daemon,
-                cpu_priority=cpu_priority,
-                io_priority=io_priority,
-                sigterm_timeout=sigterm_timeout,
-                cpu_shm_mode=cpu_shm_mode,
-                process_group=process_group,
-                timeout_s=timeout_s,
-            )
+            settings = WorkerSettings(is_daemon, cpu_priority, io_priority, sigterm_timeout)
+            self._workers = ProcessWorkers(settings, once=worker == "process", reuse_memory=cpu_shm_mode)
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._agreement = CallAgreement(timeout_s)
+        self._calls: dict[int, _Call] = {}
+        self._acts_alone = False  # whether the last poll asked this rank only
         _live_queues.add(self)
 
     @classmethod
@@ -152,25 +169,11 @@ class AsyncCallsQueue:
             ValueError: there is a `preload_fn` and no argument for its result.
             BaseException: with a thread, what `preload_fn` raised.
         """
-        try:
-            self._caller.raise_earlier_failure()
-        except AsyncCheckpointError as error:
-            self._drop_and_raise_unless_told(error)
+        self._raise_earlier_failure()
         self._last_idx += 1
-        request = async_request.freeze()._replace(call_idx=self._last_idx)
-        self._requests[request.call_idx] = request
-        try:
-            with timed_stage("schedule", request.call_idx):
-                self._caller.schedule_async_call(request)
-        except BaseException:
-            if not self._caller.knows(request.call_idx):
-                del self._requests[request.call_idx]
-            raise
-        # the work is the caller's now: its tensors must not live on here until the call is finalised
-        self._requests[request.call_idx] = request._replace(
-            async_fn=None, async_fn_args=(), async_fn_kwargs=None, preload_fn=None
-        )
-        return request.call_idx
+        with timed_stage("schedule", self._last_idx):
+            self._schedule(async_request.freeze()._replace(call_idx=self._last_idx))
+        return self._last_idx
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalise, oldest first, the calls that are done on all ranks; their finalize functions run here and now.
@@ -194,26 +197,19 @@ class AsyncCallsQueue:
             BaseException: what a finalize function raised; its call counts as finalised.
         """
         finalized: list[int] = []
-        while self._requests:
-            try:
-                if not self._caller.is_current_async_call_done(blocking, no_dist):
-                    break
-            except AsyncCheckpointError as error:
-                error.finalized_calls = tuple(finalized)
-                self._drop_and_raise_unless_told(error)
-                break  # here and now the other ranks raise, so this one must ask nothing more either
-            if not self._requests:
-                break  # aborted from another thread
-            call_idx = next(iter(self._requests))
-            request = self._requests.pop(call_idx)
-            with timed_stage("finalize", call_idx):
-                request.execute_finalize_fns(validate_matching_call_idx=False)  # the poll has compared the indexes
-            finalized.append(call_idx)
+        try:
+            while (request := self._take_done(blocking, no_dist)) is not None:
+                with timed_stage("finalize", request.call_idx):
+                    request.execute_finalize_fns(validate_matching_call_idx=False)  # the poll has compared the indexes
+                finalized.append(request.call_idx)
+        except AsyncCheckpointError as error:
+            error.finalized_calls = tuple(finalized)
+            raise
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
         """How many calls are scheduled, and neither finalised nor reported as failed."""
-        return len(self._requests)
+        return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
         """Finalise everything and end the workers, in bounded time. The next request would start one anew.
@@ -230,9 +226,9 @@ class AsyncCallsQueue:
         """
         first_error: AsyncCheckpointError | None = None
         try:
-            while self._requests and not abort:
+            while self._calls and not abort:
                 try:
-                    self.maybe_finalize_async_calls(blocking=True, no_dist=self._caller.acts_alone)
+                    self.maybe_finalize_async_calls(blocking=True, no_dist=self._acts_alone)
                 except AsyncCheckpointError as error:
                     if first_error is not None:
                         log.error("%s", error)
@@ -240,10 +236,13 @@ class AsyncCallsQueue:
                     if error.rank is None:
                         break  # the ranks are not in step: there is no agreeing on anything
         finally:
-            if self._requests:
-                log.warning("%d checkpoint calls are dropped without being finalised", len(self._requests))
-            self._caller.close(abort=abort or bool(self._requests))
-            self._requests.clear()
+            if self._calls:
+                log.warning("%d checkpoint calls are dropped without being finalised", len(self._calls))
+            self._workers.end(abort or bool(self._calls))
+            for call in self._calls.values():
+                call.work.cancel()  # another thread may wait for it
+            self._calls.clear()
+            self._agreement.clear()
         if first_error is not None:
             raise first_error
 
@@ -254,14 +253,124 @@ class AsyncCallsQueue:
         self.close(abort=error is not None)
 
     def __del__(self) -> None:
-        # no collectives and no waiting here: the callers' workers end with them
-        if getattr(self, "_requests", None) and self._pid == os.getpid():
-            log.warning("a queue with %d unfinalised checkpoint calls was forgotten: call close()", len(self._requests))
+        # no collectives and no waiting here: the workers end with what has started them
+        if getattr(self, "_calls", None) and self._pid == os.getpid():
+            log.warning("a queue with %d unfinalised checkpoint calls was forgotten: call close()", len(self._calls))
 
-    def _drop_and_raise_unless_told(self, error: AsyncCheckpointError) -> None:
-        if error.rank is not None and error.call_idx is not None:
-            self._requests.pop(error.call_idx, None)
-        if not error.was_told:
+    def _schedule(self, request: AsyncRequest) -> None:
+        call = self._calls[request.call_idx] = _Call(request, Future())
+        try:
+            request.check()
+            if request.async_fn is None:
+                call.work.set_result(0.0)
+            else:
+                call.work = self._workers.start(request, self._timeout_s)
+        except BaseException as error:
+            if self._group() is None or self._acts_alone:
+                self._calls.pop(request.call_idx, None)
+            else:  # the others have scheduled it, and hear at their next poll that it failed here
+                call.work, call.was_told = failed(error), True
+            raise
+        finally:  # the work is the worker's now: its tensors must not live on here until the call is finalised
+            call.request = request._replace(async_fn=None, async_fn_args=(), async_fn_kwargs=None, preload_fn=None)
+
+    def _take_done(self, blocking: bool, no_dist: bool) -> AsyncRequest | None:
+        """Forget the oldest call and return it, if its work is done on all ranks; else None, as if there is none.
+
+        Among several ranks, a poll that does not block tells what they said in the poll before.
+
+        Raises:
+            AsyncCheckpointError: the oldest call failed somewhere (it is dropped, so the next one is the oldest), or
+                the ranks are not in step. Where `_schedule` has raised for that call on this rank, this returns None.
+        """
+        self._acts_alone = no_dist
+        if not self._calls:
+            return None
+        call_idx = next(iter(self._calls))
+        group = None if no_dist else self._group()
+        return self._taken_here(call_idx, blocking) if group is None else self._taken(call_idx, blocking, group)
+
+    def _raise_earlier_failure(self) -> None:
+        """Raise the failure of a call that is known of without asking anybody, and on all ranks alike; else do nothing.
+
+        Among several ranks that is what they said in their last poll. The call is dropped.
+        """
+        group = None if self._acts_alone else self._group()
+        if group is None:
+            for call_idx, call in list(self._calls.items()):
+                if call.work.done() and failure_of(call.work) is not None:
+                    self._drop(call_idx, call.work)
+        elif self._calls:
+            call_idx = next(iter(self._calls))
+            verdict = self._agreement.read(group, call_idx)
+            if verdict is not None and verdict.failing_rank is not None:
+                self._drop_failed(call_idx, verdict.failing_rank, group)
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return group_in_use(self._process_group)
+
+    def _taken_here(self, call_idx: int, blocking: bool) -> AsyncRequest | None:
+        work = self._waited_for(call_idx, self._timeout_s if blocking else 0.0)
+        if blocking and not work.done():
+            work = self._timed_out(call_idx)
+        return self._drop(call_idx, work) if work.done() else None
+
+    def _taken(self, call_idx: int, blocking: bool, group: dist.ProcessGroup) -> AsyncRequest | None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            verdict = self._agreement.read(group, call_idx)
+            if verdict is not None and verdict.failing_rank is not None:
+                self._drop_failed(call_idx, verdict.failing_rank, group)
+                return None
+            if verdict is not None and verdict.is_done:
+                self._agreement.clear()
+                return self._drop(call_idx, self._waited_for(call_idx, 0.0))
+            left_s = max(0.0, deadline_s - time.monotonic())
+            work = self._waited_for(call_idx, min(_SLICE_S, left_s) if blocking else 0.0)
+            if blocking and not left_s and not work.done():
+                work = self._timed_out(call_idx)
+            self._agreement.begin(group, call_idx, work)
+            if not blocking:
+                return None
+
+    def _waited_for(self, call_idx: int, timeout_s: float) -> Future[float]:
+        """The work of a call, which may have ended within so many seconds."""
+        call = self._calls.get(call_idx)
+        if call is None:
+            return failed(CancelledError("the queue was closed while it was waited for"))
+        with suppress(TimeoutError, CancelledError):
+            call.work.exception(timeout_s)
+        return call.work
+
+    def _timed_out(self, call_idx: int) -> Future[float]:
+        log.warning(
+            "asynchronous checkpoint call %d is not done after %g s; ending its worker", call_idx, self._timeout_s
+        )
+        self._workers.give_up(call_idx)
+        reason = f"it was not done within {self._timeout_s:g} s (timeout_s), and its worker was given up"
+        work = failed(TimeoutError(reason))
+        if call_idx in self._calls:
+            self._calls[call_idx].work = work
+        return work
+
+    def _drop(self, call_idx: int, ended: Future[float]) -> AsyncRequest | None:
+        """Forget a call whose work has ended here, and return it; raise its error if it has failed and was not told."""
+        call = self._calls.pop(call_idx, None)
+        error = failure_of(ended)
+        if error is None:
+            if ended.result():  # else there was nothing to do
+                publish_stage("write", call_idx, ended.result())
+        elif call is None or not call.was_told:
+            raise failed_call(call_idx, own_rank(), describe(error)) from error
+        return call.request if call is not None and error is None else None
+
+    def _drop_failed(self, call_idx: int, failing_rank: int, group: dist.ProcessGroup) -> None:
+        """Forget a call that all ranks know has failed, and raise its error unless it was told."""
+        self._agreement.clear()
+        call = self._calls.pop(call_idx, None)
+        work: Future[float] = call.work if call is not None else Future()
+        error = self._agreement.failure(group, failing_rank, call_idx, work)
+        if call is None or not call.was_told:
             raise error
 
 

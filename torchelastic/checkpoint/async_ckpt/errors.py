@@ -15,27 +15,22 @@ class AsyncCheckpointError(CheckpointError):
         call_idx: the index that `schedule_async_request` gave the call; None if the error is of no single call.
         rank: the (lowest) rank whose work failed; None if it is not about the work.
         finalized_calls: the calls that the same `maybe_finalize_async_calls` had finalised before it raised.
-        was_told: whether this rank got an error for this call before, from `schedule_async_request` itself.
     """
 
-    def __init__(
-        self, message: str, *, call_idx: int | None = None, rank: int | None = None, was_told: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, call_idx: int | None = None, rank: int | None = None) -> None:
         super().__init__(message)
         self.call_idx = call_idx
         self.rank = rank
-        self.was_told = was_told
         self.finalized_calls: tuple[int, ...] = ()
 
 
-def failed_call(call_idx: int, rank: int, reason: str, *, was_told: bool = False) -> AsyncCheckpointError:
+def failed_call(call_idx: int, rank: int, reason: str) -> AsyncCheckpointError:
     """The error that every rank raises for a call that failed somewhere."""
     return AsyncCheckpointError(
         f"asynchronous checkpoint call {call_idx} failed on rank {rank}: {reason}. It was finalised on no rank; the "
         "checkpoints before it are untouched, and the queue can be used on",
         call_idx=call_idx,
         rank=rank,
-        was_told=was_told,
     )
 
 

@@ -1,4 +1,4 @@
-"""A thread for work in the background, how work has ended, and how threads and processes give way to training.
+"""What runs the work of calls: here a thread of this process, in `worker_process.py` other processes; and how it ended.
 
 Priorities are set by system calls and never by a command.
 """
@@ -9,18 +9,89 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar
 
 import psutil
+
+from torchelastic.metrics import publish_metric
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """Run the work of calls. Forgotten, they end what they have started, in bounded time."""
+
+    def start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:
+        """Hand the request to a worker; waits for its `preload_fn`, if it has one, but no longer than `timeout_s`.
+
+        Returns:
+            How many seconds it took, once it has ended; a worker's death is an end. It may be cancelled: then nobody
+            asks any more.
+        """
+
+    def give_up(self, call_idx: int) -> None:
+        """End the worker that hangs in this call; its other calls fail with it."""
+
+    def end(self, abort: bool) -> None:
+        """End all workers, in bounded time; those that have work left only if `abort`."""
+
+
+class ThreadWorkers:
+    """One daemon thread, started at the first call, which does the calls one after the other; see `Workers`.
+
+    A request's arguments are passed as they are, so they must be a snapshot that nobody changes. `preload_fn` runs on
+    the calling thread. A thread cannot be killed: work that was given up or aborted ends by itself, and is never
+    finalised.
+
+    Args:
+        cpu_priority: nice value of the thread (Linux), -20 to 19.
+    """
+
+    def __init__(self, cpu_priority: int) -> None:
+        check_priorities(cpu_priority, None)
+        self._cpu_priority = cpu_priority
+        self._thread: DaemonExecutor | None = None
+        # weakly: the error of a call that has failed holds the frames of its work, and they its tensors
+        self._works: weakref.WeakSet[Future[float]] = weakref.WeakSet()
+
+    def start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:  # noqa: ARG002 - it waits for no other
+        """See `Workers`."""
+        staged = request._replace(async_fn_args=request.staged_args(), preload_fn=None)
+        if self._thread is None:
+            self._thread = DaemonExecutor("async-checkpoint", partial(lower_priority, self._cpu_priority))
+        work = self._thread.submit(staged.work)
+        self._works.add(work)
+        return work
+
+    def give_up(self, call_idx: int) -> None:  # noqa: ARG002 - one thread does all calls
+        """See `Workers`."""
+        self.end(abort=True)
+
+    def end(self, abort: bool) -> None:
+        """See `Workers`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.shutdown(cancel_futures=abort)
+        if abort and not all(work.done() for work in self._works):
+            log.warning("a checkpoint thread is still at work; it is not waited for, and its work is not finalised")
+
+    def __del__(self) -> None:
+        thread = getattr(self, "_thread", None)
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
 
 
 class DaemonExecutor(Executor):
@@ -125,3 +196,18 @@ def lower_priority(cpu_priority: int, io_priority: int | None = None) -> None:
             psutil.Process().ionice(io_priority)
     except (psutil.Error, OSError, ValueError) as error:
         log.warning("could not set the priorities %s, %s of a checkpoint worker: %s", cpu_priority, io_priority, error)
+
+
+def publish_stage(stage: Literal["schedule", "copy", "write", "finalize"], call_idx: int, duration_s: float) -> None:
+    """Publish `checkpoint.async.<stage>.duration.ms` in group torchelastic, and log it at debug level."""
+    duration_ms = duration_s * 1000.0
+    publish_metric("torchelastic", f"checkpoint.async.{stage}.duration.ms", duration_ms)
+    log.debug("asynchronous checkpoint call %d: %s took %.1f ms", call_idx, stage, duration_ms)
+
+
+@contextmanager
+def timed_stage(stage: Literal["schedule", "copy", "finalize"], call_idx: int) -> Iterator[None]:
+    """Time what is inside; nothing is published if it raises."""
+    start_s = time.monotonic()
+    yield
+    publish_stage(stage, call_idx, time.monotonic() - start_s)

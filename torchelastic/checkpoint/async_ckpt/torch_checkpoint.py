@@ -6,15 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from torchelastic.checkpoint.async_ckpt.calls_queue import AsyncCallsQueue
 from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 from torchelastic.checkpoint.errors import explained
-from torchelastic.checkpoint.staging import decode_staging_name, fsync_folder, new_staging_path, this_process
-
-_SUFFIX = ".torch-save"
+from torchelastic.checkpoint.staging import fsync_folder, new_staging_path, remove_abandoned
 
 
 class TorchAsyncCheckpoint:
@@ -91,11 +88,10 @@ def save_and_rename(state_dict: Any, target: Path, *args: Any, **kwargs: Any) ->
         CheckpointError: the file cannot be written; it names it.
     """
     with explained("save a checkpoint", target):
-        _remove_abandoned_files(target.parent)
         staging = new_staging_path(target.parent)
-        staging = staging.with_name(staging.name + _SUFFIX)
         try:
             with staging.open("xb") as file:
+                remove_abandoned(target.parent, os.fstat(file.fileno()).st_mtime)
                 torch.save(state_dict, file, *args, **kwargs)
                 file.flush()
                 os.fsync(file.fileno())
@@ -104,11 +100,3 @@ def save_and_rename(state_dict: Any, target: Path, *args: Any, **kwargs: Any) ->
             staging.unlink(missing_ok=True)
             raise
         fsync_folder(target.parent)
-
-
-def _remove_abandoned_files(folder: Path) -> None:
-    scope = this_process().scope
-    for path in folder.glob(f".tmp-*{_SUFFIX}"):
-        owner = decode_staging_name(path.name)
-        if owner is not None and owner.scope == scope and not psutil.pid_exists(owner.pid):
-            path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The trainer's end of a worker process: start it, send it requests, hear how they ended, or how it died.
+"""Worker processes, seen from the trainer: start them, send them requests, hear how those ended, or how a worker died.
 
 A `ProcessPoolExecutor` does not do: it cannot end a worker that hangs, and an interpreter that ends waits for it.
 """
@@ -10,18 +10,30 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from dataclasses import dataclass
 from multiprocessing import connection as connections
 from multiprocessing import util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchelastic.checkpoint.async_ckpt.executors import DaemonExecutor, check_priorities, settle
-from torchelastic.checkpoint.async_ckpt.shipping import Parcel
+from torchelastic.checkpoint.async_ckpt.agreement import own_rank
+from torchelastic.checkpoint.async_ckpt.errors import describe, failed_call
+from torchelastic.checkpoint.async_ckpt.executors import (
+    DaemonExecutor,
+    check_priorities,
+    failure_of,
+    settle,
+    timed_stage,
+)
+from torchelastic.checkpoint.async_ckpt.shipping import MemoryPool, Parcel, pack
 from torchelastic.checkpoint.async_ckpt.worker_main import work
+
+if TYPE_CHECKING:
+    from torchelastic.checkpoint.async_ckpt.request import AsyncRequest
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +75,10 @@ class WorkerProcess:
     Args:
         settings: how it is started and ended.
         once: it ends after the first call, which is done only if its exit code is 0.
+
+    Attributes:
+        settings: as given.
+        process: as `multiprocessing` has it.
     """
 
     def __init__(self, settings: WorkerSettings, *, once: bool = False) -> None:
@@ -71,8 +87,8 @@ class WorkerProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (theirs, os.getpid(), settings.cpu_priority, settings.io_priority)
-        self._process = context.Process(target=work, args=arguments, name="async-checkpoint", daemon=settings.is_daemon)
-        self._process.start()
+        self.process = context.Process(target=work, args=arguments, name="async-checkpoint", daemon=settings.is_daemon)
+        self.process.start()
         theirs.close()
         self._was_ready = False
         # of two threads that ask at once how a process ended, one is not told; reentrant, for `__del__` of a caller
@@ -80,11 +96,6 @@ class WorkerProcess:
         self._thread = DaemonExecutor("async-checkpoint-worker")
         # run when the interpreter ends, before multiprocessing waits for its children
         self._at_exit = util.Finalize(None, end_all, args=([self], UNTIDY_END_S), exitpriority=10)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid or 0
 
     @property
     def is_alive(self) -> bool:
@@ -114,26 +125,18 @@ class WorkerProcess:
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                code = self._process.exitcode
+                code = self.process.exitcode
             left_s = deadline_s - time.monotonic()
             if code is not None or left_s <= 0:
                 return code
-            connections.wait([self._process.sentinel], min(left_s, _LIVENESS_S))
-
-    def terminate(self) -> None:
-        """Send it SIGTERM."""
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """Send it SIGKILL."""
-        self._process.kill()
+            connections.wait([self.process.sentinel], min(left_s, _LIVENESS_S))
 
     def _see_off(self) -> int:
         """Its exit code, after what it was given."""
         try:
             self._connection.send(None)
         except OSError as error:
-            log.debug("the checkpoint worker %d takes no more requests: %s", self.pid, error)
+            log.debug("the checkpoint worker %d takes no more requests: %s", self.process.pid, error)
         code = self.exit_code(math.inf) or 0
         self._at_exit.cancel()
         return code
@@ -141,7 +144,7 @@ class WorkerProcess:
     def _have_done(self, parcels: list[Parcel], staged: Future[None]) -> float:
         """Takes the only parcel out of the list, so that whoever uses its memory last is the worker, and frees it."""
         try:
-            parcels.pop().send(self._connection, self.pid)
+            parcels.pop().send(self._connection, self.process.pid or 0)
         except OSError:
             raise self._death() from None
         while (answer := self._listen()) is not None:
@@ -152,7 +155,7 @@ class WorkerProcess:
                 raise content
             else:
                 if self._once and (code := self._see_off()):
-                    raise BrokenExecutor(f"its worker process {self.pid} ended with exit code {code}")
+                    raise BrokenExecutor(f"its worker process {self.process.pid} ended with exit code {code}")
                 return float(content)
         raise self._death()
 
@@ -182,7 +185,7 @@ class WorkerProcess:
             if self._was_ready
             else ', before it was ready: see what it has printed (scripts need an `if __name__ == "__main__":`)'
         )
-        return BrokenExecutor(f"the worker process {self.pid} {ending} before the call was done{hint}")
+        return BrokenExecutor(f"the worker process {self.process.pid} {ending} before the call was done{hint}")
 
 
 def end_all(workers: Sequence[WorkerProcess], sigterm_timeout_s: float | None = None) -> None:
@@ -191,10 +194,117 @@ def end_all(workers: Sequence[WorkerProcess], sigterm_timeout_s: float | None = 
         sigterm_timeout_s = max((worker.settings.sigterm_timeout_s for worker in workers), default=0.0)
     for worker in workers:
         worker.finish()  # for its thread to end
-        worker.terminate()
+        worker.process.terminate()
     deadline_s = time.monotonic() + sigterm_timeout_s
     for worker in workers:
         if worker.exit_code(max(0.0, deadline_s - time.monotonic())) is None:
-            log.warning("the checkpoint worker %d did not heed SIGTERM in time; killing it", worker.pid)
-            worker.kill()
+            log.warning("the checkpoint worker %d did not heed SIGTERM in time; killing it", worker.process.pid)
+            worker.process.kill()
             worker.exit_code(_DEATH_S)
+
+
+class ProcessWorkers:
+    """Processes to which requests are copied and sent; when a request is scheduled, its tensors have been copied.
+
+    One process does the calls one after the other; it is spawned at the first call (or by `warm_up`). If it dies, all
+    calls that it was at or had yet to do have failed, and the next call starts another one. See `Workers`.
+
+    Args:
+        settings: of the processes.
+        once: spawn a process for each call instead, which begins with the import of torch and of the main module. Calls
+            run beside each other, and one is done only if its process has ended with exit code 0.
+        reuse_memory: keep the shared memory of one call for the next one.
+    """
+
+    def __init__(self, settings: WorkerSettings, *, once: bool, reuse_memory: bool) -> None:
+        self._settings = settings
+        self._once = once
+        self._pool = MemoryPool(reuse_memory)
+        self._current: WorkerProcess | None = None  # always None with `once`
+        self._busy: dict[int, tuple[WorkerProcess, Future[float]]] = {}
+
+    def start(self, request: AsyncRequest, timeout_s: float) -> Future[float]:
+        """See `Workers`."""
+        call_idx = request.call_idx
+        with timed_stage("copy", call_idx):
+            parcel = pack(request, self._pool)
+        worker = WorkerProcess(self._settings, once=True) if self._once else self._persistent()
+        staged, ended = worker.submit(parcel)
+        self._busy = {call: one for call, one in self._busy.items() if not one[1].done()}
+        self._busy[call_idx] = worker, ended
+        if self._pool.reuse and parcel.memory is not None:
+            memory, give_back = parcel.memory, self._pool.give_back  # not these workers, which may be forgotten
+            ended.add_done_callback(lambda _: give_back(memory))
+        del parcel  # where memory is not used again, the worker holds it last, and has the work of freeing
+        if request.preload_fn is not None:
+            either: list[Future[Any]] = [staged, ended]
+            wait(either, timeout_s, FIRST_COMPLETED)
+            if not (staged.done() or ended.done()):
+                end_all([worker])
+                raise failed_call(call_idx, own_rank(), f"its preload_fn was not through within {timeout_s:g} s")
+            error = None if staged.done() else failure_of(ended)
+            if error is not None:
+                raise failed_call(call_idx, own_rank(), describe(error)) from error
+        return ended
+
+    def give_up(self, call_idx: int) -> None:
+        """See `Workers`."""
+        if call_idx in self._busy:
+            end_all([self._busy.pop(call_idx)[0]])
+
+    def end(self, abort: bool) -> None:
+        """See `Workers`."""
+        current, workers = self._current, self._all()
+        self._current = None
+        self._busy.clear()
+        if current is not None and not abort:
+            current.finish()
+            current.exit_code(self._settings.sigterm_timeout_s)
+        if current is not None or abort:  # else each ends after its call
+            end_all(workers)
+
+    def _persistent(self) -> WorkerProcess:
+        if self._current is not None and not self._current.is_alive:
+            self._current.finish()
+            self._current = None
+        if self._current is None:
+            self._current = _take_spare(self._settings) or WorkerProcess(self._settings)
+        return self._current
+
+    def _all(self) -> list[WorkerProcess]:
+        current = [] if self._current is None else [self._current]
+        return list({*(worker for worker, _ in self._busy.values()), *current})
+
+    def __del__(self) -> None:
+        # when the interpreter ends, workers were ended before, and their threads may have stopped with a lock held
+        if hasattr(self, "_busy") and not sys.is_finalizing():
+            end_all(self._all(), UNTIDY_END_S)
+
+
+#: The process that was started ahead of the first call, for whoever needs one first.
+_spares: list[WorkerProcess] = []
+_lock = threading.Lock()
+
+
+def warm_up(settings: WorkerSettings) -> int:
+    """Start a worker process ahead of time, unless one waits already; returns its process id. From any thread."""
+    spare = _take_spare(settings) or WorkerProcess(settings)
+    with _lock:
+        others, _spares[:] = list(_spares), [spare]
+    end_all(others)  # they were started otherwise
+    return spare.process.pid or 0
+
+
+def end_spare() -> None:
+    """End the process that was started ahead, if nobody has taken it."""
+    with _lock:
+        spares, _spares[:] = list(_spares), []
+    end_all(spares)
+
+
+def _take_spare(settings: WorkerSettings) -> WorkerProcess | None:
+    with _lock:
+        fit = next((one for one in _spares if one.settings == settings and one.is_alive), None)
+        if fit is not None:
+            _spares.remove(fit)
+        return fit

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.store.manifest import Manifest
 
 #: Told how many bytes have been read since it was called last.
 Advance = Callable[[int], None]
@@ -29,7 +30,8 @@ class FoundCheckpoint:
         size_bytes: how large it is.
         damage: why it is not complete, as far as names and sizes tell; None if it is.
         partial: which part of it is here, where the rest may be intact elsewhere; None: all of it.
-        shards: its files.
+        shards: its files that are here.
+        manifest: which shards belong to it; None where none says so, or it cannot be read.
         facts: what else it says about itself, for `show`.
         metrics: what was measured of it, by name.
     """
@@ -44,6 +46,7 @@ class FoundCheckpoint:
     damage: str | None
     partial: str | None = None
     shards: tuple[Path, ...] = ()
+    manifest: Manifest | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -53,16 +56,17 @@ class FoundCheckpoint:
         return self.damage is None and self.partial is None
 
 
-def still_there(looks: Iterable[tuple[Path, Callable[[], FoundCheckpoint]]]) -> list[FoundCheckpoint]:
+def still_there(paths: Iterable[Path], look: Callable[[Path], FoundCheckpoint]) -> list[FoundCheckpoint]:
     """Looks at one checkpoint after the other, and passes over what a run at work removes meanwhile.
 
     Args:
-        looks: for each checkpoint a path that goes when it goes, and how to look at it.
+        paths: one for each checkpoint, which goes when it goes.
+        look: at the checkpoint of such a path.
     """
     found = []
-    for path, look in looks:
+    for path in paths:
         try:
-            one = look()
+            one = look(path)
         except CheckpointError:
             if path.exists():
                 raise

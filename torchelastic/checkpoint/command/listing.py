@@ -11,8 +11,8 @@ from torchelastic.checkpoint.command.format import Format, FoundCheckpoint
 from torchelastic.checkpoint.command.local_shards import LocalShards
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
 from torchelastic.checkpoint.command.screen import complain, say_json, table
-from torchelastic.checkpoint.command.shard_file import ShardFile
 from torchelastic.checkpoint.command.shard_folder import FolderOfShards
+from torchelastic.checkpoint.command.shards import ShardFile
 from torchelastic.checkpoint.command.streams import StreamFolder
 from torchelastic.text import age_text, bytes_text
 

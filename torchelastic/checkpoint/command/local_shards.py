@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, still_there
-from torchelastic.checkpoint.command.shard_checks import contents_of, damages_of, described_part
-from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.local.names import SUFFIX
+from torchelastic.checkpoint.command.format import FoundCheckpoint, still_there
+from torchelastic.checkpoint.command.shards import (
+    SUFFIX,
+    ShardFormat,
+    copies_of,
+    described_part,
+    opened_shards,
+    stated_in,
+)
+from torchelastic.checkpoint.errors import explained
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.checkpoint.shards.loading import read_tree
-from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 #: Folders below the root: the session, and in it one folder per rank.
 _DEPTH = 2
 
 
-class LocalShards(Format):
+class LocalShards(ShardFormat):
     """Saves of which some or all shards are on this host."""
 
     kind = "local"
@@ -38,24 +41,14 @@ class LocalShards(Format):
             shard = find_shard(file.name)
             if shard is not None:
                 copies[shard.name, shard.world_size][shard.rank].append(file)
-        newest_first = sorted(copies.items(), reverse=True)
-        return still_there(
-            (next(iter(files.values()))[0], partial(self._found, *save, files)) for save, files in newest_first
-        )
-
-    def contents(self, found: FoundCheckpoint) -> Contents:
-        """Out of the headers of the shards that are here."""
-        with ExitStack() as opened:
-            return contents_of([opened.enter_context(_readable(copies)) for copies in _copies(found.shards)])
-
-    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
-        """Compares every shard, also the copies of other ranks'."""
-        return damages_of([partial(ShardReader, path) for path in found.shards], advance)
+        newest_first = {
+            next(iter(files.values()))[0]: (*save, files) for save, files in sorted(copies.items(), reverse=True)
+        }
+        return still_there(newest_first, lambda path: self._found(*newest_first[path]))
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Put together from all ranks, if they have saved parts; else each has saved a state of its own."""
-        with ExitStack() as opened:
-            shards = [opened.enter_context(_readable(copies)) for copies in _copies(found.shards)]
+        with opened_shards(found) as shards:
             if found.world_size == 1 or any(entry.is_shard for shard in shards for entry in shard.header.entries):
                 return read_tree(shards, allow_pickles=allow_pickles)
         raise CheckpointCommandError(
@@ -74,13 +67,10 @@ class LocalShards(Format):
             statuses = [path.stat() for path in paths]
         session, damage = "", None
         saved_s = max(status.st_mtime for status in statuses)
-        for copies in _copies(paths):
-            try:
-                with _readable(copies) as shard:
-                    session = str(shard.header.meta.get("session", session))
-                    saved_s = float(shard.header.meta.get("saved_s", saved_s))
-            except CheckpointError as error:
-                damage = str(error)
+        for copies in copies_of(paths):
+            meta, error = stated_in(copies)
+            session, damage = str(meta.get("session", session)), error or damage
+            saved_s = float(meta.get("saved_s", saved_s))
         here = ", ".join(map(str, sorted(files)))
         return FoundCheckpoint(
             format=self,
@@ -95,24 +85,6 @@ class LocalShards(Format):
             shards=paths,
             facts={"session": session, "generation": save.generation, "ranks here": here},
         )
-
-
-def _copies(paths: Iterable[Path]) -> list[list[Path]]:
-    """The files of each rank's shard; equal names are copies of each other."""
-    by_name: dict[str, list[Path]] = defaultdict(list)
-    for path in paths:
-        by_name[path.name].append(path)
-    return list(by_name.values())
-
-
-def _readable(copies: Sequence[Path]) -> ShardReader:
-    """The first copy that can be opened. Raises: CheckpointError, that of the last, if none can."""
-    for path in copies[:-1]:
-        try:
-            return ShardReader(path)
-        except CheckpointError:
-            continue
-    return ShardReader(copies[-1])
 
 
 def _files(folder: Path, depth: int) -> Iterator[Path]:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import base64
 import math
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
-from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
-from torchelastic.checkpoint.command.shard_checks import damages_of, described_part
+from torchelastic.checkpoint.command.foreign.dcp import read_through
+from torchelastic.checkpoint.command.format import Advance, Contents, FoundCheckpoint, TensorRow, still_there
+from torchelastic.checkpoint.command.shards import ShardFormat, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.kinds import Kind, kind_in
+from torchelastic.checkpoint.memory.container import read_candidate, read_commit
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
 from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
-
-class MemorySteps(Format):
+class MemorySteps(ShardFormat):
     """Folders of steps."""
 
     kind = "memory"
@@ -31,20 +33,14 @@ class MemorySteps(Format):
         """One step, or all in the container of a job: as those that load them choose."""
         if not path.is_dir():
             return []
-        if _is_one(path):
+        if kind_in(path) is Kind.MEMORY:
             return [self._look_at(path)]
         with explained("list the checkpoints in memory", path):
-            folders = [folder for folder in path.iterdir() if _is_one(folder)]
-        found = still_there((folder, partial(self._look_at, folder)) for folder in folders)
-        return sorted(found, key=_newness, reverse=True)
+            folders = [folder for folder in path.iterdir() if kind_in(folder) is Kind.MEMORY]
+        return sorted(still_there(folders, self._look_at), key=_newness, reverse=True)
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Out of the commit; of the pickles those whose shards are here."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-        from torchelastic.checkpoint.memory.container import read_commit
-        from torchelastic.checkpoint.shards.tensors import dtype_name
-
         metadata = read_commit(found.path).metadata
         holders: dict[str, list[str]] = {}
         for index, item in (metadata.storage_data or {}).items():
@@ -66,13 +62,11 @@ class MemorySteps(Format):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares the commit, the shards that are here, and the extra files."""
-        from torchelastic.checkpoint.memory.container import read_commit
-
         try:
             commit = read_commit(found.path)
         except CorruptCheckpointError as error:
             return [str(error)]
-        lines = damages_of([partial(ShardReader, path) for path in found.shards], advance)
+        lines = super().verify(found, advance)
         for name, content in commit.extras.items():
             file = found.path / name
             if not file.is_file() or file.read_bytes() != content:
@@ -81,7 +75,6 @@ class MemorySteps(Format):
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
         """Through DCP, nested as its planner has stored it."""
-        from torchelastic.checkpoint.command.foreign.dcp import read_through
         from torchelastic.checkpoint.memory.reader import MemoryStorageReader
 
         if found.partial is not None:
@@ -98,8 +91,6 @@ class MemorySteps(Format):
         )
 
     def _look_at(self, folder: Path) -> FoundCheckpoint:
-        from torchelastic.checkpoint.memory.container import read_candidate
-
         with explained("look at the checkpoint", folder):
             sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
             at = folder / COMMIT_FILE
@@ -110,10 +101,10 @@ class MemorySteps(Format):
             commit, damage = None, str(error)
         run_id = _run_id_of(folder.parent)
         facts: dict[str, Any] = {} if run_id is None else {"run": run_id}
-        here: list[str] = []
+        shards: dict[str, int] = {}
         if commit is not None:
             facts["save"] = str(commit.name)
-            here = [file for file in commit.files if file in sizes]
+            shards = {file: shard.rank for file in commit.files if file in sizes and (shard := find_shard(file))}
         return FoundCheckpoint(
             format=self,
             path=folder,
@@ -123,8 +114,8 @@ class MemorySteps(Format):
             saved_s=saved_s,
             size_bytes=sum(sizes.values()),
             damage=damage,
-            partial=described_part(map(_rank_of, here), commit.world_size) if commit else None,
-            shards=tuple(folder / file for file in here),
+            partial=described_part(shards.values(), commit.world_size) if commit else None,
+            shards=tuple(folder / file for file in shards),
             facts=facts,
         )
 
@@ -136,8 +127,6 @@ class _LocalFiles:
         self._folder = folder
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        from torchelastic.checkpoint.memory.container import read_commit
-
         return read_commit(self._folder).metadata
 
     def open(self, _: Any, file: str) -> ShardReader:
@@ -147,12 +136,6 @@ class _LocalFiles:
         return self.open(_, file)  # there is no other copy: reading it again names what is damaged
 
 
-def _rank_of(file: str) -> int:
-    shard = find_shard(file)
-    assert shard is not None  # a commit names nothing else
-    return shard.rank
-
-
 def _newness(one: FoundCheckpoint) -> tuple[bool, SaveId | int]:
     save = SaveId.find(one.facts.get("save", ""))
     return (False, one.step or 0) if save is None else (True, save)
@@ -160,8 +143,6 @@ def _newness(one: FoundCheckpoint) -> tuple[bool, SaveId | int]:
 
 def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, bytes]]:
     """What the planner has pickled, unopened."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
     wanted = [
         (index.fqn, item)
         for index, item in (metadata.storage_data or {}).items()
@@ -184,14 +165,3 @@ def _run_id_of(container: Path) -> str | None:
         return decode_record((container / JOB_FILE).read_bytes()).run_id
     except (OSError, CorruptCheckpointError):
         return None
-
-
-def _is_one(folder: Path) -> bool:
-    """Whether it is the folder of a step with anything of a checkpoint in it."""
-    if CheckpointContainerId.parse_version_container_step(folder.name) is None or not folder.is_dir():
-        return False
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except OSError:
-        return False
-    return any(name == COMMIT_FILE or find_shard(name) is not None for name in names)

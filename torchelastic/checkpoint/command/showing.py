@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,7 @@ def _document(found: FoundCheckpoint, contents: Contents, *, tensors: bool, valu
     document["tensor_count"] = len(contents.tensors)
     document["tensor_bytes"] = sum(row.size_bytes for row in contents.tensors)
     if tensors:
-        document["tensors"] = [
-            {
-                "name": row.name,
-                "dtype": row.dtype,
-                "shape": list(row.shape),
-                "size_bytes": row.size_bytes,
-                "shards": list(row.shards),
-            }
-            for row in contents.tensors
-        ]
+        document["tensors"] = [asdict(row) for row in contents.tensors]
     if values:
         document["values"] = _as_json(contents.structure)
     return document

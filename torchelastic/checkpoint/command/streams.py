@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import torch_file
 from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow, still_there
-from torchelastic.checkpoint.command.shard_checks import contents_of
-from torchelastic.checkpoint.command.shard_file import is_shard
+from torchelastic.checkpoint.command.shards import contents_of, is_shard
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.kinds import Kind, kind_in
 from torchelastic.checkpoint.shards.header import place
 from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
 from torchelastic.checkpoint.shards.tree import flatten
@@ -38,12 +37,11 @@ class StreamFolder(Format):
         """One folder of streams, or all that are in a folder."""
         if not path.is_dir():
             return []
-        if _is_one(path):
+        if kind_in(path) is Kind.STREAMS or (path / DEFAULT).is_file():
             return [self._look_at(path)]
         with explained("list the checkpoints", path):
-            folders = [folder for folder in path.iterdir() if _is_id(folder.name) and folder.is_dir()]
-        numbered = sorted(folders, key=lambda folder: int(folder.name), reverse=True)
-        return still_there((folder, partial(self._look_at, folder)) for folder in numbered if _is_one(folder))
+            folders = [folder for folder in path.iterdir() if kind_in(folder) is Kind.STREAMS]
+        return still_there(sorted(folders, key=lambda folder: int(folder.name), reverse=True), self._look_at)
 
     def contents(self, found: FoundCheckpoint) -> Contents:
         """Of the stream `default`, if it is a shard or loads without running anything."""
@@ -95,7 +93,7 @@ class StreamFolder(Format):
             format=self,
             path=folder,
             name=folder.name,
-            step=int(folder.name) if _is_id(folder.name) else None,
+            step=int(folder.name) if folder.name.isdecimal() else None,
             world_size=None,
             saved_s=max(status.st_mtime for status in statuses),
             size_bytes=sum(status.st_size for status in statuses),
@@ -124,16 +122,6 @@ def _recorded(folder: Path) -> set[str] | None:
         return None
     except (OSError, ManifestError, UnknownManifestVersionError):
         return set()  # `find_damage` says why
-
-
-def _is_one(folder: Path) -> bool:
-    """Whether it is the folder of one checkpoint; those that 0.1 created and never wrote are none."""
-    has_manifest = _is_id(folder.name) and (folder / MANIFEST_NAME).is_file()
-    return has_manifest or (folder / DEFAULT).is_file()
-
-
-def _is_id(name: str) -> bool:
-    return name.isdecimal() and name == str(int(name))
 
 
 def _files_of(folder: Path) -> list[Path]:

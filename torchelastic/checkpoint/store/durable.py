@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 import fsspec  # type: ignore[import-untyped]
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
-from torchelastic.checkpoint.kinds import Kind, by_kind, first_stated, kind_of, require_own
+from torchelastic.checkpoint.kinds import Kind, kind_of, require_own
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.store.fence import FENCE_NAME, FenceState, decode_fence, encode_fence
@@ -99,7 +99,7 @@ class DurableTier(Tier):
 
     def require_own(self) -> None:
         """See `Tier`; lists each folder there."""
-        require_own(self.kind, by_kind(self._sizes(self._root), self._kind_of), self.where)
+        require_own(self.kind, self._sizes(self._root), self._kind_of, self.where)
 
     def known_epoch(self, run_id: str) -> int:
         """See `Tier`."""
@@ -208,8 +208,7 @@ class DurableTier(Tier):
         """The kind of checkpoint in a folder; asked once, since what is published does not change."""
         if folder not in self._kinds:
             place = f"{self._root}/{folder}"
-            names = self._sizes(place)
-            kind = kind_of(folder, names, lambda: first_stated(names, lambda name: self._opened(f"{place}/{name}")))
+            kind = kind_of(folder, self._sizes(place), lambda name: self._opened(f"{place}/{name}"))
             if kind is None:
                 return None  # nothing yet
             self._kinds[folder] = kind

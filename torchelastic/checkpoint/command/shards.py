@@ -1,0 +1,207 @@
+"""Reading checkpoints of shards, whoever has written them: their kinds differ in where the shards lie."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchelastic.checkpoint.command.format import Advance, Contents, Format, FoundCheckpoint, TensorRow
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.shards.batches import checksums_in, over_batches
+from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble, encode_preamble
+from torchelastic.checkpoint.shards.loading import read_tree
+from torchelastic.checkpoint.shards.reading import ShardReader, load_tree
+from torchelastic.checkpoint.shards.tensors import dtype_named
+from torchelastic.checkpoint.store.reading import open_shard
+
+#: A file of this name that does not begin like a shard is a torn one.
+SUFFIX = ".shard"
+_START = encode_preamble(b"", 0, 0)[:8]
+
+#: How a shard is opened.
+_Opener = Callable[[], ShardReader]
+
+
+class ShardFormat(Format):
+    """Checkpoints of one shard or several."""
+
+    def contents(self, found: FoundCheckpoint) -> Contents:
+        """Out of the headers of the shards that are here."""
+        with opened_shards(found, all_of_it=False) as shards:
+            return contents_of(shards)
+
+    def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
+        """Compares each header and each tensor, and the headers with the manifest; goes on behind what is damaged."""
+        lines = damages_of([opener for copies in _openers(found, all_of_it=True) for opener in copies], advance)
+        return lines or ([] if found.damage is None else [found.damage])
+
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
+        """Put together from all shards."""
+        with opened_shards(found) as shards:
+            return read_tree(shards, allow_pickles=allow_pickles)
+
+
+class ShardFile(ShardFormat):
+    """A single file, such as `save_tree` writes."""
+
+    kind = "shard"
+
+    def find(self, path: Path) -> list[FoundCheckpoint]:
+        """The file, if it is one; as its header describes it."""
+        if not is_shard(path):
+            return []
+        with explained("look at the checkpoint", path):
+            status = path.stat()
+        meta, damage = stated_in([path])
+        one = FoundCheckpoint(
+            format=self,
+            path=path,
+            name=path.name,
+            step=_first_number(meta, "step", "iteration"),
+            world_size=_first_number(meta, "world_size"),
+            saved_s=status.st_mtime,
+            size_bytes=status.st_size,
+            damage=damage,
+            shards=(path,),
+            facts=meta,
+        )
+        return [one]
+
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
+        """All of it, if it is whole."""
+        return load_tree(found.path, allow_pickles=allow_pickles)
+
+
+def is_shard(path: Path) -> bool:
+    """Whether a path is a shard file, also a torn one."""
+    if not path.is_file():
+        return False
+    if path.suffix == SUFFIX:
+        return True
+    with explained("read the file", path), path.open("rb") as file:
+        return file.read(len(_START)) == _START
+
+
+def contents_of(shards: Iterable[ShardReader]) -> Contents:
+    """What shards of one checkpoint hold together."""
+    rows: dict[str, TensorRow] = {}
+    structure = None
+    for shard in shards:
+        structure = shard.header.structure if structure is None else structure
+        for entry in shard.header.entries:
+            place = shard.path.name if entry.box.sizes == entry.shape else f"{shard.path.name}{_ranges(entry.box)}"
+            before = rows[entry.name].shards if entry.name in rows else ()
+            size_bytes = math.prod(entry.shape) * dtype_named(entry.dtype).itemsize
+            rows[entry.name] = TensorRow(entry.name, entry.dtype, entry.shape, size_bytes, (*before, place))
+    return Contents(structure, list(rows.values()))
+
+
+def damages_of(openers: Iterable[_Opener], advance: Advance) -> list[str]:
+    """Compares every shard with its checksums, and goes on behind what is damaged; a line for each damage."""
+    lines = []
+    for opened in openers:
+        try:
+            with opened() as shard:
+                lines += _damage_of(shard, advance)
+        except CorruptCheckpointError as error:
+            lines.append(str(error))
+    return lines
+
+
+def described_part(ranks: Iterable[int], world_size: int) -> str | None:
+    """What is here of a checkpoint, of which the rest may be elsewhere; None for all of it."""
+    here = sorted(set(ranks))
+    if len(here) == world_size:
+        return None
+    return f"only the shards of rank(s) {', '.join(map(str, here)) or 'none'} of {world_size} are here"
+
+
+def copies_of(paths: Iterable[Path]) -> list[list[Path]]:
+    """The files of each rank's shard; equal names are copies of each other."""
+    by_name: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        by_name[path.name].append(path)
+    return list(by_name.values())
+
+
+def stated_in(copies: Iterable[Path]) -> tuple[dict[str, Any], str | None]:
+    """What the header of a shard says, in the first copy that can be read; and why none can."""
+    damage = None
+    for path in copies:
+        try:
+            with ShardReader(path) as shard:
+                return dict(shard.header.meta), None
+        except CheckpointError as error:
+            damage = str(error)
+    return {}, damage
+
+
+@contextmanager
+def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator[list[ShardReader]]:
+    """Opens its shards, of each the first copy that can be opened.
+
+    Args:
+        found: the checkpoint.
+        all_of_it: also those that its manifest has and that are not here, which is an error.
+
+    Raises:
+        CheckpointError: a shard cannot be opened, or is not what the manifest says.
+    """
+    with ExitStack() as opened:
+        yield [opened.enter_context(_open_readable(copies)) for copies in _openers(found, all_of_it=all_of_it)]
+
+
+def _openers(found: FoundCheckpoint, *, all_of_it: bool) -> list[list[_Opener]]:
+    """How to open each shard, and each copy of it; with `all_of_it` also those that the manifest has and are not here.
+
+    What the manifest says of a shard is compared when it is opened.
+    """
+    if found.manifest is None:
+        return [[partial(ShardReader, path) for path in copies] for copies in copies_of(found.shards)]
+    records = found.manifest.shards
+    wanted = [record for record in records if all_of_it or found.path / record.file in found.shards]
+    return [[partial(open_shard, found.path, record)] for record in wanted]
+
+
+def _open_readable(copies: Sequence[_Opener]) -> ShardReader:
+    for opener in copies[:-1]:
+        try:
+            return opener()
+        except CheckpointError:
+            continue
+    return copies[-1]()
+
+
+def _damage_of(shard: ShardReader, advance: Advance) -> list[str]:
+    """Compares every tensor of a shard with its checksum; one line for each that differs."""
+    entries = shard.header.entries
+    with shard.view() as view:
+        offset = decode_preamble(bytes(view[:PREAMBLE_BYTES])).data_offset_bytes
+
+        def look(batch: range) -> list[str]:
+            some = entries[batch.start : batch.stop]
+            checksums = checksums_in(view, some, offset, threads=1)
+            advance(sum(entry.size_bytes for entry in some))
+            return checksums
+
+        found = over_batches(entries, look)
+    return [
+        f"{shard.path}: tensor {entry.name!r} is damaged (checksum {checksum} instead of {entry.checksum})"
+        for entry, checksum in zip(entries, found, strict=True)
+        if checksum != entry.checksum
+    ]
+
+
+def _ranges(box: Box) -> str:
+    pairs = zip(box.offsets, box.sizes, strict=True)
+    return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in pairs)}]"
+
+
+def _first_number(meta: dict[str, Any], *names: str) -> int | None:
+    return next((meta[name] for name in names if type(meta.get(name)) is int), None)
