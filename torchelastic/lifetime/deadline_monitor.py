@@ -89,6 +89,7 @@ class DeadlineMonitor:
 
     Attributes:
         deadline: when to be done.
+        world_size: number of ranks.
         earlier_bound_s: bound of an iteration in an earlier incarnation; used until one is known.
         is_step_tried: an iteration was begun only to measure it, here or in an earlier incarnation.
     """
@@ -110,7 +111,7 @@ class DeadlineMonitor:
         self._reserve_s, self._part = settings.reserve_s, part_of_risk(settings.confidence)
         self._unknown_save_s, self._least_save_s = settings.unknown_save_s, least_save_s
         self._trial_below_s = trial_below_s
-        self._world_size = 1
+        self.world_size = 1
         self._answered_s = -math.inf
         self._tried: set[str] = set()
         self._saved_at = self._tried_at = -1  # by the iterations that had begun
@@ -119,10 +120,10 @@ class DeadlineMonitor:
 
     def enter_group(self, world_size: int) -> None:
         """The group has changed: new members know of no save; with another size, times are measured anew."""
-        if world_size != self._world_size:
+        if world_size != self.world_size:
             self._times.reset()
             self.is_step_tried = False
-        self._world_size = world_size
+        self.world_size = world_size
         self._tried.clear()
         self._saved_at = self._tried_at = -1
         self._answered_s, self._stale_at_s = -math.inf, -math.inf

@@ -32,25 +32,6 @@ _SLOWER = 2
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """What the next iterations will take.
-
-    Attributes:
-        iterations: how many.
-        seconds: expected, with the pauses that are due or usual among them.
-        at_most_s: the same, with one iteration as slow as the bound allows.
-        samples: iterations that it rests on.
-        because: a few words for the log.
-    """
-
-    iterations: int
-    seconds: float
-    at_most_s: float
-    samples: int
-    because: str
-
-
-@dataclass(frozen=True)
 class Rhythm:
     """Pauses that come at equal distances.
 
@@ -130,7 +111,7 @@ class IterationTimes:
     ...     times.observe(seconds)
     >>> times.set_apart, times.usual_s, times.longest_s
     ((60.0,), 1.0, 9.0)
-    >>> times.forecast(10).seconds  # one pause alone is an accident
+    >>> times.expected_s(10)  # one pause alone is an accident
     10.0
     """
 
@@ -240,24 +221,14 @@ class IterationTimes:
         view = self.view()
         return statistics.fmean(view.ordinary_s) if view is not None else 0.0
 
-    def forecast(self, iterations: int, confidence: float = 0.99) -> Forecast:
-        """What the next so many iterations will take; 0 s while nothing is known. `confidence` is that of `at_most_s`.
-
-        Raises:
-            ValueError: they are negative, or the confidence is not above 0 and below 1.
-        """
-        whole_number("iterations", iterations, at_least=0, remedy="give how many iterations to look ahead, 0 or more")
+    def expected_s(self, iterations: int) -> float:
+        """What the next so many iterations take, with the pauses that are due or usual; 0 while nothing is known."""
         view = self.view()
-        bound = view.bound(iterations, confidence) if view is not None else None
-        if view is None or bound is None:
-            return Forecast(iterations, 0.0, 0.0, 0, "no iteration was measured yet")
+        if view is None:
+            return 0.0
         ordinary_s = statistics.fmean(view.ordinary_s)
-        pauses = view.pauses_within(iterations)
         pause_s = statistics.median(view.pauses_s) if view.pauses_s else 0.0
-        seconds = iterations * ordinary_s + pauses * max(0.0, pause_s - ordinary_s)
-        slower_s = max(0.0, bound.seconds - ordinary_s) if iterations and not pauses else 0.0
-        because = f"{iterations} x {ordinary_s:.3g} s" + (f" and {pauses:.3g} pauses of {pause_s:.3g} s" * bool(pauses))
-        return Forecast(iterations, seconds, seconds + slower_s, bound.samples, because)
+        return iterations * ordinary_s + view.pauses_within(iterations) * max(0.0, pause_s - ordinary_s)
 
 
 def _pause_limit(recent: tuple[float, ...], usual_s: float) -> float:
