@@ -13,13 +13,14 @@ from torch._C._distributed_c10d import HashStore
 from tests.pure.managed_loops import Job
 from tests.pure.status_runs import a_host
 from torchelastic.agent.causes import LostElsewhere, report_of
+from torchelastic.checkpoint.policy.costs import Bound
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.shares import SecondDeal
 from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
 from torchelastic.ledger.events import Start
 from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.lifetime.bounds import Bound, guess, step_bound
+from torchelastic.lifetime.bounds import guess, step_bound
 from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position

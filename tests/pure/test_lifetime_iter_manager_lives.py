@@ -133,7 +133,6 @@ def test_the_file_is_for_others_too(folder: Path) -> None:
         "remaining_time": 20.0,
         "save_ckpt_time": 4.0,
         "completed_iters": 10,
-        "iter_bound_s": pytest.approx(0.65, abs=0.01),
         "world_size": 1,
         "save_times_s": {"checkpoint": []},
         "iter_times_s": [0.5] * 9,
@@ -160,9 +159,7 @@ def test_a_file_that_is_something_else_is_named_and_costs_the_count_only(
     assert "remove it, and the iterations are counted anew" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name", ["completed_iters", "iter_count", "save_times_s", "iter_bound_s", "avg_iter_time", "iter_times_s"]
-)
+@pytest.mark.parametrize("name", ["completed_iters", "iter_count", "save_times_s", "avg_iter_time", "iter_times_s"])
 @pytest.mark.parametrize("value", [None, -5, "7", float("inf"), {"checkpoint": 3}, {"checkpoint": [-1.0]}])
 def test_a_field_of_the_wrong_sort_is_no_state(folder: Path, name: str, value: object) -> None:
     job = Job(folder, None)

@@ -160,7 +160,7 @@ class GroupMonitor(DeadlineMonitor):
     def remember(self, state: ManagerState) -> None:
         """Use the times of an earlier incarnation of the job, if it had as many ranks."""
         self._remembered = state
-        self.earlier_bound_s, self.is_step_tried = state.iter_bound_s, state.is_step_tried
+        self.is_step_tried = state.is_step_tried
         if state.world_size == self.world_size:
             self._times.remember(state.iter_times_s)
 

@@ -44,7 +44,6 @@ class ManagerState:
         remaining_time: expected seconds of the rest of the run; -1: not known.
         save_ckpt_time: upper bound of the seconds of a save.
         completed_iters: how many iterations were done; where the count is resumed.
-        iter_bound_s: upper bound of an iteration, in seconds; 0: not known.
         world_size: number of ranks.
         save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
         iter_times_s: how long the newest iterations took, in seconds, oldest first.
@@ -57,7 +56,6 @@ class ManagerState:
     remaining_time: Annotated[float, Meta(ge=-1, le=sys.float_info.max)] = -1.0
     save_ckpt_time: Amount = 0.0
     completed_iters: Count = 0
-    iter_bound_s: Amount = 0.0
     world_size: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 1
     save_times_s: Mapping[str, tuple[Amount, ...]] = field(default_factory=dict)
     iter_times_s: tuple[Amount, ...] = ()
@@ -246,7 +244,7 @@ class RunFigures:
         return self._iter_count - 1 if self._calls else self._iter_count
 
     def _state(self) -> ManagerState:
-        remaining_s, bound = self.remaining_time, self._monitor.step_bound()
+        remaining_s = self.remaining_time
         return ManagerState(
             avg_iter_time=self.avg_iter_time,
             total_iters=self.total_iters,
@@ -254,7 +252,6 @@ class RunFigures:
             remaining_time=-1.0 if remaining_s is None else remaining_s,
             save_ckpt_time=self.save_ckpt_time,
             completed_iters=self._done(),
-            iter_bound_s=0.0 if bound is None else bound.seconds,
             world_size=self._monitor.world_size,
             save_times_s=self._saves.times_s,
             is_step_tried=self._monitor.is_step_tried,
