@@ -94,8 +94,9 @@ class MemoryAutoResume:
         durable = durable_path(self.default)
         self.checkpoint_io.fallback = durable
         newest, step = tier.newest() or (None, None)
-        asks = self.trainer.global_rank == 0 and durable is not None and step is not None
-        durable_step = self._durable_step(durable) if asks else None
+        durable_step = None
+        if self.trainer.global_rank == 0 and durable is not None and step is not None:
+            durable_step = self._durable_step(durable)
         is_memory = tier.ranks.all_gather("choose a checkpoint", takes_memory(step, durable_step))[0]
         if newest is None or not is_memory:
             log.info("going on from the durable checkpoint: %s", durable)
