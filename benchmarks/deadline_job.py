@@ -68,7 +68,8 @@ def main() -> None:
         assert decision is not None
         said = {
             "done": done, "given_up_s": manager.given_up_s, "decision": str(decision),
-            "numbers": dict(decision.numbers), "save_s": manager.summary().saves[0][2], "iterations": begun,
+            "numbers": dict(decision.numbers), "save_s": max(manager.save_times_s["checkpoint"], default=0.0),
+            "iterations": begun,
         }  # fmt: skip
         (life / "said.new").write_text(json.dumps(said))
         (life / "said.new").rename(life / "said")

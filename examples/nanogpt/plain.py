@@ -131,7 +131,7 @@ class PlainRun:
             self.iteration()
         else:
             self.finish()
-        self.say(str(self.iter_mngr.summary()))
+        self.say(self.iter_mngr.summary())
         self.state.close()
         self.iter_mngr.close()
         return self.iter_mngr.exit_code

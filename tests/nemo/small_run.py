@@ -251,7 +251,7 @@ def choose(folder: Path, _: int) -> None:
     trainer = Mock(world_size=1, global_rank=0)
 
     def resume(memory: Any, default: Any = None, **options: Any) -> MemoryAutoResume:
-        plugin.tier.newest.return_value = memory
+        plugin.tier.newest.return_value = None if memory is None else (memory, 20)
         options = {"resume_if_exists": True, "resume_from_directory": str(folder), **options}
         return MemoryAutoResume(trainer=trainer, checkpoint_io=plugin, default=default, **options)
 

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchelastic.adapters.accelerate import MemoryCheckpointer
-from torchelastic.adapters.hugging_face.memory import HuggingFaceTier
+from torchelastic.adapters.hugging_face.memory import save_step
+from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 
 EPOCHS, EPOCH_STEPS = 3, 4
@@ -178,14 +179,18 @@ def offered(base: str) -> list[list[str]]:
     """What this rank gives to DCP: of two tensors that all ranks have, and when rank 1 has one more."""
     given: list[list[str]] = []
 
-    class Noting(HuggingFaceTier):
+    class Noting(StorageTier):
         def save(self, checkpoint_id: str, tensors: Any) -> None:
             given.append(sorted(tensors))
 
     tier = Noting(_on_this_host(Run(base)).base, async_save=False, timeout_s=30)
-    equal = {"replicated/a": torch.zeros(9), "replicated/b": torch.zeros(8), f"rank-{tier.rank}/x": torch.zeros(1)}
-    tier.save_step(1, equal)
-    tier.save_step(2, {**equal, "replicated/c": torch.zeros(1)} if tier.rank == 1 else equal)
+    equal = {
+        "replicated/a": torch.zeros(9),
+        "replicated/b": torch.zeros(8),
+        f"rank-{tier.ranks.rank}/x": torch.zeros(1),
+    }
+    save_step(tier, 1, equal)
+    save_step(tier, 2, {**equal, "replicated/c": torch.zeros(1)} if tier.ranks.rank == 1 else equal)
     tier.close()
     return given
 

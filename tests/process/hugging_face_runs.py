@@ -24,8 +24,9 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as transformers_logging
 
-from torchelastic.adapters.hugging_face.memory import HuggingFaceTier
+from torchelastic.adapters.hugging_face.memory import save_step
 from torchelastic.adapters.hugging_face.state import RankState, tensors_of
+from torchelastic.adapters.memory_tier import StorageTier
 from torchelastic.adapters.transformers import MemoryCheckpointCallback, resume_path
 from torchelastic.checkpoint.memory import saver, slots
 from torchelastic.checkpoint.memory.room import Free
@@ -235,8 +236,8 @@ def look(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
 
 def look_at_a_checkpoint_of_other_code(run: Run) -> tuple[str | None, dict[str, Any], tuple[str, ...]]:
     """As `look`, after somebody has saved something else into the container."""
-    tier = HuggingFaceTier(run.base, async_save=False, timeout_s=30)
-    tier.save_step(3, tensors_of(RankState({"weights": torch.ones(3)}, {}, {}), tier.rank))
+    tier = StorageTier(run.base, async_save=False, timeout_s=30)
+    save_step(tier, 3, tensors_of(RankState({"weights": torch.ones(3)}, {}, {}), tier.ranks.rank))
     tier.close()
     return look(run)
 

@@ -149,7 +149,9 @@ def test_a_signal_to_one_rank_stops_all_in_the_same_iteration(crew: Crew, tmp_pa
 
 def count_on(folder: str) -> list[int]:
     """The ranks do not see the same folder."""
+    os.environ["TORCHELASTIC_PROGRESS_FILE"] = f"{folder}/progress-{dist.get_rank()}"
     manager = manager_of(f"{folder}/{dist.get_rank()}", None)
+    del os.environ["TORCHELASTIC_PROGRESS_FILE"]
     counts = []
     for _ in range(3):
         manager.iter()
@@ -161,7 +163,7 @@ def count_on(folder: str) -> list[int]:
 def test_every_rank_counts_on_also_if_only_one_sees_the_file(crew: Crew, tmp_path: Path) -> None:
     assert succeeded(crew.run(count_on, str(tmp_path), ranks=2)) == [[1, 2, 3]] * 2
     assert json.loads((tmp_path / "0" / "manager_state.json").read_text())["world_size"] == 2
-    assert not (tmp_path / "1").exists(), "the first rank writes"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "progress-0"], "the first rank writes"
     assert succeeded(crew.run(count_on, str(tmp_path), ranks=2)) == [[3, 4, 5]] * 2
 
 

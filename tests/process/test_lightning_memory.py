@@ -32,10 +32,10 @@ from torchelastic.adapters.lightning import (
     wrap_trainer_and_auto_resume,
 )
 from torchelastic.adapters.lightning.memory_io import is_in
-from torchelastic.adapters.lightning.memory_resume import prefers_memory, step_of_checkpoint
+from torchelastic.adapters.lightning.memory_resume import step_of_checkpoint
 from torchelastic.adapters.lightning.memory_state import put_together, share_of, take_apart
 from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of
-from torchelastic.adapters.memory_tier import StorageTier
+from torchelastic.adapters.memory_tier import StorageTier, takes_memory
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
@@ -365,8 +365,8 @@ def test_a_trainer_is_wrapped_once(folder: Path) -> None:
 
 
 def test_the_newer_checkpoint_is_chosen_and_memory_of_equals(folder: Path) -> None:
-    cases = [(None, True, 5), (5, True, 6), (5, True, 5), (5, True, 4), (5, True, None), (5, False, None)]
-    assert [prefers_memory(*case) for case in cases] == [False, False, True, True, True, True]
+    cases = [(None, 5), (5, 6), (5, 5), (5, 4), (5, None)]
+    assert [takes_memory(*case) for case in cases] == [False, False, True, True, True]
     train(folder / "job", max_steps=8)
     for step in (4, 6, 9):
         torch.save({"global_step": step}, folder / f"{step}.ckpt")

@@ -175,7 +175,7 @@ def test_nothing_is_left_over_after_many_saves(lived: list[work.Lived]) -> None:
 
 def test_an_error_of_one_rank_is_raised_on_all(crew: Crew, root: str) -> None:
     first, second = succeeded(crew.run(work.program_errors, root, TWO, ranks=2))
-    assert "CheckpointingException: could not plan step-1_ckpt: rank 1:" in first[0]
+    assert "CheckpointError: plan step-1_ckpt failed on rank 1: " in first[0]
     assert "`data` attr is None" in first[0]
     assert "`data` attr is None" in second[0]
     for answer in (first, second):

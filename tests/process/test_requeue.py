@@ -82,8 +82,8 @@ def test_nobody_is_asked_where_there_is_no_job_or_enough_restarts(
 
 
 def test_the_last_restart_that_is_allowed_is_asked_for() -> None:
-    assert plan_requeue({**JOB, "SLURM_RESTART_COUNT": "6"}, 7).job_id == "42"
-    assert plan_requeue(JOB, 0).job_id == ""
+    assert plan_requeue({**JOB, "SLURM_RESTART_COUNT": "6"}, 7)[0] == "42"
+    assert plan_requeue(JOB, 0)[0] == ""
 
 
 @pytest.mark.parametrize(

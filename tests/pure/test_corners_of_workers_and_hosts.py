@@ -13,15 +13,15 @@ from torch._C._distributed_c10d import HashStore
 from tests.pure.managed_loops import Job
 from tests.pure.status_runs import a_host
 from torchelastic.agent.causes import LostElsewhere, report_of
+from torchelastic.checkpoint.policy.costs import Bound
 from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.shares import SecondDeal
 from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
 from torchelastic.ledger.events import Start
 from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.lifetime.bounds import Bound, guess, step_bound
+from torchelastic.lifetime.bounds import guess, step_bound
 from torchelastic.lifetime.decision import SaveTarget
-from torchelastic.lifetime.progress import LifetimeSummary, progress_line
 from torchelastic.lifetime.sample import Sample
 from torchelastic.log_lines import Position
 from torchelastic.p2p import hang_location, stragglers
@@ -206,30 +206,6 @@ def test_a_bound_for_any_share_is_one_that_a_sample_gives() -> None:
     bound = step_bound([1.0, 2.0, 3.0], 1e-9)
     assert bound is not None
     assert 0.0 <= bound.seconds <= 3.0
-
-
-def test_the_summary_says_what_is_known_and_leaves_out_what_is_not() -> None:
-    little = LifetimeSummary(3, -1, 0.5, 0.7, (), None, (), "none", None, "", None)
-    assert str(little).splitlines() == [
-        "iterations: 3, 0.5 s each, the longest 0.7 s, set apart at the start: none s",
-        "deadline: none",
-    ]
-    much = LifetimeSummary(3, 9, 0.5, 0.7, (2.0,), 61.0, (("disk", 2, 4.0),), "a signal", 12.0, "stop: now", 3.5)
-    assert str(much).splitlines() == [
-        "iterations: 3 of 9, 0.5 s each, the longest 0.7 s, set apart at the start: 2 s",
-        "rest of the run: 0:01:01",
-        "saves to 'disk': 2, the longest 4 s",
-        "deadline: a signal, in 12.0 s",
-        "decision: stop: now",
-        "given up: 3.5 s were left when the save was done",
-    ]
-
-
-def test_the_line_while_it_runs_says_only_what_is_known() -> None:
-    assert progress_line(7, -1, 0.0, None, None) == "iteration 7"
-    assert progress_line(7, 10, 0.5, 61.0, -3.0) == (
-        "iteration 7 of 10 (70 %), 0.5 s each, ETA 0:01:01, deadline in 0:00:00"
-    )
 
 
 def test_an_iteration_manager_says_how_long_it_leaves_for_a_save(tmp_path: Path) -> None:

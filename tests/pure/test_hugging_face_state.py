@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from torchelastic.adapters.hugging_face.resume import (
     Durable,
-    ResumeChoice,
-    choose,
+    best_of_all,
     durable_checkpoints,
     rng_file,
+    step_to_compare,
     trainer_rng,
 )
 from torchelastic.adapters.hugging_face.state import (
@@ -36,6 +36,7 @@ from torchelastic.adapters.hugging_face.state import (
     split_model,
     tensors_of,
 )
+from torchelastic.adapters.memory_tier import takes_memory
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -128,22 +129,35 @@ FULL5, FULL9, BARE12 = Durable(True, 5), Durable(True, 9), Durable(False, 12)
 
 
 @pytest.mark.parametrize(
-    ("memory_step", "seen", "choice"),
+    ("seen", "best"),
     [
-        (None, [[]], ResumeChoice(False, None)),
-        (None, [[FULL5, FULL9]], ResumeChoice(False, FULL9)),
-        (6, [[FULL5]], ResumeChoice(True, FULL5)),
-        (5, [[FULL5]], ResumeChoice(True, FULL5)),
-        (6, [[FULL5, FULL9]], ResumeChoice(False, FULL9)),
-        (6, [[FULL5, FULL9], [FULL5]], ResumeChoice(True, FULL5)),  # a host that does not see it cannot load it
-        (6, [[BARE12]], ResumeChoice(True, BARE12)),  # without the optimizer nothing goes on
-        (None, [[FULL5, BARE12]], ResumeChoice(False, FULL5)),
-        (None, [[BARE12]], ResumeChoice(False, BARE12)),
-        (0, [[]], ResumeChoice(True, None)),
+        ([[]], None),
+        ([[FULL5, FULL9]], FULL9),
+        ([[FULL5, FULL9], [FULL5]], FULL5),  # a host that does not see it cannot load it
+        ([[FULL5, BARE12]], FULL5),  # without the optimizer nothing goes on
+        ([[BARE12]], BARE12),
     ],
 )
-def test_the_newest_is_chosen(memory_step: int | None, seen: list[list[Durable]], choice: ResumeChoice) -> None:
-    assert choose(memory_step, seen) == choice
+def test_the_best_that_all_see_is_chosen(seen: list[list[Durable]], best: Durable | None) -> None:
+    assert best_of_all(seen) == best
+
+
+@pytest.mark.parametrize(
+    ("memory_step", "durable", "is_taken"),
+    [
+        (None, None, False),
+        (None, FULL9, False),
+        (6, FULL5, True),
+        (5, FULL5, True),
+        (6, FULL9, False),
+        (6, BARE12, True),
+        (0, None, True),
+    ],
+)
+def test_the_newest_is_taken_and_at_one_step_that_in_memory(
+    memory_step: int | None, durable: Durable | None, is_taken: bool
+) -> None:
+    assert takes_memory(memory_step, step_to_compare(durable)) is is_taken
 
 
 def test_a_durable_checkpoint_counts_when_it_is_complete(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.lifetime.bounds import Bound, guess, needed_samples, step_bound, upper_bound
+from torchelastic.checkpoint.policy.costs import Bound, needed_samples, upper_bound
+from torchelastic.lifetime.bounds import guess, step_bound
 
 seconds = st.floats(0.0, 1e4)
 durations = st.lists(seconds, min_size=1, max_size=120)

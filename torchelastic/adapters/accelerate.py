@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; accelerate is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.memory import DEFAULT_TIMEOUT_S, HuggingFaceTier, refuse_sharding
+from torchelastic.adapters.hugging_face.memory import refuse_sharding, save_step
 from torchelastic.adapters.hugging_face.state import (
     LEADING,
     REPLICATED,
@@ -26,6 +26,7 @@ from torchelastic.adapters.hugging_face.state import (
     split_model,
     tensors_of,
 )
+from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
@@ -64,13 +65,13 @@ class MemoryCheckpointer:
         checkpoint_base_container: CheckpointContainerId | str | os.PathLike[str] | None = None,
         *,
         async_save: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not isinstance(accelerator, accelerate.Accelerator):
             raise TypeError(f"the accelerator is a {type(accelerator).__name__}: give the accelerate.Accelerator")
         refuse_sharding("MemoryCheckpointer", str(accelerator.distributed_type.value))
         self._accelerator = accelerator
-        self._tier = HuggingFaceTier(checkpoint_base_container, async_save=async_save, timeout_s=timeout_s)
+        self._tier = StorageTier(checkpoint_base_container, async_save=async_save, timeout_s=timeout_s)
         self.extra: dict[str, Any] = {}
         self._random_numbers: dict[str, Any] | None = None
 
@@ -85,7 +86,7 @@ class MemoryCheckpointer:
             TypeError: something to be saved is neither a plain value nor a tensor; names it.
             CheckpointError: the save before is still not through after `timeout_s`.
         """
-        self._tier.save_step(step, tensors_of(self._state(extra), self._tier.rank))
+        save_step(self._tier, step, tensors_of(self._state(extra), self._tier.ranks.rank))
 
     def load(self) -> int | None:
         """Loads the newest complete checkpoint into what the accelerator has prepared; call it after `prepare`.
@@ -98,11 +99,12 @@ class MemoryCheckpointer:
         Raises:
             CheckpointError: it cannot be read, or was saved with other numbers of models, optimizers and so on.
         """
-        newest = self._tier.newest_step()
+        self._tier.start()
+        newest = self._tier.newest()
         if newest is None:
             return None
         memory, step = newest
-        own = own_part(self._tier.rank)
+        own = own_part(self._tier.ranks.rank)
         tensors = self._tier.load(
             str(memory), lambda name: any(belongs_to(name, part) for part in (REPLICATED, LEADING, own))
         )
@@ -112,7 +114,7 @@ class MemoryCheckpointer:
         if any(belongs_to(name, own) for name in tensors):
             self._apply_own(part_from(tensors, own))
         else:
-            log.info("%s was saved by fewer ranks: rank %d keeps its random numbers", memory, self._tier.rank)
+            log.info("%s was saved by fewer ranks: rank %d keeps its random numbers", memory, self._tier.ranks.rank)
         self.extra = saved["extra"]
         return step
 

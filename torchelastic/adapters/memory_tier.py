@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
-#: As the size of the first buffer in ML Flashpoint; memory is taken as it is needed.
-INITIAL_BUFFER_SIZE_BYTES = 16 * 2**30
 #: How long one save, one load or one agreement may take.
 TIMEOUT_S = 600.0
 #: What saving and loading raise; DCP's own is no `Exception`.
@@ -56,6 +54,19 @@ def container_of(container: AnyPath | None) -> CheckpointContainerId:
     return job_container() if container is None else CheckpointContainerId(os.path.normpath(str(container)))
 
 
+def takes_memory(memory_step: int | None, durable_step: int | None) -> bool:
+    """Whether to go on from the newest checkpoint in memory: it is there, and no durable one is known to be newer.
+
+    Args:
+        memory_step: of the one in memory; None: there is none.
+        durable_step: of the durable one; None: there is none, or its step is not known.
+
+    >>> takes_memory(20, 20), takes_memory(20, 30), takes_memory(20, None), takes_memory(None, None)
+    (True, False, True, False)
+    """
+    return memory_step is not None and (durable_step is None or memory_step >= durable_step)
+
+
 def is_due(step: int, every_n_steps: int, skip_every_n_steps: int | None) -> bool:
     """Whether a checkpoint is saved to memory after this optimizer step.
 
@@ -72,32 +83,35 @@ class StorageTier:
     does not get in the way of the training's collectives.
 
     Args:
-        container: of the job, on this host.
+        container: of the job, on this host; None: see `container_of`.
         async_save: write in the background; `save` returns when the values are copied.
         thread_count: for writing.
-        initial_buffer_size_bytes: grows when a rank needs more.
-        use_optimized_save: as for `DefaultCheckpointSaver`.
         timeout_s: how long to wait for one save, or for the other ranks.
+
+    Attributes:
+        container: as given, or derived.
+        async_save: as given.
+        ranks: of the job, which agree on what they do.
+
+    Raises:
+        ValueError: see `container_of`; or the time is not above 0.
     """
 
     def __init__(
         self,
-        container: CheckpointContainerId,
+        container: AnyPath | None,
         *,
         async_save: bool = True,
         thread_count: int = 1,
-        initial_buffer_size_bytes: int = INITIAL_BUFFER_SIZE_BYTES,
-        use_optimized_save: bool = True,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.container = container
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is {timeout_s}: give seconds above 0")
+        self.container = container_of(container)
         self.async_save = async_save
         self._thread_count = thread_count
-        self._saver_options = {
-            "initial_buffer_size_bytes": initial_buffer_size_bytes,
-            "use_optimized_save": use_optimized_save,
-        }
         self._timeout_s = timeout_s
+        self.ranks = RankGroup(None, timeout_s)
         self._open: _Open | None = None
         self._pending: Future[Any] | None = None
         self._pending_id = ""
@@ -105,7 +119,12 @@ class StorageTier:
     def start(self) -> None:
         """Opens the tier, if it is not open; the process group must be there by now if the job has one."""
         if self._open is None:
-            self._open = _Open(self._thread_count, self._saver_options, self._timeout_s)
+            self._open = _Open(self._thread_count, self._timeout_s)
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of one step lies."""
+        name = CheckpointContainerId.format_version_container(step)
+        return str(CheckpointContainerId.create_child(self.container, name))
 
     def save(self, checkpoint_id: str, tensors: Mapping[str, Any]) -> None:
         """Saves one checkpoint; waits for the one before it, if that is still being written.
@@ -154,22 +173,19 @@ class StorageTier:
         except FAILURES as error:
             _log_failure(self._pending_id, error)
 
-    @property
-    def ranks(self) -> RankGroup:
-        """The ranks of the job, which agree on what they do. Raises: CheckpointError if the tier is not open."""
-        return self._opened().ranks
-
-    def newest(self) -> CheckpointContainerId | None:
-        """The newest complete checkpoint, which every host has now; None if there is none, or it cannot be read."""
+    def newest(self) -> tuple[CheckpointContainerId, int] | None:
+        """The newest complete checkpoint, which every host has now, and its step; None: none, or it cannot be read."""
         loader = self._opened().loader
         self.wait()
         try:
-            return self.own_on_all("find the newest", lambda: loader.get_latest_complete_checkpoint(self.container))
+            found = self.own_on_all("find the newest", lambda: loader.get_latest_complete_checkpoint(self.container))
         except OutOfStepError:
             raise
         except CheckpointError as error:
             log.warning("checkpoints in %s cannot be used, and are skipped: %s", self.container, error)
             return None
+        step = None if found is None else CheckpointContainerId.parse_version_container_step(found.name)
+        return None if found is None or step is None else (found, step)
 
     def load(self, checkpoint_id: str, is_wanted: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint, whole, in memory of their own.
@@ -235,7 +251,7 @@ class StorageTier:
         def checked() -> Found:
             try:
                 return work()
-            except (*FAILURES, KeyError, TypeError, ValueError) as error:  # DCP's own is no `Exception`
+            except (Exception, CheckpointException) as error:  # DCP's own is no `Exception`
                 raise CheckpointError(f"{failure or call}: {type(error).__name__}: {error}") from error
 
         return self.ranks.own_on_all(call, checked)
@@ -260,11 +276,14 @@ class StorageTier:
     def end(self) -> None:
         """Closes the tier when all ranks have what they save, and their replicas; the container stays.
 
+        Does nothing if the tier is not open.
+
         Raises:
             CheckpointError: the last save takes too long.
         """
-        self._settle()
-        self.close()
+        if self._open is not None:
+            self._settle()
+            self.close()
 
     def _settle(self) -> None:
         self.wait()
@@ -276,7 +295,7 @@ class StorageTier:
         self.wait()
         opened, self._open = self._open, None
         if opened is not None:
-            opened.ranks.close()
+            self.ranks.close()
             opened.replication.shutdown()
             opened.manager.teardown_pool()
 
@@ -292,17 +311,14 @@ class StorageTier:
 class _Open:
     """The objects of a started tier."""
 
-    def __init__(self, thread_count: int, saver_options: Mapping[str, Any], timeout_s: float) -> None:
-        self.ranks = RankGroup(None, timeout_s)
+    def __init__(self, thread_count: int, timeout_s: float) -> None:
         self.group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.manager = CheckpointObjectManager()
         self.replication = ReplicationManager()
         self.replication.initialize(self.manager, timeout_s=timeout_s)
-        saver = DefaultCheckpointSaver(
-            ckpt_obj_manager=self.manager, replication_manager=self.replication, **saver_options
-        )
+        saver = DefaultCheckpointSaver(ckpt_obj_manager=self.manager, replication_manager=self.replication)
         self.writer = MemoryStorageWriter(checkpoint_saver=saver, thread_count=thread_count)
         self.loader = DefaultCheckpointLoader(
             checkpoint_object_manager=self.manager, replication_manager=self.replication

@@ -19,17 +19,13 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; transformers is needed here: pip install 'torchelastic[transformers]'") from error
 
-from torchelastic.adapters.hugging_face.memory import (
-    DEFAULT_TIMEOUT_S,
-    HuggingFaceTier,
-    distributed_kind,
-    refuse_sharding,
-)
+from torchelastic.adapters.hugging_face.memory import distributed_kind, refuse_sharding, save_step
 from torchelastic.adapters.hugging_face.resume import (
     Durable,
-    choose,
+    best_of_all,
     durable_checkpoints,
     rng_file,
+    step_to_compare,
     trainer_rng,
     write_folder,
 )
@@ -44,7 +40,7 @@ from torchelastic.adapters.hugging_face.state import (
     split_model,
     tensors_of,
 )
-from torchelastic.adapters.memory_tier import is_due
+from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier, is_due, takes_memory
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
@@ -93,14 +89,14 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         keep_on_train_end: bool = False,
         async_save: bool = True,
         resume_folder: str | os.PathLike[str] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         for name, steps in (("every_n_steps", every_n_steps), ("skip_every_n_steps", skip_every_n_steps)):
             if steps is not None and steps < 1:
                 raise ValueError(f"{name} is {steps}: give 1 or more")
-        self._tier: HuggingFaceTier | None = None
+        self._tier: StorageTier | None = None
         if enabled:
-            self._tier = HuggingFaceTier(checkpoint_base_container, async_save=async_save, timeout_s=timeout_s)
+            self._tier = StorageTier(checkpoint_base_container, async_save=async_save, timeout_s=timeout_s)
         self._every_n_steps, self._skip_every_n_steps = every_n_steps, skip_every_n_steps
         self._keep_on_train_end = keep_on_train_end
         self._resume_folder = resume_folder
@@ -131,13 +127,13 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         """
         args = self._args_of(trainer)
         durable = durable_checkpoints(args.output_dir)
-        if self._tier is None:
-            choice = choose(None, [durable])
-        else:
+        best = max(durable, default=None)
+        if self._tier is not None:
             refuse_sharding("MemoryCheckpointCallback", distributed_kind())
-            newest = self._tier.newest_step()
-            choice = choose(None if newest is None else newest[1], _seen_by_all(self._tier, durable))
-            if newest is not None and choice.from_memory:
+            self._tier.start()
+            newest = self._tier.newest()
+            best = _best_for_all(self._tier, durable)
+            if newest is not None and takes_memory(newest[1], step_to_compare(best)):
                 try:
                     path = str(self._materialise(self._tier, *newest, args))
                 except CheckpointError as error:
@@ -145,7 +141,7 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
                 else:
                     self._newest = newest[1]
                     return path
-        return None if choice.durable is None else str(Path(args.output_dir or "") / choice.durable.folder)
+        return None if best is None else str(Path(args.output_dir or "") / best.folder)
 
     def _args_of(self, trainer: Any) -> TrainingArguments:
         if trainer is not None and not hasattr(trainer, "output_dir"):
@@ -162,10 +158,10 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         return self._args
 
     def _materialise(
-        self, tier: HuggingFaceTier, memory: CheckpointContainerId, step: int, args: TrainingArguments
+        self, tier: StorageTier, memory: CheckpointContainerId, step: int, args: TrainingArguments
     ) -> Path:
         """Makes a folder in the Trainer's own layout, one on each host. Raises: CheckpointError on all ranks."""
-        rank = tier.rank
+        rank = tier.ranks.rank
         parent = Path(self._resume_folder or f"{tier.container}/resume")
         folder = parent / f"checkpoint-{step}"
         parts = [own_part(rank), *([REPLICATED, LEADING] if args.local_process_index == 0 else [])]
@@ -248,10 +244,10 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
         else:
             self._tier.end()
 
-    def _is_over(self, tier: HuggingFaceTier, args: TrainingArguments, state: TrainerState) -> bool:
+    def _is_over(self, tier: StorageTier, args: TrainingArguments, state: TrainerState) -> bool:
         done = tier.ranks.all_gather("end training", state.global_step >= state.max_steps)
-        seen = _seen_by_all(tier, durable_checkpoints(args.output_dir))
-        if all(done) or not choose(self._newest, seen).from_memory:
+        best = _best_for_all(tier, durable_checkpoints(args.output_dir))
+        if all(done) or not takes_memory(self._newest, step_to_compare(best)):
             return True
         log.warning(
             "training has stopped at step %d of %d without a durable checkpoint as new: that in memory is kept, in %s",
@@ -276,8 +272,8 @@ class MemoryCheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ig
             "trainer_state": self._trainer_state(state, control),
         }
         replicated = {"parameters": parameters, "optimizer": others["optimizer"].state_dict()}
-        tensors = tensors_of(RankState(replicated, leading, rng_state()), self._tier.rank)
-        self._tier.save_step(state.global_step, tensors)
+        tensors = tensors_of(RankState(replicated, leading, rng_state()), self._tier.ranks.rank)
+        save_step(self._tier, state.global_step, tensors)
         self._newest = state.global_step
 
     def _trainer_state(self, state: TrainerState, control: TrainerControl) -> dict[str, Any]:
@@ -292,7 +288,7 @@ def resume_path(
     trainer_or_args: Trainer | TrainingArguments,
     base: CheckpointContainerId | str | os.PathLike[str] | None = None,
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> str | None:
     """`MemoryCheckpointCallback.resume_from_checkpoint`, for who does not hold the callback. All ranks call it.
 
@@ -322,10 +318,10 @@ def _exported(callbacks: Iterable[Any]) -> dict[str, Any]:
     return {name: each[0] if len(each) == 1 else each for name, each in states.items()}
 
 
-def _seen_by_all(tier: HuggingFaceTier, durable: Iterable[Durable]) -> list[list[Durable]]:
-    """By rank, the durable checkpoints that it sees. Collective."""
+def _best_for_all(tier: StorageTier, durable: Iterable[Durable]) -> Durable | None:
+    """The best of the durable checkpoints that all ranks see; None: there is none. Collective."""
     rows = tier.ranks.all_gather("compare durable checkpoints", [[one.is_full, one.step] for one in durable])
-    return [[Durable(*one) for one in seen] for seen in rows]
+    return best_of_all([[Durable(*one) for one in seen] for seen in rows])
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchelastic.launch.torchrun_options import Translation, translated, workers_per_host
-from torchelastic.lifetime.sources.detection import TERMINATION_TIME_VARIABLE
+from torchelastic.lifetime.deadline import TERMINATION_TIME_VARIABLE
 from torchelastic.metrics.pushing import checked_gateway
 from torchelastic.network.choice import IFACE_VARIABLE, InterfaceError, choose, library_variables
 from torchelastic.network.interfaces import interfaces

@@ -10,8 +10,6 @@ from torchelastic.lifetime.deadline_monitor import Lifetime
 from torchelastic.lifetime.decision import StopDecision
 from torchelastic.lifetime.group_monitor import RankMissingError
 from torchelastic.lifetime.iter_manager import IterManager
-from torchelastic.lifetime.iteration_times import Forecast
-from torchelastic.lifetime.progress import LifetimeSummary
 from torchelastic.lifetime.requeue import STOPPED_EARLY, Requeue, StoppedEarly, requeue_job
 from torchelastic.lifetime.sources.detection import close_all, detect
 
@@ -19,10 +17,8 @@ __all__ = [
     "STOPPED_EARLY",
     "Deadline",
     "DeadlineAt",
-    "Forecast",
     "IterManager",
     "Lifetime",
-    "LifetimeSummary",
     "Nearest",
     "RankMissingError",
     "Requeue",

@@ -12,14 +12,10 @@ import math
 from collections.abc import Sequence
 
 from torchelastic.checkpoint.policy.arguments import real_number
-from torchelastic.checkpoint.policy.costs import MARGIN, Bound, needed_samples, upper_bound
-
-__all__ = ["MARGIN", "Bound", "guess", "needed_samples", "step_bound", "upper_bound"]
+from torchelastic.checkpoint.policy.costs import Bound, upper_bound
 
 
-def step_bound(
-    durations_s: Sequence[float], confidence: float = 0.99, *, margin: float = MARGIN, what: str = "steps"
-) -> Bound | None:
+def step_bound(durations_s: Sequence[float], confidence: float = 0.99, *, what: str = "steps") -> Bound | None:
     """How much time to leave for one more step before a given moment; None without any sample.
 
     A loop that goes on as long as at least b seconds are left overruns the moment only if the step that covers the
@@ -34,7 +30,6 @@ def step_bound(
     Args:
         durations_s: how long the steps took, in any order.
         confidence: above 0 and below 1.
-        margin: how many times the longest is the guess, with fewer than `needed_samples`; at least 1.
         what: the durations, for the reason.
 
     Raises:
@@ -45,7 +40,7 @@ def step_bound(
     >>> step_bound([1.0] * 198 + [41.0], 0.99).seconds > 38.0  # a sixth of all moments fall into the long one
     True
     """
-    alone = upper_bound(durations_s, confidence, margin=margin, what=what)
+    alone = upper_bound(durations_s, confidence, what=what)
     if alone is None or not alone.is_assured:
         return alone
     residual_s = _residual(sorted(durations_s), 1.0 - confidence)

@@ -23,8 +23,14 @@ MLP_VARIABLE = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 SAGEMAKER_VARIABLE = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 #: SageMaker begins to terminate instances so long before the capacity ends (AWS documentation on training plans).
 SAGEMAKER_LEAD_S = 30 * 60.0
-#: The variables with the end of a block of capacity, and how long before it the platform begins to terminate.
-_LEADS_S = {MLP_VARIABLE: 0.0, SAGEMAKER_VARIABLE: SAGEMAKER_LEAD_S}
+#: Unix seconds at which this instance ends.
+TERMINATION_TIME_VARIABLE = "TORCHELASTIC_TERMINATION_TIME"
+#: The variables with a date: what ends then, and how long before it the platform begins to terminate.
+_VARIABLES = {
+    MLP_VARIABLE: ("capacity block", 0.0),
+    SAGEMAKER_VARIABLE: ("capacity block", SAGEMAKER_LEAD_S),
+    TERMINATION_TIME_VARIABLE: ("elastic instance", 0.0),
+}
 #: Unix seconds beyond this are milliseconds: it is the year 5138.
 _MILLISECONDS_FROM = 1e11
 
@@ -65,41 +71,37 @@ class DeadlineAt:
         return self.at_s - now_s
 
 
-@dataclass(frozen=True)
-class CapacityBlock(DeadlineAt):
-    """The end of a block of capacity that was bought, from an environment variable with Unix seconds."""
+def deadline_in_variable(
+    name: str, variable: str, value: str, *, now_s: float, wall_s: float, lead_s: float = 0.0
+) -> DeadlineAt | None:
+    """The deadline in a variable; None if it is not set, or, with a warning, if it is over: it is an earlier one's.
 
-    @classmethod
-    def from_variable(
-        cls, variable: str, value: str, *, now_s: float, wall_s: float, lead_s: float = 0.0
-    ) -> CapacityBlock | None:
-        """The deadline; None if it is not set, or, with a warning, if it is over: it is left from an earlier block.
+    Args:
+        name: of what ends.
+        variable: its name.
+        value: its text.
+        now_s: the present moment in monotonic seconds.
+        wall_s: the same moment in Unix seconds.
+        lead_s: how long before the end the platform begins to terminate. If that moment is over, but the end is not,
+            the end counts, with a warning.
 
-        Args:
-            variable: its name.
-            value: its text.
-            now_s: the present moment in monotonic seconds.
-            wall_s: the same moment in Unix seconds.
-            lead_s: how long before the end the platform begins to terminate. If that moment is over, but the end is
-                not, the end counts, with a warning.
-
-        Raises:
-            ValueError: the value is no date in Unix seconds.
-        """
-        if not value.strip():
-            return None
-        remedy = "set it to Unix seconds (`date +%s` prints those of now), or unset it"
-        left_s = unix_seconds(f"{variable} is", value, remedy) - wall_s
-        if left_s <= 0.0:
-            text = "%s=%s is %.0f s in the past: ignored. Unset it, or set it to the end of the present block"
-            log.warning(text, variable, value, -left_s)
-            return None
-        if left_s <= lead_s:
-            text = "%s=%s: the platform may terminate from %.0f s before it, which is over; counting on the end itself"
-            log.warning(text, variable, value, lead_s)
-            lead_s = 0.0
-        reason = f"{variable}={value}" + (f", less {lead_s:.0f} s" if lead_s else "")
-        return cls("capacity block", now_s + left_s - lead_s, reason)
+    Raises:
+        ValueError: the value is no date in Unix seconds.
+    """
+    if not value.strip():
+        return None
+    remedy = "set it to Unix seconds (`date +%s` prints those of now), or unset it"
+    left_s = unix_seconds(f"{variable} is", value, remedy) - wall_s
+    if left_s <= 0.0:
+        text = "%s=%s is %.0f s in the past: ignored. Unset it, or set it to the end of the present block"
+        log.warning(text, variable, value, -left_s)
+        return None
+    if left_s <= lead_s:
+        text = "%s=%s: the platform may terminate from %.0f s before it, which is over; counting on the end itself"
+        log.warning(text, variable, value, lead_s)
+        lead_s = 0.0
+    reason = f"{variable}={value}" + (f", less {lead_s:.0f} s" if lead_s else "")
+    return DeadlineAt(name, now_s + left_s - lead_s, reason)
 
 
 def time_limit_s(seconds: float, *, began_s: float) -> DeadlineAt:
@@ -198,8 +200,8 @@ def automatic_deadlines(
     variables = os.environ if environment is None else environment
     now_s, wall_s = clock(), wall_clock()
     found = [
-        CapacityBlock.from_variable(name, variables.get(name, ""), now_s=now_s, wall_s=wall_s, lead_s=lead_s)
-        for name, lead_s in _LEADS_S.items()
+        deadline_in_variable(name, one, variables.get(one, ""), now_s=now_s, wall_s=wall_s, lead_s=lead_s)
+        for one, (name, lead_s) in _VARIABLES.items()
     ]
     return [deadline for deadline in found if deadline is not None]
 

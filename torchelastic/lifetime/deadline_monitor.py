@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.policy.arguments import real_number, whole_number
-from torchelastic.lifetime.bounds import Bound, guess, needed_samples
+from torchelastic.checkpoint.policy.costs import Bound, needed_samples
 from torchelastic.lifetime.deadline import Deadline, Nearest, nearest, unsure_since_s
 from torchelastic.lifetime.decision import SHORTEST_GRACE_S, TRIAL_BELOW_S, SaveTarget, part_of_risk
 from torchelastic.lifetime.drain_policy import StopPlan, near_below_s, plan_stop
@@ -89,7 +89,7 @@ class DeadlineMonitor:
 
     Attributes:
         deadline: when to be done.
-        earlier_bound_s: bound of an iteration in an earlier incarnation; used until one is known.
+        world_size: number of ranks.
         is_step_tried: an iteration was begun only to measure it, here or in an earlier incarnation.
     """
 
@@ -104,13 +104,13 @@ class DeadlineMonitor:
         trial_below_s: float = TRIAL_BELOW_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.deadline, self.earlier_bound_s, self.is_step_tried = deadline, 0.0, False
+        self.deadline, self.is_step_tried = deadline, False
         self._times, self._save_times_s, self._clock = times, save_times_s, clock
         # the confidence of each bound, so that all of them together hold with the one that was asked for
         self._reserve_s, self._part = settings.reserve_s, part_of_risk(settings.confidence)
         self._unknown_save_s, self._least_save_s = settings.unknown_save_s, least_save_s
         self._trial_below_s = trial_below_s
-        self._world_size = 1
+        self.world_size = 1
         self._answered_s = -math.inf
         self._tried: set[str] = set()
         self._saved_at = self._tried_at = -1  # by the iterations that had begun
@@ -119,10 +119,10 @@ class DeadlineMonitor:
 
     def enter_group(self, world_size: int) -> None:
         """The group has changed: new members know of no save; with another size, times are measured anew."""
-        if world_size != self._world_size:
+        if world_size != self.world_size:
             self._times.reset()
             self.is_step_tried = False
-        self._world_size = world_size
+        self.world_size = world_size
         self._tried.clear()
         self._saved_at = self._tried_at = -1
         self._answered_s, self._stale_at_s = -math.inf, -math.inf
@@ -147,11 +147,6 @@ class DeadlineMonitor:
             for name, times in self._save_times_s().items()
         )
         return tiers or (SaveTarget(_NO_TIER, Bound(0.0, self._part, True, 1, "nothing is saved")),)
-
-    def step_bound(self) -> Bound | None:
-        """How much time to leave for the next iteration; None: none is known."""
-        view = self._times.view()
-        return None if view is None else view.bound(1, self._part)
 
     def sample(self, *, count: int, lived: int, is_near: bool = False, cost_s: float = math.inf) -> Sample:
         """What this rank knows now; `count` and `lived` as in `Sample`.
@@ -252,8 +247,7 @@ class DeadlineMonitor:
         self._stale_at_s, self._stale_at_count = now_s + valid_s, self._times.count + 1
         view = self._times.view()
         if view is None:
-            earlier = guess(self.earlier_bound_s, "none was measured: as in an earlier incarnation", self._part)
-            return 0.0, earlier if self.earlier_bound_s else None, self.earlier_bound_s
+            return 0.0, None, 0.0
         # iterations that may begin while this is valid: a pause may be due among them
         ahead = max(1, int(valid_s / max(view.usual_s, 1e-6)))
         self._stale_at_count = self._times.count + ahead

@@ -21,10 +21,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torchelastic.checkpoint.policy.arguments import FrozenMapping, real_number, text
-from torchelastic.lifetime.bounds import MARGIN, Bound, guess, upper_bound
-
-__all__ = ["SaveTarget", "StopDecision", "decide", "guess_save_s", "part_of_risk"]
+from torchelastic.checkpoint.policy.arguments import FrozenMapping
+from torchelastic.checkpoint.policy.costs import Bound, upper_bound
+from torchelastic.lifetime.bounds import guess
 
 #: The shortest usual grace after a notice that does not say how much time is left: that of `docker stop`.
 SHORTEST_GRACE_S = 10.0
@@ -56,9 +55,6 @@ class SaveTarget:
         name: of the tier.
         bound: how long a save takes at most, until it is durable there.
         usual_s: how long it usually takes; None: as the bound.
-
-    Raises:
-        ValueError: it has no name, or a time is negative, infinite or NaN.
     """
 
     name: str
@@ -70,13 +66,6 @@ class SaveTarget:
         """Whether any save was measured; else the bound is a guess."""
         return self.bound.samples > 0
 
-    def __post_init__(self) -> None:
-        text("name", self.name, "name the tier, for example 'durable'")
-        remedy = "give seconds, 0 or more"
-        real_number("bound.seconds", self.bound.seconds, remedy=remedy)
-        if self.usual_s is not None:
-            real_number("usual_s", self.usual_s, remedy=remedy)
-
     @classmethod
     def of(
         cls,
@@ -84,7 +73,6 @@ class SaveTarget:
         save_times_s: Sequence[float],
         *,
         confidence: float = 0.99,
-        margin: float = MARGIN,
         if_unknown_s: float | None = None,
         at_least_s: float = 0.0,
     ) -> SaveTarget:
@@ -95,14 +83,10 @@ class SaveTarget:
             save_times_s: how long its saves took until they were durable; for example the `recent_durable_s` of
                 `torchelastic.checkpoint.policy.SaveTarget`.
             confidence: of the bound.
-            margin: see `bounds.upper_bound`.
             if_unknown_s: the bound if there was no save yet; None: `guess_save_s` of the name.
             at_least_s: least value of the bound.
-
-        Raises:
-            ValueError: an argument out of its range.
         """
-        measured = upper_bound(save_times_s, confidence, margin=margin, what="saves")
+        measured = upper_bound(save_times_s, confidence, what="saves")
         if measured is None:
             seconds = max(guess_save_s(name) if if_unknown_s is None else if_unknown_s, at_least_s)
             return cls(name, guess(seconds, f"no save to {name!r} was measured yet: a guess", confidence))
@@ -121,7 +105,6 @@ class StopDecision:
         action: "go on", "save and go on" (the end may come at any moment, or to measure a save), or "save and stop".
         tier: of the save, now or later; None: no deadline.
         fits: whether the save into that tier is expected to be done in time.
-        is_downgrade: whether a more durable tier does not fit any more.
         given_up_s: unused seconds before the deadline, after a save of usual length.
         because: one sentence for the log.
         numbers: its inputs, by name with unit.
@@ -130,7 +113,6 @@ class StopDecision:
     action: Literal["go on", "save and go on", "save and stop"]
     tier: str | None
     fits: bool
-    is_downgrade: bool
     given_up_s: float
     because: str
     numbers: Mapping[str, float] = field(default=FrozenMapping[float]())
@@ -152,13 +134,13 @@ class StopDecision:
         return f"{self.action}: {self.because}"
 
 
-def part_of_risk(confidence: float, parts: int = 2) -> float:
-    """The confidence of each of so many bounds with which all of them hold (Bonferroni).
+def part_of_risk(confidence: float) -> float:
+    """The confidence of each of two bounds with which both of them hold (Bonferroni).
 
     >>> round(part_of_risk(0.99), 6)
     0.995
     """
-    return 1.0 - (1.0 - confidence) / parts
+    return 1.0 - (1.0 - confidence) / 2.0
 
 
 def decide(
@@ -191,11 +173,7 @@ def decide(
             saved: `step` is known from the first ones alone, which may have compiled. It pays if that is
             `TRIAL_STEP_FROM_S` or longer.
         is_saved: nothing was trained since the newest save.
-
-    Raises:
-        ValueError: there are no tiers, two have the same name, or a time is NaN (or the reserve negative or infinite).
     """
-    _check(remaining_s, tiers, reserve_s)
     decision = _before_deadline(remaining_s, step, tiers, reserve_s)
     if at_once_s is not None and not decision.stops:
         return _at_once(at_once_s, decision, step, tiers, reserve_s)
@@ -246,7 +224,7 @@ def _at_once(
     given_up_s = 0.0 if goes_on else _given_up(remaining_s, tier)
     action: Literal["save and go on", "save and stop"] = "save and go on" if goes_on else "save and stop"
     fits, numbers = tier.bound.seconds <= at_once_s, {**decision.numbers, "at_once_s": at_once_s}
-    return StopDecision(action, tier.name, fits, tier is not tiers[0], given_up_s, because, numbers)
+    return StopDecision(action, tier.name, fits, given_up_s, because, numbers)
 
 
 def _before_deadline(
@@ -254,7 +232,7 @@ def _before_deadline(
 ) -> StopDecision:
     """One more step, or the last save; see `decide`."""
     if remaining_s is None or remaining_s == math.inf:
-        return StopDecision("go on", None, True, False, 0.0, "no deadline is known")
+        return StopDecision("go on", None, True, 0.0, "no deadline is known")
     step_s = 0.0 if step is None else step.seconds
     tier = _best_tier(tiers, remaining_s, reserve_s)
     save_s, besides_s = tier.bound.seconds, _besides_s(reserve_s, tier.bound)
@@ -274,7 +252,7 @@ def _before_deadline(
     numbers = {"remaining_s": remaining_s, "step_s": step_s, "reserve_s": reserve_s, "given_up_s": given_up_s}
     numbers |= {f"save_{other.name}_s": other.bound.seconds for other in tiers}
     action: Literal["go on", "save and stop"] = "go on" if goes_on else "save and stop"
-    return StopDecision(action, tier.name, save_s <= remaining_s, tier is not tiers[0], given_up_s, because, numbers)
+    return StopDecision(action, tier.name, save_s <= remaining_s, given_up_s, because, numbers)
 
 
 def _best_tier(tiers: Sequence[SaveTarget], left_s: float, reserve_s: float = 0.0) -> SaveTarget:
@@ -289,14 +267,3 @@ def _best_tier(tiers: Sequence[SaveTarget], left_s: float, reserve_s: float = 0.
 def _given_up(remaining_s: float, tier: SaveTarget) -> float:
     usual_s = tier.bound.seconds if tier.usual_s is None else tier.usual_s
     return max(0.0, remaining_s - usual_s)
-
-
-def _check(remaining_s: float | None, tiers: Sequence[SaveTarget], reserve_s: float) -> None:
-    real_number("reserve_s", reserve_s, remedy="give seconds, 0 or more")
-    if remaining_s is not None and math.isnan(remaining_s):
-        raise ValueError("remaining_s is nan: give the seconds until the deadline, or None")
-    names = [tier.name for tier in tiers]
-    if not names:
-        raise ValueError("tiers is empty: give at least one tier to save to")
-    if len(set(names)) < len(names):
-        raise ValueError(f"tiers has a name twice ({', '.join(names)}): give each tier its own")

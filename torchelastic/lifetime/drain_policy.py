@@ -44,15 +44,12 @@ class StopPlan:
     decide_again_s: float = 0.0
 
 
-def end_of_run(
-    remaining_s: Sequence[float], min_workers: int, together_s: float = TOGETHER_S
-) -> tuple[float, frozenset[int]]:
+def end_of_run(remaining_s: Sequence[float], min_workers: int) -> tuple[float, frozenset[int]]:
     """How long the run can go on in the present group, and which ranks have to leave clearly before that.
 
     Args:
         remaining_s: by rank, seconds until its own deadline; infinite: none is known.
         min_workers: with fewer members the run cannot go on.
-        together_s: deadlines less than this before the end of the run are part of it.
 
     Raises:
         ValueError: there are no ranks, or a time is NaN.
@@ -69,7 +66,7 @@ def end_of_run(
     ordered = sorted(remaining_s)
     needed = min(max(1, min_workers), len(ordered))
     last_s = ordered[len(ordered) - needed]
-    end_s = min(seconds for seconds in ordered if seconds >= last_s - together_s)
+    end_s = min(seconds for seconds in ordered if seconds >= last_s - TOGETHER_S)
     return end_s, frozenset(rank for rank, seconds in enumerate(remaining_s) if seconds < end_s)
 
 
@@ -115,7 +112,7 @@ def plan_stop(
         is_saved: see there.
 
     Raises:
-        ValueError: see `end_of_run` and `decision.decide`.
+        ValueError: see `end_of_run`.
     """
     end_s, early = end_of_run(remaining_s, min_workers)
     unsure_s = [math.inf] * len(remaining_s) if at_once_s is None else at_once_s

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchelastic.lifetime.deadline import Nearest
 from torchelastic.lifetime.deadline_monitor import CHECK_S, DeadlineMonitor, Lifetime
@@ -42,82 +42,35 @@ class RankMissingError(RuntimeError):
     """A rank did not take part in an agreement: it timed out, or its process has ended; the message names it."""
 
 
-class Agreement(Protocol):
-    """Gives all ranks the same numbers. Every rank calls the same methods in the same order, on one thread.
-
-    Attributes:
-        is_alone: whether there are no other ranks.
-        is_first: whether this is the rank that writes files and lines for people.
-        world_size: number of ranks.
-    """
-
-    @property
-    def is_alone(self) -> bool: ...  # noqa: D102 - see above
-
-    @property
-    def is_first(self) -> bool: ...  # noqa: D102
-
-    @property
-    def world_size(self) -> int: ...  # noqa: D102
-
-    def begin(self, values: Sequence[float]) -> None:
-        """Begin the maximum of these numbers, as many on every rank; does not wait for the others."""
-
-    def finish(self) -> list[float]:
-        """Of what was begun last, the largest of each number over all ranks.
-
-        Raises:
-            RankMissingError: a rank has not begun it within the time limit.
-        """
-
-
-class SoloAgreement:
-    """The agreement of one process."""
-
-    is_alone, is_first, world_size = True, True, 1
-
-    def __init__(self) -> None:
-        self._values: list[float] = []
-
-    def begin(self, values: Sequence[float]) -> None:
-        """See `Agreement`."""
-        self._values = list(values)
-
-    def finish(self) -> list[float]:
-        """See `Agreement`."""
-        return self._values
-
-
 class GroupAgreement:
     """The element-wise maximum over the ranks of a process group: a tiny all-reduce, in a gloo group of its own.
 
     It is begun in one iteration and read in a later one, so that no rank waits. The first `begin` makes the group.
+    Every rank calls the same methods in the same order, on one thread.
 
     Args:
         source: whose ranks agree, all of them.
         timeout_s: after which a missing rank is an error.
-    """
 
-    is_alone = False
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks.
+    """
 
     def __init__(self, source: dist.ProcessGroup, timeout_s: float) -> None:
         import torch.distributed as dist
 
         self._source, self._timeout_s = source, timeout_s
-        self._rank, self.world_size = dist.get_rank(source), dist.get_world_size(source)
+        self.rank, self.world_size = dist.get_rank(source), dist.get_world_size(source)
         self._group: WatchedGroup | None = None
         self._number = 0
         self._begun: LaggedMax | None = None
 
-    @property
-    def is_first(self) -> bool:
-        """See `Agreement`."""
-        return self._rank == 0
-
     def begin(self, values: Sequence[float]) -> None:
-        """See `Agreement`; the first call waits for all ranks, and raises what `finish` does.
+        """Begins the maximum of these numbers, as many on every rank; only the first call waits for the others.
 
         Raises:
+            RankMissingError: see `finish`.
             ValueError: the ranks give different numbers of values.
         """
         from torchelastic.group.lagged_max import LaggedMax
@@ -129,10 +82,13 @@ class GroupAgreement:
             self._begun = LaggedMax(self._group, self._number, values)
 
     def finish(self) -> list[float]:
-        """See `Agreement`."""
+        """Of what was begun last, the largest of each number over all ranks.
+
+        Raises:
+            RankMissingError: a rank has not begun it within the time limit, or its process has ended; names it.
+        """
         begun, self._begun = self._begun, None
-        if begun is None:
-            raise RuntimeError("nothing was begun that could be finished")
+        assert begun is not None
         with self._naming_the_missing():
             return begun.finish()
 
@@ -142,7 +98,7 @@ class GroupAgreement:
         group, others = WatchedGroup.formed(self._source, self._timeout_s, value=numbers)
         if different := [rank for rank, number in enumerate(others) if number != numbers]:
             raise ValueError(
-                f"rank {different[0]} has {others[different[0]]} numbers, and rank {self._rank} {numbers}: give the "
+                f"rank {different[0]} has {others[different[0]]} numbers, and rank {self.rank} {numbers}: give the "
                 "IterManager of every rank the same tiers"
             )
         return group
@@ -171,10 +127,8 @@ class GroupMonitor(DeadlineMonitor):
     Args:
         deadline, times, save_times_s, settings, least_save_s, clock: see `DeadlineMonitor`.
         timeout_s: after which a missing rank is an error.
-        agree: None: the default process group, as it is at the time; without one this process is alone.
 
     Attributes:
-        agree: the agreement of the present group.
         decision: the last one near a deadline, or at a notice; None: there was none.
         stop: the decision to stop; None again if the deadline then moves away, or the group changes.
         save: the last decision to save, whether to stop then or to go on.
@@ -190,17 +144,15 @@ class GroupMonitor(DeadlineMonitor):
         least_save_s: float,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
-        agree: Agreement | None = None,
     ) -> None:
         super().__init__(deadline, times, save_times_s, settings, least_save_s=least_save_s, clock=clock)
-        self._timeout_s, self._is_given = timeout_s, agree is not None
-        self.agree: Agreement = SoloAgreement() if agree is None else agree
+        self._timeout_s = timeout_s
+        self._agree: GroupAgreement | None = None
         self.decision: StopDecision | None = None
         self.stop: StopDecision | None = None
         self.save: StopDecision | None = None
         self._remembered: ManagerState | None = None
         self._world: Any = None
-        self._world_size = self.agree.world_size
         self._is_near = self._has_begun = self._has_met = False
         self._due_s, self._due_at = -math.inf, 0
         self._costs_s: deque[float] = deque(maxlen=_EXCHANGES)
@@ -208,20 +160,24 @@ class GroupMonitor(DeadlineMonitor):
     def remember(self, state: ManagerState) -> None:
         """Use the times of an earlier incarnation of the job, if it had as many ranks."""
         self._remembered = state
-        self.earlier_bound_s, self.is_step_tried = state.iter_bound_s, state.is_step_tried
-        if state.world_size == self._world_size:
+        self.is_step_tried = state.is_step_tried
+        if state.world_size == self.world_size:
             self._times.remember(state.iter_times_s)
 
     def follow_group(self) -> bool:
-        """Use the present process group from now on; returns whether it is another one than before."""
+        """Use the present process group from now on; returns whether it is another one than before.
+
+        Without a process group this process is alone.
+        """
         # None: torch was not imported, or was built without it, or there is no process group
         world = getattr(getattr(sys.modules.get("torch.distributed"), "group", None), "WORLD", None)
-        if self._is_given or world is self._world:
+        if world is self._world:
             return False
         self._world = world
-        self.agree = SoloAgreement() if self._world is None else GroupAgreement(self._world, self._timeout_s)
-        is_of_other_size = self.agree.world_size != self._world_size
-        self.enter_group(self.agree.world_size)
+        self._agree = None if world is None else GroupAgreement(world, self._timeout_s)
+        world_size = 1 if self._agree is None else self._agree.world_size
+        is_of_other_size = world_size != self.world_size
+        self.enter_group(world_size)
         if is_of_other_size and self._remembered is not None:
             self.remember(self._remembered)
         self._is_near = self._has_begun = self._has_met = False
@@ -235,7 +191,12 @@ class GroupMonitor(DeadlineMonitor):
 
         `calls` are the iterations that have begun in this process.
         """
-        return now_s >= self._due_s if self.agree.is_alone else calls >= self._due_at
+        return now_s >= self._due_s if self._agree is None else calls >= self._due_at
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and lines for people."""
+        return self._agree is None or self._agree.rank == 0
 
     def check(self, count: int, lived: int) -> int:
         """Agree with the others, and decide if the deadline is near.
@@ -250,28 +211,32 @@ class GroupMonitor(DeadlineMonitor):
         Raises:
             RankMissingError: a rank timed out.
         """
-        if self.agree.is_alone:
+        if self._agree is None:
             self._decide_if_near(self._own(count, lived))
             self._due_s = -math.inf if self._is_near else self._clock() + CHECK_S
             return count
         if self._has_met and not self._has_begun and not self._is_near:
-            self._begin(self._own(count, lived))
+            self._begin(self._agree, self._own(count, lived))
             self._due_at = lived + 1
             return count
-        return self._check_together(count, lived)
+        return self._check_together(self._agree, count, lived)
 
     def stops_after_save(self, count: int, lived: int) -> bool:
         """After a save to go on: whether there is no time to. Several ranks know a step later. Arguments: `check`."""
-        if self.agree.is_alone:
+        if self._agree is None:
             self._decide_if_near(self._own(count, lived))
         return self.stop is not None
 
-    def _check_together(self, count: int, lived: int) -> int:
+    def _check_together(self, agree: GroupAgreement, count: int, lived: int) -> int:
         """Read what was begun an iteration before, or exchange it now; see `check`."""
         own, before = self._own(count, lived), self.stop
-        agreed = own.agreed(self.agree.finish()) if self._has_begun else self._together(own)
+        if not self._has_begun:
+            agree.begin(own.numbers())
+        agreed = own.agreed(agree.finish())
         if self._has_begun and self.is_near(agreed):
-            agreed = self._together(self._own(count, lived))  # that was an iteration old
+            own = self._own(count, lived)  # that was an iteration old
+            agree.begin(own.numbers())
+            agreed = own.agreed(agree.finish())
         self._has_met, self._has_begun = True, False
         self._decide_if_near(agreed)
         has_just_stopped = self.stop is not None and self.stop is not before
@@ -281,7 +246,7 @@ class GroupMonitor(DeadlineMonitor):
             # nothing is begun in the last iteration: a rank that leaves at once would break it for the others
             self._due_at = lived + max(1, agreed.interval - 1)
         else:
-            self._begin(own)
+            self._begin(agree, own)
             self._due_at = lived + 1
         return agreed.count
 
@@ -289,15 +254,11 @@ class GroupMonitor(DeadlineMonitor):
         cost_s = min(self._costs_s, default=0.0)
         return self.sample(count=count, lived=lived, is_near=self._is_near, cost_s=cost_s)
 
-    def _begin(self, own: Sample) -> None:
+    def _begin(self, agree: GroupAgreement, own: Sample) -> None:
         began_s = self._clock()
-        self.agree.begin(own.numbers())
+        agree.begin(own.numbers())
         self._has_begun = True
         self._costs_s.append(2.0 * (self._clock() - began_s))  # to read it costs as much
-
-    def _together(self, own: Sample) -> Sample:
-        self.agree.begin(own.numbers())
-        return own.agreed(self.agree.finish())
 
     def _decide_if_near(self, agreed: Sample) -> None:
         self._is_near = self._is_armed(agreed) and self.is_near(agreed)

@@ -14,10 +14,10 @@ from torchelastic.checkpoint.policy.arguments import real_number, whole_number
 from torchelastic.lifetime.deadline import Deadline, nearest
 from torchelastic.lifetime.deadline_monitor import Lifetime
 from torchelastic.lifetime.decision import StopDecision
-from torchelastic.lifetime.group_monitor import Agreement, GroupMonitor
+from torchelastic.lifetime.group_monitor import GroupMonitor
 from torchelastic.lifetime.iteration_times import COMPILING, WARM_UP, IterationTimes
 from torchelastic.lifetime.manager_state import RunFigures, SaveTimes, read_state, remove_state, write_state
-from torchelastic.lifetime.progress import ProgressFile, Steps, TerminalLine, progress_line
+from torchelastic.lifetime.progress import ProgressFile, Steps
 from torchelastic.lifetime.requeue import STOPPED_EARLY
 from torchelastic.lifetime.sources.detection import close_all, detect
 from torchelastic.metrics import publish_metric
@@ -54,7 +54,7 @@ class IterManager(RunFigures):
             measured one, there is a trial save when a deadline is known and less than an hour away.
         use_torch_compile: whether the first iterations may compile: then `COMPILING` of them are not counted, else
             `WARM_UP`.
-        predict_freq: least iterations between two progress lines, which are written to a terminal only.
+        predict_freq: changes nothing; velastic takes it too.
         velastic_dir: folder of `manager_state.json`, for the next incarnation of the job.
         deadline: when to be done; None: the nearest of `sources.detect()`, which `close` ends, without signals if this
             is not made on the main thread. `nearest([])`: never.
@@ -62,7 +62,6 @@ class IterManager(RunFigures):
         confidence: that the save is done in time, above 0 and below 1.
         timeout_s: after which a missing rank is an error.
         clock: monotonic seconds; that of the deadline.
-        agree: gives all ranks the same numbers; None: the default process group, as it is at the time, if there is one.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -74,7 +73,7 @@ class IterManager(RunFigures):
 
     _resumed_step: int | None = None  # where this incarnation has begun
     _saved_step: int | None = None  # in the newest save
-    _next_line, _complain_at = 0, math.inf  # by the count of calls of `iter`
+    _complain_at = math.inf  # by the count of calls of `iter`
     _has_begun = _is_counting = _is_past_end = _is_closed = _is_over = False
     _last_s: float | None = None  # when the present iteration has begun,
     _apart_s = 0.0  # and how long saves took in it
@@ -96,13 +95,12 @@ class IterManager(RunFigures):
         confidence: float = 0.99,
         timeout_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
-        agree: Agreement | None = None,
     ) -> None:
         self.total_iters = whole_number("total_iters", max(-1, total_iters), at_least=-1, remedy="give the iterations")
-        self.predict_freq = whole_number("predict_freq", predict_freq, at_least=1, remedy="give iterations, 1 or more")
+        self.predict_freq = predict_freq
         self.velastic_dir = Path(velastic_dir)
         self._times = IterationTimes(warm_up=COMPILING if use_torch_compile else WARM_UP)
-        self._saves, self._confidence = SaveTimes(tiers), confidence
+        self._saves = SaveTimes(tiers)
         reserve_s = real_number("redundant_time", max(redundant_time, 0.0), remedy="give seconds")
         save_s = real_number("save_ckpt_time", save_ckpt_time, remedy="give seconds, 0 or more")
         self._monitor = GroupMonitor(
@@ -113,10 +111,8 @@ class IterManager(RunFigures):
             least_save_s=save_s,
             timeout_s=real_number("timeout_s", timeout_s, above=0.0, remedy="give seconds, above 0"),
             clock=clock,
-            agree=agree,
         )
         self._clock = clock
-        self._screen = TerminalLine()
         self._progress = ProgressFile.from_environment()
         self._sources = detect(clock=clock) if deadline is None else []  # last: what it starts is to be closed
         if deadline is None:
@@ -257,7 +253,7 @@ class IterManager(RunFigures):
         """
         del save_bin
         self._begin_incarnation()
-        if self._monitor.agree.is_first:
+        if self._monitor.is_first:
             write_state(self.velastic_dir, self._state())
 
     def load_manager_state(self) -> bool:
@@ -309,7 +305,7 @@ class IterManager(RunFigures):
         self._is_over = True
         if self._calls:
             self._report(self._clock())
-        if self._monitor.agree.is_first:
+        if self._monitor.is_first:
             remove_state(self.velastic_dir)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -331,11 +327,6 @@ class IterManager(RunFigures):
                 self.total_iters,
                 self.velastic_state_path,
             )
-        if self._screen.is_terminal and self._monitor.agree.is_first and self._calls >= self._next_line:
-            self._next_line = self._calls + self.predict_freq
-            forecast_s, left_s = self.remaining_time, self._left_s()
-            line = progress_line(self._iter_count, self.total_iters, self.avg_iter_time, forecast_s, left_s)
-            self._screen.show(line, now_s)
 
     def _begin_incarnation(self) -> None:
         """Reads the state of the incarnation before once, and before this one writes."""
@@ -376,7 +367,7 @@ class IterManager(RunFigures):
         Exit code 0 means that the run is over, unless `should_stop`, or the loop was left with `close` alone; so the
         length of the run is only reported then, or when all of it is done.
         """
-        if not self._monitor.agree.is_first:
+        if not self._monitor.is_first:
             return
         done, total = self._done(), self.total_iters
         if self._is_closed and not self.should_stop and self._iter_count == total:

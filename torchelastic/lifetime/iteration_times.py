@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchelastic.checkpoint.policy.arguments import whole_number
-from torchelastic.lifetime.bounds import MARGIN, Bound, step_bound, upper_bound
+from torchelastic.checkpoint.policy.costs import Bound, upper_bound
+from torchelastic.lifetime.bounds import step_bound
 
 #: The first iterations of a process, or of a new group, that are set apart; and those that may compile.
 WARM_UP, COMPILING = 1, 3
@@ -29,25 +29,6 @@ _DEVIATION_OF_MAD = 1.4826
 _RHYTHM = 3
 #: How many pauses without anything between them are no pauses any more.
 _SLOWER = 2
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What the next iterations will take.
-
-    Attributes:
-        iterations: how many.
-        seconds: expected, with the pauses that are due or usual among them.
-        at_most_s: the same, with one iteration as slow as the bound allows.
-        samples: iterations that it rests on.
-        because: a few words for the log.
-    """
-
-    iterations: int
-    seconds: float
-    at_most_s: float
-    samples: int
-    because: str
 
 
 @dataclass(frozen=True)
@@ -89,38 +70,33 @@ class TimesView:
             return 0.0  # a single one says nothing of how often it happens
         return iterations * len(self.pauses_s) / (len(self.pauses_s) + len(self.ordinary_s))
 
-    def bound(self, iterations: int, confidence: float, margin: float = MARGIN) -> Bound | None:
+    def bound(self, iterations: int, confidence: float) -> Bound | None:
         """How much time to leave for the slowest of the next so many iterations; None if nothing is known.
 
         Where the newest iterations are all far longer than the others, they are no pauses, but the new usual ones, and
-        only they count. `confidence` is above 0 and below 1; `margin` as in `bounds.upper_bound`.
+        only they count. `confidence` is above 0 and below 1.
         """
-        slower = upper_bound(self.slower_s, confidence, margin=margin, what="iterations since they became slower")
-        bound = self._bound(iterations, confidence, margin)
+        slower = upper_bound(self.slower_s, confidence, what="iterations since they became slower")
+        bound = self._bound(iterations, confidence)
         return slower if slower is not None and bound is not None and slower.seconds > bound.seconds else bound
 
-    def _bound(self, iterations: int, confidence: float, margin: float) -> Bound | None:
+    def _bound(self, iterations: int, confidence: float) -> Bound | None:
         """The same by all iterations that count."""
         if self.rhythm is None:
-            return step_bound((*self.ordinary_s, *self.pauses_s), confidence, margin=margin, what="iterations")
-        ordinary = step_bound(self.ordinary_s, confidence, margin=margin, what="iterations between pauses")
+            return step_bound((*self.ordinary_s, *self.pauses_s), confidence, what="iterations")
+        ordinary = step_bound(self.ordinary_s, confidence, what="iterations between pauses")
         if self.rhythm.due_in > iterations:
             return ordinary
-        pause = step_bound(self.pauses_s, confidence, margin=margin, what="pauses")
+        pause = step_bound(self.pauses_s, confidence, what="pauses")
         known = [bound for bound in (ordinary, pause) if bound is not None]
         return max(known, key=lambda bound: bound.seconds, default=None)
 
 
 class IterationTimes:
-    """The iteration times of one process. Not for several threads.
+    """The iteration times of one process, of which the newest `WINDOW` count. Not for several threads.
 
     Args:
-        window: how many of the newest iterations count.
-        warm_up: the first iterations that are set apart, here and after each `reset`.
-
-    Raises:
-        TypeError: an argument is no whole number.
-        ValueError: `window` is below 1 or `warm_up` below 0.
+        warm_up: how many of the first iterations are set apart, here and after each `reset`.
 
     Attributes:
         count: iterations observed since the beginning, those set apart included.
@@ -130,15 +106,13 @@ class IterationTimes:
     ...     times.observe(seconds)
     >>> times.set_apart, times.usual_s, times.longest_s
     ((60.0,), 1.0, 9.0)
-    >>> times.forecast(10).seconds  # one pause alone is an accident
+    >>> times.expected_s(10)  # one pause alone is an accident
     10.0
     """
 
-    def __init__(self, window: int = WINDOW, warm_up: int = WARM_UP) -> None:
-        remedy = "give how many of the newest iterations to remember, 1 or more"
-        self._most = whole_number("window", window, at_least=1, remedy=remedy)
-        self._window: deque[float] = deque(maxlen=self._most)
-        self._warm_up = whole_number("warm_up", warm_up, at_least=0, remedy="give how many to set apart, 0 or more")
+    def __init__(self, warm_up: int = WARM_UP) -> None:
+        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._warm_up = warm_up
         self._set_apart: list[float] = []
         self._left_apart = self._warm_up
         self._earlier: tuple[float, ...] = ()
@@ -181,7 +155,7 @@ class IterationTimes:
         if not self._earlier:
             return tuple(self._window)
         between = [statistics.median(self._earlier)] * len(self._set_apart)
-        return (*self._earlier, *between, *self._window)[-self._most :]
+        return (*self._earlier, *between, *self._window)[-WINDOW:]
 
     @property
     def has_first_only(self) -> bool:
@@ -240,24 +214,14 @@ class IterationTimes:
         view = self.view()
         return statistics.fmean(view.ordinary_s) if view is not None else 0.0
 
-    def forecast(self, iterations: int, confidence: float = 0.99) -> Forecast:
-        """What the next so many iterations will take; 0 s while nothing is known. `confidence` is that of `at_most_s`.
-
-        Raises:
-            ValueError: they are negative, or the confidence is not above 0 and below 1.
-        """
-        whole_number("iterations", iterations, at_least=0, remedy="give how many iterations to look ahead, 0 or more")
+    def expected_s(self, iterations: int) -> float:
+        """What the next so many iterations take, with the pauses that are due or usual; 0 while nothing is known."""
         view = self.view()
-        bound = view.bound(iterations, confidence) if view is not None else None
-        if view is None or bound is None:
-            return Forecast(iterations, 0.0, 0.0, 0, "no iteration was measured yet")
+        if view is None:
+            return 0.0
         ordinary_s = statistics.fmean(view.ordinary_s)
-        pauses = view.pauses_within(iterations)
         pause_s = statistics.median(view.pauses_s) if view.pauses_s else 0.0
-        seconds = iterations * ordinary_s + pauses * max(0.0, pause_s - ordinary_s)
-        slower_s = max(0.0, bound.seconds - ordinary_s) if iterations and not pauses else 0.0
-        because = f"{iterations} x {ordinary_s:.3g} s" + (f" and {pauses:.3g} pauses of {pause_s:.3g} s" * bool(pauses))
-        return Forecast(iterations, seconds, seconds + slower_s, bound.samples, because)
+        return iterations * ordinary_s + view.pauses_within(iterations) * max(0.0, pause_s - ordinary_s)
 
 
 def _pause_limit(recent: tuple[float, ...], usual_s: float) -> float:

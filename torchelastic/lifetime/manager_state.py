@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +20,7 @@ from torchelastic.checkpoint.errors import CorruptCheckpointError, explained
 from torchelastic.checkpoint.policy.arguments import real_number
 from torchelastic.checkpoint.shards.disk import REAL_DISK
 from torchelastic.foreign_json import MAX_COUNT, Amount, Count, CountIfAny, RecordError, checked, decode_object
-from torchelastic.lifetime.iteration_times import Forecast, IterationTimes
-from torchelastic.lifetime.progress import LifetimeSummary
+from torchelastic.lifetime.iteration_times import IterationTimes
 
 if TYPE_CHECKING:
     from torchelastic.lifetime.group_monitor import GroupMonitor
@@ -44,7 +44,6 @@ class ManagerState:
         remaining_time: expected seconds of the rest of the run; -1: not known.
         save_ckpt_time: upper bound of the seconds of a save.
         completed_iters: how many iterations were done; where the count is resumed.
-        iter_bound_s: upper bound of an iteration, in seconds; 0: not known.
         world_size: number of ranks.
         save_times_s: by tier, how long its newest saves took, in seconds, oldest first.
         iter_times_s: how long the newest iterations took, in seconds, oldest first.
@@ -57,7 +56,6 @@ class ManagerState:
     remaining_time: Annotated[float, Meta(ge=-1, le=sys.float_info.max)] = -1.0
     save_ckpt_time: Amount = 0.0
     completed_iters: Count = 0
-    iter_bound_s: Amount = 0.0
     world_size: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 1
     save_times_s: Mapping[str, tuple[Amount, ...]] = field(default_factory=dict)
     iter_times_s: tuple[Amount, ...] = ()
@@ -176,7 +174,6 @@ class RunFigures:
     _times: IterationTimes
     _saves: SaveTimes
     _monitor: GroupMonitor
-    _confidence: float
     _iter_count = 0  # the iteration that has begun, over all incarnations
     _calls = 0  # of `iter`, in this one
 
@@ -205,34 +202,37 @@ class RunFigures:
         """Seconds that the rest of the run is expected to take; None: not known."""
         if self.total_iters <= 0 or not self._times.recent_s:
             return None
-        return self._times.forecast(max(0, self.total_iters - self._done())).seconds
-
-    def forecast(self, iterations: int) -> Forecast:
-        """What the next iterations will take, pauses that are due among them; ValueError if they are negative."""
-        return self._times.forecast(iterations, self._confidence)
+        return self._times.expected_s(max(0, self.total_iters - self._done()))
 
     @property
     def save_ckpt_time(self) -> float:
         """Seconds to leave for a save into the most durable tier."""
         return self._monitor.tiers()[0].bound.seconds
 
-    def summary(self) -> LifetimeSummary:
-        """What has been seen so far; `print` it."""
-        decision = self._monitor.decision
-        saves = self._saves.times_s.items()
-        return LifetimeSummary(
-            iterations=self._done(),
-            total_iters=self.total_iters,
-            avg_iter_s=self.avg_iter_time,
-            max_iter_s=self.max_iter_time,
-            first_iters_s=self._times.set_apart,
-            forecast_s=self.remaining_time,
-            saves=tuple((tier, len(times), max(times, default=0.0)) for tier, times in saves),
-            deadline=self._monitor.deadline_text(),
-            remaining_s=self._left_s(),
-            decision="" if decision is None or not decision.stops else str(decision),
-            given_up_s=self.given_up_s,
-        )
+    @property
+    def save_times_s(self) -> Mapping[str, tuple[float, ...]]:
+        """By tier, how long the newest saves took, in seconds, oldest first."""
+        return self._saves.times_s
+
+    def summary(self) -> str:
+        """What has been seen so far, in lines for people."""
+        of = f" of {self.total_iters}" if self.total_iters > 0 else ""
+        first = ", ".join(f"{seconds:.3g}" for seconds in self._times.set_apart) or "none"
+        lines = [
+            f"iterations: {self._done()}{of}, {self.avg_iter_time:.3g} s each, the longest {self.max_iter_time:.3g} s, "
+            f"set apart at the start: {first} s"
+        ]
+        if self.remaining_time is not None:
+            lines.append(f"rest of the run: {timedelta(seconds=int(self.remaining_time))}")
+        for tier, times in self.save_times_s.items():
+            lines.append(f"saves to {tier!r}: {len(times)}, the longest {max(times, default=0.0):.3g} s")
+        left_s, decision = self._left_s(), self._monitor.decision
+        lines.append(f"deadline: {self._monitor.deadline_text()}" + ("" if left_s is None else f", in {left_s:.1f} s"))
+        if decision is not None and decision.stops:
+            lines.append(f"decision: {decision}")
+        if self.given_up_s is not None:
+            lines.append(f"given up: {self.given_up_s:.1f} s were left when the save was done")
+        return "\n".join(lines)
 
     def _left_s(self) -> float | None:
         """Seconds until the deadline; None: none is known."""
@@ -244,7 +244,7 @@ class RunFigures:
         return self._iter_count - 1 if self._calls else self._iter_count
 
     def _state(self) -> ManagerState:
-        remaining_s, bound = self.remaining_time, self._monitor.step_bound()
+        remaining_s = self.remaining_time
         return ManagerState(
             avg_iter_time=self.avg_iter_time,
             total_iters=self.total_iters,
@@ -252,8 +252,7 @@ class RunFigures:
             remaining_time=-1.0 if remaining_s is None else remaining_s,
             save_ckpt_time=self.save_ckpt_time,
             completed_iters=self._done(),
-            iter_bound_s=0.0 if bound is None else bound.seconds,
-            world_size=self._monitor.agree.world_size,
+            world_size=self._monitor.world_size,
             save_times_s=self._saves.times_s,
             is_step_tried=self._monitor.is_step_tried,
             iter_times_s=tuple(round(seconds, 6) for seconds in self._times.known_s),

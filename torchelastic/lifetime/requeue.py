@@ -82,35 +82,30 @@ class Requeue:
     because: str
 
 
-@dataclass(frozen=True)
-class RequeuePlan:
-    """What to request: the `job_id` as scontrol takes it ("": nothing), and a few words for the log."""
+def plan_requeue(environment: Mapping[str, str], max_restarts: int) -> tuple[str, str]:
+    """Which job to requeue, which may be started `max_restarts` times in all, by these environment variables.
 
-    job_id: str
-    because: str
-
-
-def plan_requeue(environment: Mapping[str, str], max_restarts: int) -> RequeuePlan:
-    """Whether to requeue the job of these environment variables, which may be started `max_restarts` times in all.
+    Returns:
+        Its id as scontrol takes it, "" for none; and a few words for the log.
 
     >>> plan_requeue({"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "3"}, 100)
-    RequeuePlan(job_id='42', because='restart 4 of at most 100')
+    ('42', 'restart 4 of at most 100')
     """
     job_id = environment.get(JOB_VARIABLE, "").strip()
     if not job_id:
-        return RequeuePlan("", f"this is no SLURM job ({JOB_VARIABLE} is not set)")
+        return "", f"this is no SLURM job ({JOB_VARIABLE} is not set)"
     array_id, task_id = (environment.get(name, "").strip() for name in ARRAY_VARIABLES)
     if array_id and task_id:
         job_id = f"{array_id}_{task_id}"
     if not all(part.isdecimal() for part in job_id.split("_")):
-        return RequeuePlan("", f"{job_id!r} is no SLURM job: see {JOB_VARIABLE}, {' and '.join(ARRAY_VARIABLES)}")
+        return "", f"{job_id!r} is no SLURM job: see {JOB_VARIABLE}, {' and '.join(ARRAY_VARIABLES)}"
     text = environment.get(RESTARTS_VARIABLE, "").strip()
     if text and not text.isdecimal():
-        return RequeuePlan("", f"{RESTARTS_VARIABLE} is {text!r}, which is no number: it might go on for ever")
+        return "", f"{RESTARTS_VARIABLE} is {text!r}, which is no number: it might go on for ever"
     restarts = int(text or 0)
     if restarts >= max_restarts:
-        return RequeuePlan("", f"job {job_id} was started again {restarts} times, and max_restarts is {max_restarts}")
-    return RequeuePlan(job_id, f"restart {restarts + 1} of at most {max_restarts}")
+        return "", f"job {job_id} was started again {restarts} times, and max_restarts is {max_restarts}"
+    return job_id, f"restart {restarts + 1} of at most {max_restarts}"
 
 
 def state_command(job_id: str) -> list[str]:
@@ -175,12 +170,12 @@ def requeue_job(
     real_number("patience_s", patience_s, remedy="give how many seconds to ask for, 0 or more")
     whole_number("max_restarts", max_restarts, at_least=0, remedy="give how often the job may be started again")
     variables = os.environ if environment is None else environment
-    plan = plan_requeue(variables, max_restarts)
-    if plan.job_id and (because := _why_not(plan.job_id, variables, runner)):
-        plan = RequeuePlan("", f"job {plan.job_id}: {because}")
-    if not plan.job_id:
-        log.info("not requeued: %s", plan.because)
-        return Requeue(False, plan.because)
+    job_id, because = plan_requeue(variables, max_restarts)
+    if job_id and (why_not := _why_not(job_id, variables, runner)):
+        job_id, because = "", f"job {job_id}: {why_not}"
+    if not job_id:
+        log.info("not requeued: %s", because)
+        return Requeue(False, because)
     attempts = Retrying(
         stop=partial(_is_over, patience_s),
         wait=wait_exponential(PAUSE_S, max=MAX_PAUSE_S),
@@ -190,12 +185,12 @@ def requeue_job(
         reraise=True,
     )
     try:
-        attempts(runner, ["scontrol", "requeue", plan.job_id], {}, ATTEMPT_S)
+        attempts(runner, ["scontrol", "requeue", job_id], {}, ATTEMPT_S)
     except SlurmCommandError as error:
-        log.warning("job %s was not requeued: %s", plan.job_id, error)
+        log.warning("job %s was not requeued: %s", job_id, error)
         return Requeue(False, str(error))
-    log.warning("job %s was requeued: %s", plan.job_id, plan.because)
-    return Requeue(True, plan.because)
+    log.warning("job %s was requeued: %s", job_id, because)
+    return Requeue(True, because)
 
 
 def _is_over(patience_s: float, state: RetryCallState) -> bool:

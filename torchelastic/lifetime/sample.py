@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchelastic.lifetime.bounds import Bound
+from torchelastic.checkpoint.policy.costs import Bound
 from torchelastic.lifetime.decision import SaveTarget
 
 #: The deadline of one rank is known to the others after at most about so long.
@@ -29,7 +29,7 @@ _NOT_MEASURED = (-1.0, 0.0, -math.inf, -1.0)
 _WORDS = len(_NOT_MEASURED)
 
 
-def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_delay_s: float = MAX_DELAY_S) -> int:
+def interval_steps(step_s: float, cost_s: float) -> int:
     """Steps between two exchanges of the ranks: rare enough to be cheap, often enough to be prompt.
 
     All ranks have to take part after the same step, so it cannot follow their clocks. It is as small as the cost
@@ -38,8 +38,6 @@ def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_d
     Args:
         step_s: a usual step.
         cost_s: of one exchange; infinite: not known.
-        share: fraction of the time that it may cost.
-        max_delay_s: most seconds between two exchanges, whatever they cost.
 
     >>> interval_steps(step_s=0.1, cost_s=0.0002)
     1
@@ -48,8 +46,8 @@ def interval_steps(step_s: float, cost_s: float, share: float = MAX_SHARE, max_d
     >>> interval_steps(step_s=0.00001, cost_s=0.01)
     50000
     """
-    prompt = max(1, math.floor(max_delay_s / max(step_s, 1e-9) + 1e-6))
-    return max(1, min(math.ceil(min(cost_s / max(share * step_s, 1e-9), prompt)), prompt))
+    prompt = max(1, math.floor(MAX_DELAY_S / max(step_s, 1e-9) + 1e-6))
+    return max(1, min(math.ceil(min(cost_s / max(MAX_SHARE * step_s, 1e-9), prompt)), prompt))
 
 
 def steps_to_half(remaining_s: float, step_s: float) -> int:

@@ -1,18 +1,13 @@
-"""The memory tier, as the adapters for Accelerate and Transformers use it."""
+"""What the adapters for Accelerate and Transformers do with the memory tier, and where they refuse to."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 
 import torch
-import torch.distributed as dist
 
 from torchelastic.adapters.hugging_face.state import portion_of, replicated_bytes
-from torchelastic.adapters.memory_tier import TIMEOUT_S, StorageTier, container_of
-from torchelastic.checkpoint.memory import CheckpointContainerId
-
-DEFAULT_TIMEOUT_S = TIMEOUT_S
+from torchelastic.adapters.memory_tier import StorageTier
 
 
 def distributed_kind() -> str:
@@ -35,64 +30,22 @@ def refuse_sharding(what: str, kind: str) -> None:
         )
 
 
-class HuggingFaceTier(StorageTier):
-    """A tier in the container of this job. All ranks call all methods, in the same order, from the main thread.
+def save_step(tier: StorageTier, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Saves a step in a tier, once the save before is through; see `StorageTier.save`. All ranks call it.
 
     Args:
-        base: the container of the job; None: `job_container()`.
-        async_save: `save_step` returns as soon as the values have been copied.
-        timeout_s: how long one save may take, and how long ranks wait for each other.
+        tier: of the job; opened if it is not.
+        step: of the checkpoint.
+        tensors: all of this rank, as `tensors_of` gave them; may be changed as soon as this returns.
 
     Raises:
-        ValueError: the base is no absolute path, or it is not given and the job has no run id; or the time is not above
-            0.
+        CheckpointError: the save before is still not through after the time-out.
     """
-
-    def __init__(
-        self,
-        base: CheckpointContainerId | str | os.PathLike[str] | None,
-        *,
-        async_save: bool,
-        timeout_s: float,
-    ) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s is {timeout_s}: give seconds above 0")
-        super().__init__(container_of(base), async_save=async_save, timeout_s=timeout_s)
-
-    @property
-    def rank(self) -> int:
-        """Of this process; 0 without a process group."""
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-    def save_step(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Saves a step, once the save before is through; see `save`.
-
-        Args:
-            step: of the checkpoint.
-            tensors: all of this rank, as `tensors_of` gave them; may be changed as soon as this returns.
-
-        Raises:
-            CheckpointError: the save before is still not through after the time-out.
-        """
-        self.start()
-        sizes_bytes = replicated_bytes(tensors)
-        described = hashlib.sha256(repr(list(sizes_bytes.items())).encode()).hexdigest()
-        seen = self.ranks.all_gather(f"save step {step}", described)
-        if len(set(seen)) == 1:  # else some rank has what another has not, and the planner finds out who writes what
-            mine = portion_of(self.rank, len(seen), sizes_bytes)
-            tensors = {name: tensor for name, tensor in tensors.items() if name in mine or name not in sizes_bytes}
-        name = CheckpointContainerId.format_version_container(step)
-        self.save(str(CheckpointContainerId.create_child(self.container, name)), tensors)
-
-    def newest_step(self) -> tuple[CheckpointContainerId, int] | None:
-        """The newest complete checkpoint and its step; see `newest`."""
-        self.start()
-        self.wait()
-        found = self.newest()
-        step = None if found is None else CheckpointContainerId.parse_version_container_step(found.name)
-        return None if found is None or step is None else (found, step)
-
-    def end(self) -> None:
-        """Closes when the save that is under way is through; what was saved stays. Nothing if it is not open."""
-        if self._open is not None:
-            super().end()
+    tier.start()
+    sizes_bytes = replicated_bytes(tensors)
+    described = hashlib.sha256(repr(list(sizes_bytes.items())).encode()).hexdigest()
+    seen = tier.ranks.all_gather(f"save step {step}", described)
+    if len(set(seen)) == 1:  # else some rank has what another has not, and the planner finds out who writes what
+        mine = portion_of(tier.ranks.rank, len(seen), sizes_bytes)
+        tensors = {name: tensor for name, tensor in tensors.items() if name in mine or name not in sizes_bytes}
+    tier.save(tier.path_of(step), tensors)

@@ -43,32 +43,18 @@ class Durable:
         return f"checkpoint-{self.step}"
 
 
-@dataclass(frozen=True)
-class ResumeChoice:
-    """What to resume from: memory, or else a durable checkpoint, or else nothing.
+def best_of_all(seen: Sequence[Iterable[Durable]]) -> Durable | None:
+    """The best durable checkpoint of those that all ranks see (`seen` is by rank); None if there is none.
 
-    Attributes:
-        from_memory: whether the checkpoint in memory is to be used.
-        durable: the best durable checkpoint that all ranks see, which is used if not.
+    >>> best_of_all([[Durable(True, 5)], [Durable(True, 5), Durable(True, 10)]])
+    Durable(is_full=True, step=5)
     """
-
-    from_memory: bool
-    durable: Durable | None
+    return max(set.intersection(*(set(each) for each in seen)), default=None)
 
 
-def choose(memory_step: int | None, seen: Sequence[Iterable[Durable]]) -> ResumeChoice:
-    """Chooses the newest; of two of the same step that in memory, which is read faster.
-
-    Of the durable checkpoints only those count that all ranks see (`seen` is by rank); one without the optimizer's
-    state is chosen only where there is nothing else.
-
-    >>> choose(7, [[Durable(True, 5)], [Durable(True, 5), Durable(True, 10)]])
-    ResumeChoice(from_memory=True, durable=Durable(is_full=True, step=5))
-    """
-    by_all = set.intersection(*(set(each) for each in seen)) if seen else set()
-    durable = max(by_all, default=None)
-    newer = durable is not None and durable.is_full and memory_step is not None and durable.step > memory_step
-    return ResumeChoice(memory_step is not None and not newer, durable)
+def step_to_compare(durable: Durable | None) -> int | None:
+    """Of a durable checkpoint, for the choice between it and memory; None: take it only where memory has nothing."""
+    return durable.step if durable is not None and durable.is_full else None
 
 
 def durable_checkpoints(output_dir: str | Path | None) -> list[Durable]:

@@ -93,8 +93,8 @@ def wrap_trainer_and_auto_resume(
     default_auto_resume: Any = None,
     always_save_context: bool = False,  # noqa: ARG001 - of NeMo
     write_thread_count: int = 1,
-    initial_write_buffer_size_bytes: int = 16 * 2**30,
-    use_optimized_save: bool = True,
+    initial_write_buffer_size_bytes: int = 16 * 2**30,  # noqa: ARG001 - memory is taken as it is needed
+    use_optimized_save: bool = True,  # noqa: ARG001 - there is one format
     use_cached_ckpt_structure: bool = False,  # noqa: ARG001 - of Megatron
     use_fully_parallel_wrapper: bool = True,  # noqa: ARG001 - of Megatron
     *,
@@ -116,8 +116,8 @@ def wrap_trainer_and_auto_resume(
             with `ckpt_path` or NeMo's `get_trainer_ckpt_path`.
         always_save_context: for NeMo; changes nothing here.
         write_thread_count: threads per rank that write.
-        initial_write_buffer_size_bytes: grows when a rank needs more.
-        use_optimized_save: as for `DefaultCheckpointSaver`.
+        initial_write_buffer_size_bytes: changes nothing: memory is taken as it is needed.
+        use_optimized_save: changes nothing: there is one format.
         use_cached_ckpt_structure: for Megatron; changes nothing here.
         use_fully_parallel_wrapper: for Megatron; changes nothing here.
         durable_step: the global step of the durable checkpoint at a path, None if it is not known; the default looks
@@ -142,8 +142,6 @@ def wrap_trainer_and_auto_resume(
         step_of_checkpoint if durable_step is None else durable_step,
         async_save=async_save,
         thread_count=write_thread_count,
-        initial_buffer_size_bytes=initial_write_buffer_size_bytes,
-        use_optimized_save=use_optimized_save,
         allow_pickles=allow_pickles,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchelastic.adapters.lightning.memory_state import names_of_optimizers, put_together, share_of, take_apart
 from torchelastic.adapters.lightning.memory_strategies import Layout, layout_of, load_sharded, names_on_all_ranks
-from torchelastic.adapters.memory_tier import AnyPath, StorageTier, container_of
+from torchelastic.adapters.memory_tier import AnyPath, StorageTier
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import CheckpointContainerId
 
@@ -65,11 +65,11 @@ class MemoryCheckpointing:
         **tier_options: Any,
     ) -> None:
         super().__init__()
-        self.container = container_of(checkpoint_base_container)
+        self.tier = StorageTier(checkpoint_base_container, async_save=async_save, **tier_options)
+        self.container = self.tier.container
         self.wrapped_checkpoint_io = wrapped_checkpoint_io
         self.trainer = trainer
         self.allow_pickles = allow_pickles
-        self.tier = StorageTier(self.container, async_save=async_save, **tier_options)
         #: What is loaded where a checkpoint in memory cannot be; set by `MemoryAutoResume`.
         self.fallback: AnyPath | None = None
         self._has_warned = False
@@ -80,8 +80,7 @@ class MemoryCheckpointing:
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of one step lies."""
-        name = CheckpointContainerId.format_version_container(step)
-        return str(CheckpointContainerId.create_child(self.container, name))
+        return self.tier.path_of(step)
 
     def start(self) -> None:
         """Opens the tier, if it is not open. All ranks call it, when the process group is there.

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torchelastic.adapters.lightning.callback import find_plugin
 from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
 from torchelastic.adapters.lightning.memory_strategies import layout_of
-from torchelastic.adapters.memory_tier import AnyPath, container_of
-from torchelastic.checkpoint.memory import CheckpointContainerId
+from torchelastic.adapters.memory_tier import AnyPath, container_of, takes_memory
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +47,6 @@ def step_of_checkpoint(path: AnyPath) -> int | None:
             pass
     steps = _STEP_IN_NAME.findall(str(path))
     return int(steps[-1]) if steps else None
-
-
-def prefers_memory(memory_step: int | None, has_durable: bool, durable_step: int | None) -> bool:
-    """Whether to go on from the checkpoint in memory: it is there, and no durable one is known to be newer.
-
-    >>> prefers_memory(20, True, 20), prefers_memory(20, True, 30), prefers_memory(20, True, None)
-    (True, False, True)
-    """
-    if memory_step is None:
-        return False
-    return not has_durable or durable_step is None or memory_step >= durable_step
 
 
 class MemoryAutoResume:
@@ -105,12 +93,12 @@ class MemoryAutoResume:
         tier = self.checkpoint_io.tier
         durable = durable_path(self.default)
         self.checkpoint_io.fallback = durable
-        newest = tier.newest()
-        step = CheckpointContainerId.parse_version_container_step(newest.name) if newest is not None else None
-        is_first = self.trainer.global_rank == 0
-        durable_step = self._durable_step(durable) if is_first and durable is not None and step is not None else None
-        takes_memory = prefers_memory(step, durable is not None, durable_step)
-        if not tier.ranks.all_gather("choose a checkpoint", takes_memory)[0] or newest is None:
+        newest, step = tier.newest() or (None, None)
+        durable_step = None
+        if self.trainer.global_rank == 0 and durable is not None and step is not None:
+            durable_step = self._durable_step(durable)
+        is_memory = tier.ranks.all_gather("choose a checkpoint", takes_memory(step, durable_step))[0]
+        if newest is None or not is_memory:
             log.info("going on from the durable checkpoint: %s", durable)
             return None if durable is None else str(durable)
         log.info("going on from the checkpoint in memory %s; the durable one is %s", newest, durable)

@@ -17,7 +17,7 @@ import torch
 
 from torchelastic.adapters.values import from_json_tensor, json_tensor
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
-from torchelastic.checkpoint.shards.tree import flatten, unflatten
+from torchelastic.checkpoint.shards.tree import flatten, metadata_of, unflatten
 
 #: The tensor with everything that is no tensor.
 VALUES = "lightning"
@@ -25,8 +25,6 @@ VALUES = "lightning"
 VALUES_BLOCK_BYTES = 4096
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
-#: The versions of the model's modules, which `Module.state_dict` keeps in an attribute of the dict that it returns.
-_VERSIONS = "~versions"
 #: What only `load_from_checkpoint` needs, and not a run that goes on: a part of it that cannot be stored is left out.
 OPTIONAL = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
 
@@ -65,7 +63,6 @@ def take_apart(checkpoint: Mapping[str, Any], *, is_sharded: bool, allow_pickles
         if key in rest and not allow_pickles:
             part = _storable_part(rest.pop(key), key, left_out)
             rest.update({} if part is _NOTHING else {key: part})
-    rest[_VERSIONS] = getattr(checkpoint.get(MODEL), "_metadata", None)
     try:
         flat = flatten(as_plain(rest), allow_pickles=allow_pickles)
     except TypeError as error:
@@ -95,9 +92,6 @@ def put_together(tensors: Mapping[str, torch.Tensor], *, allow_pickles: bool = F
     checkpoint = unflatten(structure, tensors, allow_pickles=allow_pickles)
     if not isinstance(checkpoint, dict):
         raise CorruptCheckpointError("the checkpoint in memory is no dict")
-    versions = checkpoint.pop(_VERSIONS, None)
-    if versions is not None and isinstance(checkpoint.get(MODEL), OrderedDict):
-        checkpoint[MODEL]._metadata = versions
     return checkpoint
 
 
@@ -118,7 +112,12 @@ def as_plain(value: Any) -> Any:
     """The same with plain types in place of their subclasses: dicts (AttributeDict), strings and numbers (enums)."""
     if isinstance(value, dict):
         items = ((as_plain(key), as_plain(item)) for key, item in value.items())
-        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+        if not isinstance(value, OrderedDict):
+            return dict(items)
+        ordered = OrderedDict(items)
+        if (versions := metadata_of(value)) is not None:
+            ordered._metadata = as_plain(versions)  # type: ignore[attr-defined] # as `Module.state_dict` keeps them
+        return ordered
     if type(value) in (list, tuple):
         return type(value)(as_plain(item) for item in value)
     if isinstance(value, np.generic) and not isinstance(value, str):

@@ -114,7 +114,10 @@ def load_sharded(tier: StorageTier, checkpoint_id: str, strategy: Any, *, allow_
     tensors: dict[str, torch.Tensor] = {}
     for key, tree in targets.items():
         without_tensors(tree, key, tensors)
-    rest = _rest(tier, checkpoint_id, allow_pickles=allow_pickles)
+    parts = tier.load(
+        checkpoint_id, lambda name: name == VALUES or not name.startswith((f"{MODEL}/", f"{OPTIMIZERS}/"))
+    )
+    rest = put_together(parts, allow_pickles=allow_pickles)
     saved = rest.pop(OPTIMIZERS, None)
     if optimizers and (saved is None or len(saved) != len(optimizers)):
         raise CheckpointError(
@@ -128,10 +131,3 @@ def load_sharded(tier: StorageTier, checkpoint_id: str, strategy: Any, *, allow_
         set_optimizer_state_dict(strategy.model, optimizer, dict(state), options=options)
     rest.pop(MODEL, None)
     return rest
-
-
-def _rest(tier: StorageTier, checkpoint_id: str, *, allow_pickles: bool) -> dict[str, Any]:
-    parts = tier.load(
-        checkpoint_id, lambda name: name == VALUES or not name.startswith((f"{MODEL}/", f"{OPTIMIZERS}/"))
-    )
-    return put_together(parts, allow_pickles=allow_pickles)

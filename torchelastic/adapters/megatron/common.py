@@ -56,14 +56,10 @@ def save_local_aware_megatron_checkpoint(
     state = mapped(checkpoint)
     if content_metadata is not None:
         state[_CONTENT_METADATA_KEY] = content_metadata
-    prepared: list[tuple[Any, Any]] = []
-
-    def prepare() -> None:  # Megatron's check raises on rank 0 only, and the others would wait for it for ever
-        check = preprocess_common_before_consistancy_check
-        prepared.append(save_preprocess(state, validate_access_integrity, check))
-
-    strategy.ranks.agree(f"prepare {Path(checkpoint_dir).name}", prepare)
-    sharded, common = prepared[0]
+    check = preprocess_common_before_consistancy_check
+    sharded, common = strategy.ranks.own(  # Megatron's check raises on rank 0 only: the others would wait for ever
+        f"prepare {Path(checkpoint_dir).name}", lambda: save_preprocess(state, validate_access_integrity, check)
+    )
     if strategy.ranks.is_coordinator:
         content = io.BytesIO()
         torch.save(common, content)

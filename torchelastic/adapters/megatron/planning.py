@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 from torchelastic.checkpoint.errors import CheckpointError, FencedError
 from torchelastic.checkpoint.memory.staging import why_not
 from torchelastic.group.rank_group import RankGroup
+from torchelastic.text import shortlist
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.memory import MemoryStorageWriter
 
 Part = TypeVar("Part")
-Answer = TypeVar("Answer")
 
 COORDINATOR = 0
-_NAMED_FAILURES = 4
 _MAX_TEXT = 2000
 
 
@@ -40,21 +38,6 @@ class LeftOutError(CheckpointError):
     def __init__(self, text: str, reason: str) -> None:
         super().__init__(text)
         self.reason = reason
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a rank could not do its part. Texts only: not every exception survives being sent.
-
-    Attributes:
-        rank: which.
-        text: the error.
-        reason: in one word, if storage, memory or a peer are to blame; None: the program is.
-    """
-
-    rank: int
-    text: str
-    reason: str | None
 
 
 class Ranks:
@@ -83,79 +66,57 @@ class Ranks:
             What each rank's part returned, by rank.
 
         Raises:
-            LeftOutError: on all ranks: `OSError` and `MemoryError` were the only errors that were raised.
-            Exception: on the rank where another error was raised, that one.
-            CheckpointingException: on the other ranks then.
+            LeftOutError: on all ranks: storage, memory or a peer were to blame for all that was raised.
+            Exception: on the rank where another error was raised, that one; a CheckpointError on the others then.
             OutOfStepError: a rank does something else, or did not come in time; names it.
         """
-        cause: Exception | None = None
-        answer: dict[str, Any]
-        try:
-            answer = {"value": here()}
-        except Exception as error:  # noqa: BLE001 - the others must know of it, whatever it is
-            cause, answer = error, {"text": _text_of(error), "reason": _reason_of(error)}
-        answers = self._group.all_gather(step, answer)
-        failures = [_Failure(rank, a["text"], a["reason"]) for rank, a in enumerate(answers) if "text" in a]
-        if failures:
-            _raise(step, failures, cause)
-        return [answer["value"] for answer in answers]
+        causes: list[Exception] = []
 
-    def exchange(self, step: str, part: Part, at_coordinator: Callable[[list[Part]], list[Answer]]) -> Answer:
-        """Has rank 0 put together what the ranks send. They are in step: it follows an `agree`.
-
-        Sent as DCP sends its plans, by pickles within the process group; its timeout bounds the wait.
-
-        Args:
-            step: completes "could not ...".
-            part: of this rank.
-            at_coordinator: called on rank 0 with the parts, by rank; returns the answer for each.
-
-        Returns:
-            The answer for this rank.
-
-        Raises:
-            Exception: as `agree`, where `at_coordinator` raised.
-        """
-        world_size = dist.get_world_size()
-        parts: list[Any] | None = [None] * world_size if self.is_coordinator else None
-        dist.gather_object(part, parts, dst=COORDINATOR)
-        answers: list[Any] | None = None
-        cause: Exception | None = None
-        if parts is not None:
+        def part() -> dict[str, Any]:
             try:
-                answers = list(at_coordinator(parts))
-            except Exception as error:  # noqa: BLE001 - as above
-                answers, cause = [_Failure(COORDINATOR, _text_of(error), _reason_of(error))] * world_size, error
+                return {"value": here()}
+            except Exception as error:
+                reason = _reason_of(error)
+                if reason is None:
+                    raise
+                causes.append(error)
+                return {"reason": reason, "because": f"{type(error).__name__}: {error}"[:_MAX_TEXT]}
+
+        answers = self._group.run_on_all(step, part)
+        left_out = [f"rank {rank}: {each['because']}" for rank, each in enumerate(answers) if "because" in each]
+        if left_out:
+            reason = next(each["reason"] for each in answers if "reason" in each)
+            raise LeftOutError(f"could not {step}: {shortlist(left_out)}", reason) from next(iter(causes), None)
+        return [each["value"] for each in answers]
+
+    def own(self, step: str, here: Callable[[], Part]) -> Part:
+        """As `agree`; returns what the own part returned, whatever that is."""
+        got: list[Part] = []
+        self.agree(step, lambda: got.append(here()))
+        return got[0]
+
+    def gather(self, part: Part) -> list[Part]:
+        """Sends rank 0 a part of each rank, and returns them there, by rank; none on the others. After an `agree`.
+
+        As DCP sends its plans: by pickles within the process group, whose timeout bounds the wait.
+        """
+        parts: list[Any] | None = [None] * dist.get_world_size() if self.is_coordinator else None
+        dist.gather_object(part, parts, dst=COORDINATOR)
+        return parts or []
+
+    def scatter(self, parts: list[Part]) -> Part:
+        """Sends each rank its part from rank 0, where they are by rank; as `gather`."""
         received: list[Any] = [None]
-        dist.scatter_object_list(received, answers, src=COORDINATOR)
-        answer: Any = received[0]
-        if isinstance(answer, _Failure):
-            _raise(step, [answer], cause)
-        return answer  # type: ignore[no-any-return] # what was sent is what came
+        dist.scatter_object_list(received, parts if self.is_coordinator else None, src=COORDINATOR)
+        part: Part = received[0]
+        return part
 
 
 def _reason_of(error: Exception) -> str | None:
-    if isinstance(error, FencedError):
-        return None  # these ranks were replaced: the program has to end
-    if isinstance(error, CheckpointError):
+    """Why a save is to be left out, in one word; None: the program is to blame, or was replaced and has to end."""
+    if isinstance(error, CheckpointError) and not isinstance(error, FencedError):
         return why_not(error, 0).reason
     return "ram" if isinstance(error, MemoryError) else "disk" if isinstance(error, OSError) else None
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
-
-
-def _raise(step: str, failures: list[_Failure], cause: Exception | None) -> None:
-    named = "; ".join(f"rank {failure.rank}: {failure.text}" for failure in failures[:_NAMED_FAILURES])
-    rest = f"; and {len(failures) - _NAMED_FAILURES} more ranks" if len(failures) > _NAMED_FAILURES else ""
-    text = f"could not {step}: {named}{rest}"
-    reasons = [failure.reason for failure in failures if failure.reason is not None]
-    if len(reasons) == len(failures):
-        raise LeftOutError(text, reasons[0]) from cause
-    if cause is not None and _reason_of(cause) is None:
-        raise cause
-    raise CheckpointingException(text) from cause
 
 
 @dataclass(frozen=True)
@@ -213,32 +174,33 @@ class Planning:
             LeftOutError: and what else `Ranks.agree` raises.
         """
         planner: Any = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        kept = self._kept
+        kept, ranks = self._kept, self._ranks
         asked: list[SavePlan] = []
-        metadata: list[Metadata] = []
 
         def ask() -> bool:
-            planner.set_up_planner(begin(), is_coordinator=self._ranks.is_coordinator)
-            writer.set_up_storage_writer(self._ranks.is_coordinator)
+            planner.set_up_planner(begin(), is_coordinator=ranks.is_coordinator)
+            writer.set_up_storage_writer(ranks.is_coordinator)
             own = planner.create_local_plan()
             asked.extend((own, writer.prepare_local_plan(own)))
             return kept is not None and kept.asked == own
 
-        def put_together(plans: list[SavePlan]) -> list[SavePlan]:
-            global_plans, made = planner.create_global_plan(plans)
-            metadata.append(made)
-            prepared: list[SavePlan] = writer.prepare_global_plan(global_plans)
-            return prepared
-
-        is_same = all(self._ranks.agree(step, ask))
+        is_same = all(ranks.agree(step, ask))
         own, prepared = asked
-        if is_same and kept is not None:  # the writer alone has something to say
-            note = replace(prepared, items=[])
-            answer = self._ranks.exchange(step, note, writer.prepare_global_plan)
-            plan = replace(kept.plan, storage_data=answer.storage_data)
+        is_kept = is_same and kept is not None  # then the writer alone has something to say
+        plans = ranks.gather(replace(prepared, items=[]) if is_kept else prepared)
+
+        def put_together() -> tuple[list[SavePlan], Metadata | None]:
+            if not ranks.is_coordinator:
+                return [], None
+            of_all, metadata = (plans, None) if is_kept else planner.create_global_plan(plans)
+            return writer.prepare_global_plan(of_all), metadata
+
+        of_all, metadata = ranks.own(step, put_together)
+        plan = ranks.scatter(of_all)
+        if is_same and kept is not None:
+            plan = replace(kept.plan, storage_data=plan.storage_data)
             return Planned(planner.finish_plan(plan), planner, copy.copy(kept.metadata))
-        plan = planner.finish_plan(self._ranks.exchange(step, prepared, put_together))
+        plan = planner.finish_plan(plan)
         self.new_plans += 1
-        made = metadata[0] if metadata else None
-        self._kept = _CachedPlan(own, plan, made) if self._is_recurring else None
-        return Planned(plan, planner, copy.copy(made))
+        self._kept = _CachedPlan(own, plan, metadata) if self._is_recurring else None
+        return Planned(plan, planner, copy.copy(metadata))

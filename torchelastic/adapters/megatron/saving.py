@@ -150,23 +150,17 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         """Copies what is planned; with the results of all ranks, on rank 0. All ranks have copied theirs, or none."""
         saver = self._writer.checkpoint_saver
         staged: list[StagedItems] = []
-        results: list[list[WriteResult]] = []
 
         def stage() -> None:
             staged.append(saver.prepare_write_data(planned.plan, planned.planner, with_checksums=with_checksums))
 
-        def keep(of_all: list[list[WriteResult]]) -> list[None]:
-            results.extend(of_all)
-            return [None] * len(of_all)
-
         try:
             self._ranks.agree(step, stage)
-            self._ranks.exchange(step, list(staged[0].results), keep)
+            return staged[0], self._ranks.gather(list(staged[0].results))
         except BaseException:
             for one in staged:
                 _abandon(self._writer, one)
             raise
-        return staged[0], results
 
 
 def _common_of_megatron(checkpoint_dir: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -241,14 +235,14 @@ def _finalize(ranks: Ranks, save: _Save) -> None:
         if not save.write.is_done_here:
             save.writer.adopt(save.write.staged)
 
-    def commit(parts: list[None]) -> list[None]:
-        save.writer.finish(save.metadata, save.results)
-        return parts
+    def commit() -> None:
+        if ranks.is_coordinator:
+            save.writer.finish(save.metadata, save.results)
 
     step = f"commit {save.checkpoint_dir.name}"
     try:
         ranks.agree(step, adopt)
-        ranks.exchange(step, None, commit)
+        ranks.agree(step, commit)
     except LeftOutError as error:
         _count(ranks, save.writer, save.checkpoint_dir, error)
         _abandon(save.writer, save.write.staged)

@@ -28,7 +28,7 @@ from torchelastic.adapters.lightning import wrap_trainer_and_auto_resume as wrap
 from torchelastic.adapters.lightning.callback import find_plugin
 from torchelastic.adapters.lightning.memory import MemorySaving
 from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
-from torchelastic.adapters.memory_tier import INITIAL_BUFFER_SIZE_BYTES, AnyPath, container_of
+from torchelastic.adapters.memory_tier import AnyPath, container_of
 from torchelastic.adapters.nemo.io import MemoryAsyncFinalizableCheckpointIO, MemoryCheckpointIO
 from torchelastic.adapters.nemo.resume import MemoryAutoResume
 
@@ -55,8 +55,8 @@ def wrap_trainer_and_auto_resume(
     default_auto_resume: Any = None,
     always_save_context: bool = False,
     write_thread_count: int = 1,
-    initial_write_buffer_size_bytes: int = INITIAL_BUFFER_SIZE_BYTES,
-    use_optimized_save: bool = True,
+    initial_write_buffer_size_bytes: int = 16 * 2**30,  # noqa: ARG001 - memory is taken as it is needed
+    use_optimized_save: bool = True,  # noqa: ARG001 - there is one format
     use_cached_ckpt_structure: bool = False,
     use_fully_parallel_wrapper: bool = True,
 ) -> Any:
@@ -73,8 +73,8 @@ def wrap_trainer_and_auto_resume(
         default_auto_resume: finds checkpoints in long-term storage; None: there is none.
         always_save_context: save NeMo's context of model and tokenizer with each checkpoint in memory.
         write_thread_count: for writing.
-        initial_write_buffer_size_bytes: grows when a rank needs more.
-        use_optimized_save: see `DefaultCheckpointSaver`.
+        initial_write_buffer_size_bytes: changes nothing: memory is taken as it is needed.
+        use_optimized_save: changes nothing: there is one format.
         use_cached_ckpt_structure: with MegatronStrategy: plan anew only when the structure of the state has changed.
         use_fully_parallel_wrapper: with MegatronStrategy: spread what data-parallel ranks have alike over them.
 
@@ -95,8 +95,6 @@ def wrap_trainer_and_auto_resume(
             flashpoint_base_container,
             async_save,
             write_thread_count=write_thread_count,
-            initial_write_buffer_size_bytes=initial_write_buffer_size_bytes,
-            use_optimized_save=use_optimized_save,
         )
         return _auto_resume(trainer, find_plugin(trainer, MemoryCheckpointing), default_auto_resume)
     plugin = find_plugin(trainer, MemoryCheckpointing)
@@ -110,8 +108,6 @@ def wrap_trainer_and_auto_resume(
             use_fully_parallel_wrapper=use_fully_parallel_wrapper,
             use_cached_ckpt_structure=use_cached_ckpt_structure,
             thread_count=write_thread_count,
-            initial_buffer_size_bytes=initial_write_buffer_size_bytes,
-            use_optimized_save=use_optimized_save,
         )
         trainer.strategy.checkpoint_io = MemoryAsyncFinalizableCheckpointIO(plugin)
         if async_save and not any(isinstance(callback, AsyncFinalizerCallback) for callback in trainer.callbacks):

@@ -20,7 +20,6 @@ from megatron.core.parallel_state import get_data_parallel_group
 from nemo.lightning.io.pl import TrainerContext
 from nemo.utils.callbacks.dist_ckpt_io import AsyncCompatibleCheckpointIO, AsyncFinalizableCheckpointIO
 from nemo.utils.model_utils import unwrap_model
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchelastic.adapters.lightning.memory_io import MemoryCheckpointing
 from torchelastic.adapters.megatron import (
@@ -242,16 +241,9 @@ class MemoryCheckpointIO(MemoryCheckpointing, AsyncCompatibleCheckpointIO):  # t
         """What was read; None on all ranks if that fails on one of them, now or at another time. A collective."""
         if path in self._skipped:
             return None
-
-        def checked() -> Any:
-            try:
-                return read()
-            except (Exception, CheckpointException) as error:
-                raise CheckpointError(f"{type(error).__name__}: {error}") from error
-
         self.start()
         try:
-            return self.tier.ranks.own_on_all(f"read {Path(path).name}", checked)
+            return self.tier.own_on_all(f"read {Path(path).name}", read)
         except OutOfStepError:
             raise
         except CheckpointError as error:

@@ -38,7 +38,7 @@ from torchelastic.lifetime.sources.metadata import (
     parse_json,
     request,
 )
-from torchelastic.lifetime.sources.notice import Event, InvalidAnswerError, Kind, Notice, Notices, Timing
+from torchelastic.lifetime.sources.notice import Clocks, Event, InvalidAnswerError, Kind, Notice, Notices
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing.Unpack from Python 3.11 on; torch requires the package
@@ -51,6 +51,8 @@ AWS_SPOT_LEAD_S, GCP_SPOT_LEAD_S = 120.0, 30.0
 MAINTENANCE_LEAD_S = 60.0
 #: So many failures in a row are logged; before the first success they mean that there is no such service here.
 _PROBES = 3
+#: How long a service may take to answer.
+_TIMEOUT_S = 1.0
 #: A service that is surely there gets up to so long to answer, and is polled at least so often, until it first does.
 _MAX_TIMEOUT_S, _MAX_PROBE_PAUSE_S = 8.0, 10.0
 _MAX_PAUSE_S = 60.0
@@ -157,16 +159,14 @@ def pause_s(failures: int) -> float:
     return min(_MAX_PAUSE_S, 0.5 * 2.0 ** min(failures - 1, 10))
 
 
-class Options(Timing, total=False):
-    """The options of every cloud besides its own, and `notice.Timing`.
+class Options(Clocks, total=False):
+    """The options of every cloud besides its own, and `notice.Clocks`.
 
     Attributes:
-        timeout_s: for an answer.
         is_expected: whether the machine surely is of this cloud, so that the absence of the service is worth a warning.
         opener: sends requests.
     """
 
-    timeout_s: float
     is_expected: bool
     opener: Opener
 
@@ -180,7 +180,7 @@ class MetadataSource(Notices):
 
     Args:
         endpoint: URL of the service, without a path.
-        interval_s, timeout_s, is_expected, opener, clock, wall_clock: see `Options`.
+        is_expected, opener, clock, wall_clock: see `Options`.
     """
 
     #: Name for people; how to make an expected service reachable; seconds between two polls.
@@ -192,16 +192,13 @@ class MetadataSource(Notices):
         self,
         endpoint: str = LINK_LOCAL,
         *,
-        interval_s: float | None = None,
-        timeout_s: float = 1.0,
         is_expected: bool = False,
         opener: Opener = open_url,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._interval_s = self._INTERVAL_S if interval_s is None else interval_s
-        super().__init__(self._NAME, f"{endpoint} is asked every {self._interval_s:g} s and announces nothing")
-        self._endpoint, self._timeout_s, self._is_expected = endpoint.rstrip("/"), timeout_s, is_expected
+        super().__init__(self._NAME, f"{endpoint} is asked every {self._INTERVAL_S:g} s and announces nothing")
+        self._endpoint, self._is_expected = endpoint.rstrip("/"), is_expected
         self._opener, self._clock, self._wall_clock = opener, clock, wall_clock
         self._is_present = False
         self._failures = 0
@@ -215,7 +212,7 @@ class MetadataSource(Notices):
         return self._is_present
 
     def poll(self) -> float | None:
-        """Poll once; at most some requests of `timeout_s` each, or 8 s. See `poller.Poll`."""
+        """Poll once; at most some requests of 1 s each, or 8 s. See `poller.Poll`."""
         try:
             if not self._is_present:
                 self._enter()
@@ -228,7 +225,7 @@ class MetadataSource(Notices):
             log.info("%s: %s answers again", self.name, self._endpoint)
         self._failures = 0
         self._announce([(event, answer) for event, answer in events if event is not None])
-        return self._interval_s
+        return self._INTERVAL_S
 
     @abstractmethod
     def _enter(self) -> None:
@@ -242,7 +239,7 @@ class MetadataSource(Notices):
         self, path: str, headers: Mapping[str, str], method: str = "GET", *, accepted: Collection[int] = (200,)
     ) -> Answer:
         """The answer. Raises NoAnswerError: there is none, or its status is not accepted."""
-        timeout_s = self._timeout_s
+        timeout_s = _TIMEOUT_S
         if self._is_expected and not self._is_present:
             timeout_s = min(_MAX_TIMEOUT_S, timeout_s * 2.0 ** min(self._failures, 10))
         answer = self._opener(request(self._endpoint + path, headers, method), timeout_s)
@@ -254,7 +251,7 @@ class MetadataSource(Notices):
         """Dates become monotonic time when they are first read, and stay what they were while they stay the same."""
         now_s, wall_s = self._clock(), self._wall_clock()
         # it may have appeared right after the last poll
-        since_s = now_s if self._polled_s is None else max(self._polled_s, now_s - self._interval_s)
+        since_s = now_s if self._polled_s is None else max(self._polled_s, now_s - self._INTERVAL_S)
         self._polled_s = now_s
         self._known = {
             event: self._known.get(event)

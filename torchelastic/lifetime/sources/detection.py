@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from torchelastic.checkpoint.policy.arguments import real_number
-from torchelastic.lifetime.deadline import CapacityBlock, Deadline, DeadlineAt, automatic_deadlines
+from torchelastic.lifetime.deadline import Deadline, automatic_deadlines
 from torchelastic.lifetime.sources.clouds import AwsSpot, AzureScheduledEvents, GcpPreemption, MetadataSource
 from torchelastic.lifetime.sources.files import PreStopFile, TerminationFile, WatchedFile
 from torchelastic.lifetime.sources.metadata import LINK_LOCAL, Opener, open_url
@@ -31,9 +31,7 @@ from torchelastic.lifetime.sources.slurm import Runner, SlurmDeadline, run_comma
 
 log = logging.getLogger(__name__)
 
-#: Unix seconds at which this instance ends.
-TERMINATION_TIME_VARIABLE = "TORCHELASTIC_TERMINATION_TIME"
-#: A file that holds them, and may change.
+#: A file that holds the Unix seconds at which this instance ends, and may change.
 TERMINATION_FILE_VARIABLE = "TORCHELASTIC_TERMINATION_FILE"
 #: A file that a preStop hook touches.
 PRE_STOP_VARIABLE = "TORCHELASTIC_PRESTOP_FILE"
@@ -150,10 +148,6 @@ def detect(
     variables = os.environ if environment is None else environment
     clocks: Clocks = {"clock": clock, "wall_clock": wall_clock}
     deadlines = automatic_deadlines(variables, **clocks)
-    value = variables.get(TERMINATION_TIME_VARIABLE, "")
-    end = CapacityBlock.from_variable(TERMINATION_TIME_VARIABLE, value, now_s=clock(), wall_s=wall_clock())
-    if end is not None:
-        deadlines.append(DeadlineAt("elastic instance", end.at_s, end.reason))
     slurm = SlurmDeadline.from_environment(variables, runner=runner, **clocks)
     files = _files(variables, clocks)
     clouds = _clouds(variables, machine, opener, clocks)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchelastic.lifetime.deadline import unix_seconds
-from torchelastic.lifetime.sources.notice import Notice, Notices, Timing
+from torchelastic.lifetime.sources.notice import Clocks, Notice, Notices
 from torchelastic.lifetime.sources.signals import TERM_GRACE_S
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: A file that changes while it is watched may name a moment that is just over, but not one so long ago.
 STALE_S = 3600.0
+#: Seconds between two checks of a file.
+_INTERVAL_S = 1.0
 
 
 def parse_termination(text: str, *, path: str, wall_s: float, stale_s: float) -> float | None:
@@ -64,7 +66,7 @@ def pre_stop_notice(
 class WatchedFile(Notices):
     """A deadline from a file, which may come, change and go. `poll` checks it; have a `Poller` call that.
 
-    Arguments as for `Notices`, the path, and `notice.Timing`.
+    Arguments as for `Notices`, the path, and `notice.Clocks`.
     """
 
     def __init__(
@@ -73,12 +75,11 @@ class WatchedFile(Notices):
         idle: str,
         path: str | Path,
         *,
-        interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name, idle)
-        self._path, self._interval_s, self._clock, self._wall_clock = Path(path), interval_s, clock, wall_clock
+        self._path, self._clock, self._wall_clock = Path(path), clock, wall_clock
         self._seen: tuple[int, int, int] | None = None
         self._touched_s = 0.0
 
@@ -100,7 +101,7 @@ class WatchedFile(Notices):
         except ValueError as error:
             self._seen = seen
             log.warning("%s; what was known before still counts", error)
-        return self._interval_s
+        return _INTERVAL_S
 
     @abstractmethod
     def _read(self) -> Notice | None:
@@ -113,12 +114,12 @@ class TerminationFile(WatchedFile):
     No file, or an empty one, means that no end is known. Replace it by rename, so that nobody reads half of it.
 
     Args:
-        path: of the file.
-        timing: see `notice.Timing`; checked every second.
+        path: of the file; checked every second.
+        clocks: see `notice.Clocks`.
     """
 
-    def __init__(self, path: str | Path, **timing: Unpack[Timing]) -> None:
-        super().__init__("elastic instance", f"{path} names no end of this instance", path, **timing)
+    def __init__(self, path: str | Path, **clocks: Unpack[Clocks]) -> None:
+        super().__init__("elastic instance", f"{path} names no end of this instance", path, **clocks)
         self._stale_s = 0.0  # what is over when this process begins is left from an earlier incarnation
 
     def _read(self) -> Notice | None:
@@ -137,16 +138,17 @@ class PreStopFile(WatchedFile):
     """The end of a pod, whose preStop hook has touched a file.
 
     Args:
-        path: of the file, on a volume that the hook and this process share (the container's own file system will do).
+        path: of the file, on a volume that the hook and this process share (the container's own file system will do);
+            checked every second.
         grace_s: the pod's `terminationGracePeriodSeconds`.
         is_sure: whether the grace was given, and is no guess; pods on spot nodes may have less.
-        timing: see `notice.Timing`; checked every second.
+        clocks: see `notice.Clocks`.
     """
 
     def __init__(
-        self, path: str | Path, *, grace_s: float = TERM_GRACE_S, is_sure: bool = True, **timing: Unpack[Timing]
+        self, path: str | Path, *, grace_s: float = TERM_GRACE_S, is_sure: bool = True, **clocks: Unpack[Clocks]
     ) -> None:
-        super().__init__("Kubernetes preStop", f"{path} was not touched", path, **timing)
+        super().__init__("Kubernetes preStop", f"{path} was not touched", path, **clocks)
         self._grace_s, self._is_sure = grace_s, is_sure
 
     def _read(self) -> Notice | None:

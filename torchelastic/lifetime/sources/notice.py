@@ -25,12 +25,6 @@ class Clocks(TypedDict, total=False):
     wall_clock: Callable[[], float]
 
 
-class Timing(Clocks, total=False):
-    """The clocks of a source, and `interval_s`: seconds between two polls."""
-
-    interval_s: float
-
-
 class InvalidAnswerError(ValueError):
     """An answer that is not what the protocol says; the message says whose and what."""
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
-from torchelastic.lifetime.deadline import CapacityBlock
+from torchelastic.lifetime.deadline import DeadlineAt, deadline_in_variable
 from torchelastic.lifetime.sources.notice import InvalidAnswerError, Notice, Notices
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class SlurmDeadline(Notices):
         self,
         job_id: str,
         *,
-        end: CapacityBlock | None = None,
+        end: DeadlineAt | None = None,
         processes: int = 1,
         runner: Runner = run_command,
         clock: Callable[[], float] = time.monotonic,
@@ -163,7 +163,7 @@ class SlurmDeadline(Notices):
         """
         job_id = environment.get(JOB_VARIABLE, "").strip()
         value = environment.get(END_VARIABLE, "")
-        end = CapacityBlock.from_variable(END_VARIABLE, value, now_s=clock(), wall_s=wall_clock())
+        end = deadline_in_variable("SLURM", END_VARIABLE, value, now_s=clock(), wall_s=wall_clock())
         if not job_id.isdecimal():
             if end is None:
                 return None
