@@ -129,21 +129,21 @@ def _needed(
 
 
 def _fill(shards: Sequence[ShardReader], wanted: Sequence[NamedTensor]) -> None:
-    """Copies out of each shard what is wanted of it, if no shard before it had that: what two hold is equal.
+    """Copies out of each shard what is wanted of it, if no shard before it had just that: what two hold is equal.
 
     What lies in a row in its tensor is read straight into it, the rest through a copy.
     """
     named_as = {named.name: named for named in wanted}
-    done: dict[str, list[Box]] = defaultdict(list)
+    done: set[tuple[str, Box]] = set()
     for shard in shards:
         straight: dict[str, torch.Tensor] = {}
         by_copy: list[tuple[torch.Tensor, Entry, Box]] = []
         for entry in shard.header.entries:
             named = named_as.get(entry.name)
             common = None if named is None else _common(entry.box, named.box)
-            if named is None or common is None or (done[entry.name] and not uncovered(common, done[entry.name])):
+            if named is None or common is None or (entry.name, common) in done:
                 continue
-            done[entry.name].append(common)
+            done.add((entry.name, common))
             place = named.tensor if common == named.box else named.tensor[common.within(named.box)]
             if common == entry.box and is_plain_memory(place):
                 straight[entry.name] = place
