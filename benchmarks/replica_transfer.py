@@ -1,9 +1,9 @@
 """What a replica's way to another process costs beside a plain TCP stream: MiB/s over loopback, and the ratio.
 
-    python -m benchmarks.replica_transfer [--mib 256] [--runs 5] [--chunk-kib 1024] [--tensors 4096]
+    python -m benchmarks.replica_transfer [--mib 256] [--runs 5] [--tensors 4096]
 
 The receiver is another process with warm memory. In each run follow each other: a plain stream (sendall and recv_into
-in chunks of the same size, nothing else), a push of one object, a push of as many bytes that were copied together from
+in pieces of the same size, nothing else), a push of one object, a push of as many bytes that were copied together from
 `--tensors` tensors (flat, so the number should not matter; the copying is not counted), and a pull.
 `ratio` is the plain stream's time over ours; the target is 0.7.
 """
@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.environment import print_result, summary
 from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.replication.protocol import PIECE_BYTES
 
 TARGET = 0.7
 PATIENCE_S = 60.0
@@ -53,7 +54,7 @@ class WarmSlot:
         return []
 
 
-def receive(pipe: Connection, token: str, size_bytes: int, chunk_bytes: int) -> None:
+def receive(pipe: Connection, token: str, size_bytes: int) -> None:
     """The other process: a plain receiver and a replica server."""
     shelf = WarmSlot(size_bytes)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -65,15 +66,15 @@ def receive(pipe: Connection, token: str, size_bytes: int, chunk_bytes: int) -> 
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 filled = 0
                 while filled < size_bytes:
-                    filled += accepted.recv_into(shelf.slot[filled:], min(chunk_bytes, size_bytes - filled))
+                    filled += accepted.recv_into(shelf.slot[filled:], min(PIECE_BYTES, size_bytes - filled))
                 accepted.sendall(b".")
 
 
-def send_plainly(address: tuple[str, int], content: memoryview, chunk_bytes: int) -> None:
+def send_plainly(address: tuple[str, int], content: memoryview) -> None:
     with socket.create_connection(address, PATIENCE_S) as connected:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for offset in range(0, content.nbytes, chunk_bytes):
-            connected.sendall(content[offset : offset + chunk_bytes])
+        for offset in range(0, content.nbytes, PIECE_BYTES):
+            connected.sendall(content[offset : offset + PIECE_BYTES])
         assert connected.recv(1) == b"."
 
 
@@ -94,22 +95,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=4096)
     options = parser.parse_args()
-    size_bytes, chunk_bytes, token = options.mib << 20, options.chunk_kib << 10, secrets.token_hex(16)
+    size_bytes, token = options.mib << 20, secrets.token_hex(16)
     one, many = memoryview(secrets.token_bytes(size_bytes)), flat_copy_of_tensors(size_bytes, options.tensors)
     into = memoryview(bytearray(b"\x01") * size_bytes)
     spawn = multiprocessing.get_context("spawn")
     pipe, other_end = spawn.Pipe()
-    child = spawn.Process(target=receive, args=(other_end, token, size_bytes, chunk_bytes), daemon=True)
+    child = spawn.Process(target=receive, args=(other_end, token, size_bytes), daemon=True)
     child.start()
     plain_address, address = pipe.recv()
-    client = ReplicaClient(address, token, chunk_bytes=chunk_bytes)
+    client = ReplicaClient(address, token)
 
     def plain() -> None:
         pipe.send("plain")
-        send_plainly(plain_address, one, chunk_bytes)
+        send_plainly(plain_address, one)
 
     cases: dict[str, Callable[[], object]] = {
         "plain": plain,
@@ -125,7 +125,6 @@ def main() -> None:
     print_result(
         "replica_transfer",
         mib=options.mib,
-        chunk_kib=options.chunk_kib,
         tensors=options.tensors,
         mib_per_s={name: summary([options.mib / run[name] for run in runs], 0) for name in cases},
         ratio={

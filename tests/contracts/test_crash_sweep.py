@@ -17,6 +17,8 @@ import pytest
 
 from tests.contracts.facades import KINDS, VARIANTS, Facade, outcome
 from tests.contracts.faults import Fault, in_child, numbers, warm_up, with_fault
+from torchelastic.checkpoint import CheckpointError
+from torchelastic.checkpoint.shards import ShardReader
 
 FACADES: Mapping[str, Facade] = {**KINDS, **{name: facade for name, (_, facade) in VARIANTS.items()}}
 #: Which share most of their code with one of the others.
@@ -42,6 +44,7 @@ class Swept:
         found: by the next job.
         then: by the one after that, which had another save before it.
         hidden: files that no reader looks at, at the end.
+        torn: shards that have their names and are not whole, before the next job has looked.
     """
 
     was_killed: bool
@@ -49,6 +52,19 @@ class Swept:
     found: Any
     then: Any
     hidden: int
+    torn: list[str]
+
+
+def torn_shards(folder: Path) -> list[str]:
+    """The shards that a reader would look at and that are not what they should be."""
+    torn = []
+    for path in folder.rglob("*.shard"):
+        try:
+            with ShardReader(path) as shard:
+                shard.verify()
+        except CheckpointError:
+            torn.append(str(path.relative_to(folder)))
+    return [name for name in torn if "/.tmp-" not in f"/{name}"]
 
 
 def sweep(facade: Facade, fault: Fault, place: Path) -> list[Swept]:
@@ -60,6 +76,7 @@ def sweep(facade: Facade, fault: Fault, place: Path) -> list[Swept]:
         folder = Path(shutil.copytree(base, place / "copy", symlinks=True))
         ended = in_child(with_fault(lambda folder=folder: outcome(lambda: facade.save(folder, 2)), fault, number))  # type: ignore[misc]
         told, has_struck = ended.value or (None, True)
+        torn = torn_shards(folder)
         (found, _, then) = in_child(
             lambda folder=folder: [  # type: ignore[misc]
                 outcome(lambda: facade.resume(folder)),
@@ -68,7 +85,7 @@ def sweep(facade: Facade, fault: Fault, place: Path) -> list[Swept]:
             ]
         ).value
         hidden = len([path for path in folder.rglob("*") if path.name.startswith(".tmp-")])
-        swept.append(Swept(ended.was_killed, told, found, then, hidden))
+        swept.append(Swept(ended.was_killed, told, found, then, hidden, torn))
         shutil.rmtree(folder)
         if not has_struck:
             return swept
@@ -87,6 +104,8 @@ def test_a_save_that_is_killed_at_any_call_leaves_the_checkpoint_before_or_the_n
     assert [one.then.get("value") for one in swept] == [3] * len(swept)
     warned = [text for one in swept for text in one.found["warnings"]]
     assert not [text for text in warned if "damaged" in text], "what is published is whole"
+    if "durable" not in name:  # an object store has no rename: what has no manifest is no checkpoint there
+        assert [one.torn for one in swept] == [[]] * len(swept), "also where no reader would say so"
     left = swept[-1].hidden  # by a job that was not disturbed, such as slots that are used again
     assert max(one.hidden for one in swept) <= left, "left-overs of the dead are removed"
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.contracts.facades import KINDS, VARIANTS, Facade, Local
 from tests.contracts.faults import in_child
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 
 FACADES: Mapping[str, Facade] = {
     **KINDS,
@@ -27,3 +29,13 @@ def test_what_was_saved_last_is_resumed_whatever_its_step(name: str, tmp_path: P
         return facade.resume(tmp_path / "saved")
 
     assert in_child(lambda: [resumed(step) for step in SAVED]).value == SAVED
+
+
+def test_the_local_manager_that_saves_says_so_at_once(tmp_path: Path) -> None:
+    manager = LocalCheckpointManager(tmp_path, keep=4)
+    told = []
+    for step in SAVED:
+        manager.save(BasicTensorAwareStateDict({"weights": torch.zeros(1)}), step)
+        told.append(manager.latest_iteration)
+    manager.close()
+    assert told == SAVED

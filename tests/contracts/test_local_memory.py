@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.contracts import local_ranks
 from tests.process.forked_ranks import run_ranks, values
 from tests.process.small_tmpfs import small_tmpfs
+from torchelastic.checkpoint import CheckpointError
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from torchelastic.testing import FaultyDisk, fail_at
 
 PRELOAD = ("tests.contracts.local_ranks",)
 MIB = local_ranks.MIB
@@ -42,3 +47,15 @@ def test_managers_that_are_dropped_without_close_leave_nothing(tmp_path: Path, r
 def test_quick_asynchronous_saves_do_not_take_ever_more_room(tmp_path: Path) -> None:
     (most,) = values(run_ranks(local_ranks.save_quickly, tmp_path, 20, preload=PRELOAD))
     assert most <= 5, "kept, two that are written, one that is begun, and headers"
+
+
+@pytest.mark.parametrize("call", ["sync", "sync_folder"])
+def test_what_a_write_in_the_background_has_begun_goes_when_it_fails(tmp_path: Path, call: str) -> None:
+    """Before and after it has its name; without another call of the manager, which may never come."""
+    manager = LocalCheckpointManager(tmp_path, disk=FaultyDisk(fail_at(call, errno.EIO)))
+    request = manager.save(BasicTensorAwareStateDict({"weights": torch.zeros(1000)}), 7, is_async=True)
+    assert request is not None
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        request.execute_sync()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    manager.close()

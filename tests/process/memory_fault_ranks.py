@@ -31,8 +31,14 @@ from torchelastic.checkpoint.memory import (
     MemoryStorageWriter,
 )
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE
-from torchelastic.checkpoint.replication import ReplicationError, ReplicationManager, ReplicationRetryConfig
+from torchelastic.checkpoint.replication import (
+    ReplicaClient,
+    ReplicationError,
+    ReplicationManager,
+    ReplicationRetryConfig,
+)
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
+from torchelastic.checkpoint.replication.receive import Reception
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PREAMBLE_BYTES, decode_preamble
 from torchelastic.checkpoint.shards.reading import ShardReader
@@ -109,25 +115,29 @@ def kind_of(path: Path | None) -> str:
 
 
 def _strike_while_receiving(fault: Fault) -> None:
-    """Half of the last chunk is there, and not what was sent."""
-    receive = ReplicaConnection.receive_object
+    """Half of the first piece of an object is there, and not what was sent."""
+    begin, pull, fill = Reception.begin, ReplicaClient.pull, ReplicaConnection.fill
+    coming = threading.local()
 
-    def receive_and_strike(connection: Any, incoming: Any) -> None:
-        what = "commit" if incoming.object_id.endswith(COMMIT_FILE) else "shard"
-        if fault.at == f"receive {what}":
-            fill = connection.fill
+    def begin_and_tell(reception: Any, object_id: str, *arguments: Any) -> Any:
+        coming.what = "commit" if object_id.endswith(COMMIT_FILE) else "shard"
+        return begin(reception, object_id, *arguments)
 
-            def fill_half(chunk: memoryview | bytearray) -> None:
-                half = memoryview(chunk).nbytes // 2
-                fill(memoryview(chunk)[:half])
-                if isinstance(chunk, memoryview):  # no header
-                    strike(fault.verb)
-                fill(memoryview(chunk)[half:])
+    def pull_and_tell(client: Any, object_id: str, destination: Any) -> Any:
+        coming.what = "commit" if object_id.endswith(COMMIT_FILE) else "shard"
+        return pull(client, object_id, destination)
 
-            connection.fill = fill_half
-        receive(connection, incoming)
+    def fill_half(connection: Any, piece: memoryview | bytearray) -> None:
+        if isinstance(piece, memoryview) and fault.at == f"receive {coming.what}":
+            half = piece.nbytes // 2
+            fill(connection, piece[:half])
+            strike(fault.verb)
+            fill(connection, piece[half:])
+        else:
+            fill(connection, piece)
 
-    ReplicaConnection.receive_object = receive_and_strike  # type: ignore[assignment,method-assign]
+    Reception.begin, ReplicaClient.pull = begin_and_tell, pull_and_tell  # type: ignore[assignment,method-assign]
+    ReplicaConnection.fill = fill_half  # type: ignore[assignment,method-assign]
 
 
 # --- what ranks do ----------------------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from types import TracebackType
 from unittest import mock
 
-from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer, protocol
 from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 
 TOKEN = "the secret of this run, shared by all"
 PATIENCE_S = 60.0
 SIZE_BYTES = 3_000_001
-CHUNK_BYTES = 65536
+#: What the tests have sent at once, so that there is a middle of an object.
+SMALL_PIECE_BYTES = 65536
 
 
 def content_of(seed: int, size_bytes: int = SIZE_BYTES) -> bytes:
@@ -127,42 +128,46 @@ def _receive(one: socket.socket) -> bytes:
 
 
 def client_of(server: ReplicaServer | Wire, token: str = TOKEN, retry_s: float = 5.0) -> ReplicaClient:
-    return ReplicaClient(server.address, token, retry_s=retry_s, timeout_s=5.0, chunk_bytes=CHUNK_BYTES)
+    return ReplicaClient(server.address, token, retry_s=retry_s, timeout_s=5.0)
 
 
 @contextmanager
-def between_chunks(call: Callable[[], object]) -> Iterator[None]:
-    """Calls something before every chunk of an object but the first, whoever in this process sends it."""
-    send_chunk = ReplicaConnection.send_chunk
+def between_pieces(call: Callable[[], object]) -> Iterator[None]:
+    """Calls something before every piece of an object but the first, whoever in this process sends it."""
+    send = ReplicaConnection._send
     begun: set[ReplicaConnection] = set()
 
-    def call_and_send(connection: ReplicaConnection, chunk: memoryview, running_digest: int) -> None:
-        if connection in begun:
-            call()
-        begun.add(connection)
-        send_chunk(connection, chunk, running_digest)
+    def call_and_send(connection: ReplicaConnection, content: bytes | memoryview) -> None:
+        if isinstance(content, memoryview):
+            if connection in begun:
+                call()
+            begun.add(connection)
+        send(connection, content)
 
-    with mock.patch.object(ReplicaConnection, "send_chunk", call_and_send):
+    with (
+        mock.patch.object(protocol, "PIECE_BYTES", SMALL_PIECE_BYTES),
+        mock.patch.object(ReplicaConnection, "_send", call_and_send),
+    ):
         yield
 
 
 PREAMBLE = """
 import sys, time
-from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer
+from torchelastic.checkpoint.replication import MemoryShelf, ReplicaClient, ReplicaServer, protocol
 from torchelastic.checkpoint.replication.receive import digest_of
-from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, between_chunks, content_of
+from tests.process.replicas import SIZE_BYTES, TOKEN, RecordingShelf, between_pieces, content_of
 """
 
 PUSHES_SLOWLY = """
-client = ReplicaClient(("127.0.0.1", int(sys.argv[1])), TOKEN, chunk_bytes=65536)
-with between_chunks(lambda: time.sleep(0.2)):
+client = ReplicaClient(("127.0.0.1", int(sys.argv[1])), TOKEN)
+with between_pieces(lambda: time.sleep(0.2)):
     client.push("x", content_of(1), token_round=1)
 """
 
 SERVES_SLOWLY = """
 shelf = RecordingShelf()
 shelf.put("x", content_of(1), digest_of(content_of(1)))
-with between_chunks(lambda: time.sleep(1)), ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
+with between_pieces(lambda: time.sleep(1)), ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
     print(server.address[1], flush=True)
     sys.stdin.read()
 """

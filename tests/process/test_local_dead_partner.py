@@ -26,7 +26,7 @@ from tests.process.replica_relays import UNBOUNDED, relay_to
 from torchelastic.checkpoint.async_ckpt import AsyncCallsQueue
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager, OutOfStepError
 from torchelastic.checkpoint.replication import ReplicaClient, ReplicaServer, topology
-from torchelastic.checkpoint.replication.receive import IncomingObject
+from torchelastic.checkpoint.replication.protocol import ReplicaConnection
 from torchelastic.checkpoint.replication.strategies import LazyCliqueReplicationStrategy
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.metrics import MetricData, MetricHandler, configure, initialize_metrics
@@ -235,20 +235,24 @@ def form_group(root: Path, name: str, rank: int, world_size: int) -> None:
 def die_in_the_middle_of_a_transfer() -> None:
     """Has this process kill itself when half of a replica has arrived and its own shard is at its partner."""
     has_sent = threading.Event()
-    push, accept = ReplicaClient.push, IncomingObject.accept
+    push, fill = ReplicaClient.push, ReplicaConnection.fill
+    arrived_bytes = 0
 
     def push_and_tell(self: ReplicaClient, *arguments: Any, **options: Any) -> Any:
         sent = push(self, *arguments, **options)
         has_sent.set()
         return sent
 
-    def accept_and_die(self: IncomingObject, chunk: memoryview, running_digest: int) -> None:
-        accept(self, chunk, running_digest)
-        if self.verified_bytes > STATE_BYTES // 2:
+    def fill_and_die(self: ReplicaConnection, buffer: memoryview | bytearray) -> None:
+        nonlocal arrived_bytes
+        fill(self, buffer)
+        if isinstance(buffer, memoryview):  # a piece of an object
+            arrived_bytes += buffer.nbytes
+        if arrived_bytes > STATE_BYTES // 2:
             assert has_sent.wait(TIMEOUT_S)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ReplicaClient.push, IncomingObject.accept = push_and_tell, accept_and_die  # type: ignore[method-assign]
+    ReplicaClient.push, ReplicaConnection.fill = push_and_tell, fill_and_die  # type: ignore[method-assign]
 
 
 def survive(rank: int, world_size: int, root: Path, is_async: bool, when: str) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.process.replicas import (
-    CHUNK_BYTES,
     SIZE_BYTES,
     TOKEN,
     RecordingShelf,
     Wire,
-    between_chunks,
+    between_pieces,
     client_of,
     content_of,
     wait_until,
@@ -26,6 +25,7 @@ from torchelastic.checkpoint.replication import (
     PeerStalledError,
     ReplicaServer,
 )
+from torchelastic.checkpoint.replication.protocol import PIECE_BYTES
 from torchelastic.checkpoint.replication.receive import digest_of
 
 
@@ -43,7 +43,7 @@ def server(shelf: RecordingShelf) -> Iterator[ReplicaServer]:
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, SIZE_BYTES])
+@pytest.mark.parametrize("size_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, SIZE_BYTES])
 def test_an_object_goes_there_and_comes_back(server: ReplicaServer, shelf: RecordingShelf, size_bytes: int) -> None:
     content, client, back = content_of(1, size_bytes), client_of(server), bytearray(size_bytes)
     sent = client.push("iter_7/rank_0", content, token_round=1)
@@ -66,7 +66,7 @@ def test_what_is_there_already_does_not_travel_again(server: ReplicaServer) -> N
 def test_new_content_replaces_the_old_one_at_once(server: ReplicaServer, shelf: RecordingShelf) -> None:
     client_of(server).push("x", content_of(1), token_round=1)
     seen = set()
-    with between_chunks(lambda: seen.add(shelf.bytes_of("x"))):
+    with between_pieces(lambda: seen.add(shelf.bytes_of("x"))):
         client_of(server).push("x", content_of(2), token_round=1)
     assert seen == {content_of(1)}
     assert shelf.bytes_of("x") == content_of(2)
@@ -106,7 +106,7 @@ def test_nobody_listens(server: ReplicaServer) -> None:
 def test_closing_cuts_what_is_on_its_way_and_leaves_no_thread(shelf: RecordingShelf) -> None:
     server = ReplicaServer(shelf, TOKEN, host="127.0.0.1")
     server.start()
-    with between_chunks(server.close), pytest.raises((PeerLostError, PeerStalledError)):
+    with between_pieces(server.close), pytest.raises((PeerLostError, PeerStalledError)):
         client_of(server, retry_s=0).push("x", content_of(1), token_round=1)
     assert shelf.ids() == []
     assert shelf.abandoned == ["x"]
@@ -118,7 +118,7 @@ def test_closing_cuts_what_is_on_its_way_and_leaves_no_thread(shelf: RecordingSh
 def test_content_that_changes_while_it_is_sent_is_not_published(server: ReplicaServer, shelf: RecordingShelf) -> None:
     content = bytearray(content_of(1))
     words = r"x changed while it was sent to .*; send a copy that nobody writes"
-    with between_chunks(lambda: content.__setitem__(-1, 0)), pytest.raises(CorruptReplicaError, match=words):
+    with between_pieces(lambda: content.__setitem__(-1, 0)), pytest.raises(CorruptReplicaError, match=words):
         client_of(server).push("x", content, token_round=1)
     assert shelf.ids() == []
     wait_until(lambda: shelf.abandoned == ["x"], "it is given back")

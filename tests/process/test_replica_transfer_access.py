@@ -16,7 +16,6 @@ from tests.process.replicas import (
     Wire,
     client_of,
     content_of,
-    wait_until,
 )
 from torchelastic.checkpoint.replication import (
     AuthenticationError,
@@ -28,7 +27,6 @@ from torchelastic.checkpoint.replication import (
     ReplicaServer,
 )
 from torchelastic.checkpoint.replication.protocol import (
-    MESSAGE,
     PROTOCOL,
     ReplicaConnection,
     encode_header,
@@ -95,17 +93,24 @@ def test_an_impostor_gets_nothing(shelf: RecordingShelf) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [{"is_here": 4}, {"size": -3, "digest": "x"}, {"size": 3}, {"ids": [1], "more": True}, {"ids": "x"}],
+    "answers",
+    [
+        [{"is_here": 4}],
+        [{"size": -3}],
+        [{"size": 0}, {"digest": 3}],
+        [{"ids": [1], "more": True}],
+        [{"ids": "x"}],
+    ],
 )
-def test_a_server_that_answers_nonsense_is_not_followed(answer: dict[str, object]) -> None:
+def test_a_server_that_answers_nonsense_is_not_followed(answers: list[dict[str, object]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer_once() -> None:
             connection = ReplicaConnection(listener.accept()[0], "client", 5.0)
             greet_client(connection, token_bytes(TOKEN))
             connection.receive()
-            connection.send(answer)
+            for answer in answers:
+                connection.send(answer)
             connection.close()
 
         thread = threading.Thread(target=answer_once)
@@ -118,7 +123,7 @@ def test_a_server_that_answers_nonsense_is_not_followed(answer: dict[str, object
         }
         words = "no truth value as 'is_here'|no whole number as 'size'|no text as 'digest'|no list of ids"
         with pytest.raises(ProtocolError, match=words):
-            next(operations[key] for key in operations if key in answer)()
+            next(operations[key] for key in operations if key in answers[0])()
         thread.join(10)
 
 
@@ -145,7 +150,7 @@ def test_ids_are_checked_at_both_ends(server: ReplicaServer) -> None:
 GARBAGE = {
     "noise": content_of(9, 5000),
     "a web browser": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100),
-    "a large claim": encode_header(MESSAGE, 60_000, 0),
+    "a large claim": encode_header(60_000, 0),
     "nothing": b"",
 }
 
@@ -167,8 +172,6 @@ def test_strangers_are_dropped(sent: bytes, shelf: RecordingShelf, caplog: pytes
 
 
 def test_strangers_cannot_fill_the_log(shelf: RecordingShelf, caplog: pytest.LogCaptureFixture) -> None:
-    now_s, strangers = 1000.0, 30
-
     def come(address: tuple[str, int]) -> None:
         with socket.create_connection(address, 10) as stranger:
             stranger.sendall(GARBAGE["a web browser"])
@@ -179,15 +182,11 @@ def test_strangers_cannot_fill_the_log(shelf: RecordingShelf, caplog: pytest.Log
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
 
-    with caplog.at_level(logging.INFO), ReplicaServer(shelf, TOKEN, host="127.0.0.1", clock=lambda: now_s) as server:
-        for _ in range(strangers):
+    with caplog.at_level(logging.INFO), ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
+        for _ in range(30):
             come(server.address)
         client_of(server).push("x", b"fine", token_round=1)
-        assert [line.startswith("dropped a connection of 127.0.0.1:") for line in lines()] == [True]
-        now_s += 61.0
-        come(server.address)
-        wait_until(lambda: len(lines()) > 1, "the next one is logged")
-    assert lines()[1].endswith(f"(and {strangers - 1} times since the last such line)")
+    assert [line.startswith("dropped a connection of 127.0.0.1:") for line in lines()] == [True]
     assert shelf.ids() == ["x"]
 
 
@@ -210,7 +209,7 @@ def test_who_sends_drop_by_drop_is_dropped_too(shelf: RecordingShelf) -> None:
         with socket.create_connection(server.address, 10) as stranger:
 
             def send_drops() -> None:
-                for byte in encode_header(MESSAGE, 1000, 0) + bytes(1000):
+                for byte in encode_header(1000, 0) + bytes(1000):
                     stranger.sendall(bytes([byte]))
                     threading.Event().wait(0.02)  # it is slow, that is what it does
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import pytest
 
 from tests.process.replicas import (
-    CHUNK_BYTES,
     PATIENCE_S,
     PUSHES_SLOWLY,
     SERVES_SLOWLY,
     SIZE_BYTES,
+    SMALL_PIECE_BYTES,
     TOKEN,
     RecordingShelf,
     Wire,
@@ -36,8 +36,9 @@ from torchelastic.checkpoint.replication import (
     ReplicaServer,
     ReplicationError,
 )
-from torchelastic.checkpoint.replication.protocol import CHUNK, HEADER_BYTES, ReplicaConnection, encode_header
-from torchelastic.checkpoint.replication.receive import IncomingObject, digest_of
+from torchelastic.checkpoint.replication.client import Transferred
+from torchelastic.checkpoint.replication.protocol import ReplicaConnection
+from torchelastic.checkpoint.replication.receive import digest_of
 from torchelastic.checkpoint.restore import first_good_copy
 from torchelastic.checkpoint.restore_plan import ShardSource
 
@@ -60,8 +61,8 @@ def holder(content: bytes, digest: str | None = None) -> Iterator[ReplicaServer]
 
 
 def has_begun(shelf: RecordingShelf) -> bool:
-    """Whether some chunks have arrived: the destination was all zeros."""
-    return "x" in shelf.places and any(shelf.places["x"][2 * CHUNK_BYTES : 2 * CHUNK_BYTES + 100])
+    """Whether some pieces have arrived: the destination was all zeros."""
+    return "x" in shelf.places and any(shelf.places["x"][2 * SMALL_PIECE_BYTES : 2 * SMALL_PIECE_BYTES + 100])
 
 
 def port_of(child: subprocess.Popen[bytes]) -> int:
@@ -76,7 +77,7 @@ def test_what_a_killed_sender_has_begun_is_given_back_and_may_come_from_another(
     shelf = RecordingShelf()
     with ReplicaServer(shelf, TOKEN, host="127.0.0.1") as server:
         with running(PUSHES_SLOWLY, server.address[1]) as sender:
-            wait_until(lambda: has_begun(shelf), "some chunks have arrived")
+            wait_until(lambda: has_begun(shelf), "some pieces have arrived")
             assert shelf.ids() == []
             sender.send_signal(signal.SIGKILL)
             assert sender.wait(PATIENCE_S) == -signal.SIGKILL
@@ -86,7 +87,7 @@ def test_what_a_killed_sender_has_begun_is_given_back_and_may_come_from_another(
         assert shelf.bytes_of("x") == content_of(1)
 
 
-def from_either(first: ReplicaClient, second: ReplicaClient, back: bytearray) -> IncomingObject:
+def from_either(first: ReplicaClient, second: ReplicaClient, back: bytearray) -> Transferred:
     """As whoever restores asks them."""
     clients = [first, second]
     return first_good_copy(
@@ -99,7 +100,7 @@ def test_another_holder_is_asked_when_one_is_killed_in_the_middle() -> None:
     with running(SERVES_SLOWLY) as first, holder(content_of(1)) as second:
 
         def kill_in_the_middle() -> None:
-            wait_until(lambda: any(back[1_000_000:1_000_100]), "some chunks have arrived")
+            wait_until(lambda: any(back[1_000_000:1_000_100]), "some pieces have arrived")
             first.kill()
 
         slow = ReplicaClient(("127.0.0.1", port_of(first)), TOKEN, retry_s=0)
@@ -147,7 +148,7 @@ def test_a_sender_that_stops_blocks_nobody_for_long() -> None:
         ReplicaServer(shelf, TOKEN, host="127.0.0.1", max_transfers=1, timeout_s=1.0) as server,
         running(PUSHES_SLOWLY, server.address[1]) as sender,
     ):
-        wait_until(lambda: has_begun(shelf), "some chunks have arrived")
+        wait_until(lambda: has_begun(shelf), "some pieces have arrived")
         sender.send_signal(signal.SIGSTOP)
         client_of(server, retry_s=PATIENCE_S).push("y", content_of(2), token_round=1)
         assert shelf.ids() == ["y"]
@@ -155,35 +156,34 @@ def test_a_sender_that_stops_blocks_nobody_for_long() -> None:
     assert shelf.bytes_of("x") == content_of(1)
 
 
-def test_signals_in_the_middle_tear_no_frame() -> None:
+def test_signals_in_the_middle_tear_nothing() -> None:
     """A signal ends a system call early; a trainer with timers or children has many of them."""
     content, back, was_hit = content_of(5, 4 << 20), bytearray(4 << 20), threading.Event()
+    digests: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = ReplicaConnection(socket.create_connection(listener.getsockname()), "far", PATIENCE_S)
         far = ReplicaConnection(listener.accept()[0], "near", PATIENCE_S)
 
     def receive_after_a_signal() -> None:
         assert was_hit.wait(PATIENCE_S)
-        assert far.receive_chunk_header() == (4 << 20, 7)
-        far.fill(back)
+        digests.append(far.receive_bytes(memoryview(back)))
 
     def send_around_a_signal() -> None:
-        far.send_chunk(memoryview(content)[:1000], 8)
+        far.send_bytes(memoryview(content)[:1000])
         was_hit.clear()
         assert was_hit.wait(PATIENCE_S)
-        far.send_chunk(memoryview(content)[1000:2000], 9)
+        far.send_bytes(memoryview(content)[1000:2000])
 
     before = signal.signal(signal.SIGALRM, lambda *_: was_hit.set())
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.02)
     try:
         receiver = threading.Thread(target=receive_after_a_signal)
         receiver.start()
-        near.send_chunk(memoryview(content), 7)
+        near.send_bytes(memoryview(content))
         receiver.join(PATIENCE_S)
         sender = threading.Thread(target=send_around_a_signal)
         sender.start()
-        small = bytearray(2000 + HEADER_BYTES)  # both contents, and the second header
-        assert near.receive_chunk_header() == (1000, 8)
+        small = bytearray(2000)
         near.fill(small)
         sender.join(PATIENCE_S)
     finally:
@@ -192,7 +192,8 @@ def test_signals_in_the_middle_tear_no_frame() -> None:
         near.close()
         far.close()
     assert back == content
-    assert small == content[:1000] + encode_header(CHUNK, 1000, 9) + content[1000:2000]
+    assert digests == [digest_of(content)]
+    assert small == content[:2000]
 
 
 # --- damaged on the way -----------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def test_signals_in_the_middle_tear_no_frame() -> None:
 
 @pytest.mark.parametrize("position", [100, 250, 330, 400, 5000, 2_900_000])
 def test_one_flipped_bit_on_the_way_there(position: int) -> None:
-    """The first positions lie in the greeting, the request and the first header; the others in chunks."""
+    """The first positions lie in the greeting and the request; the others in the object."""
     shelf = RecordingShelf()
     with (
         ReplicaServer(shelf, TOKEN, host="127.0.0.1", timeout_s=5.0) as server,
@@ -210,7 +211,7 @@ def test_one_flipped_bit_on_the_way_there(position: int) -> None:
         try:
             client.push("x", content_of(1), token_round=1)
         except ReplicationError:
-            assert position < 450, "a damaged chunk is sent again"
+            assert position < 450, "a damaged object is sent again"
             assert shelf.ids() == []
             client.push("x", content_of(1), token_round=1)
     assert shelf.bytes_of("x") == content_of(1)
@@ -224,7 +225,7 @@ def test_one_flipped_bit_on_the_way_back(position: int) -> None:
         try:
             client.pull("x", lambda _: back)
         except ReplicationError:
-            assert position < 450, "a damaged chunk is fetched again"
+            assert position < 450, "a damaged object is fetched again"
             client.pull("x", lambda _: back)
         assert wire.connections == 2
     assert back == content_of(1)
@@ -238,10 +239,10 @@ def test_a_replica_that_went_bad_is_replaced_by_the_next() -> None:
     whole = content_of(1)
     bad = whole[:2_000_000] + bytes([whole[2_000_000] ^ 1]) + whole[2_000_001:]
     with holder(bad, digest_of(whole)) as first, holder(whole) as second:
-        with pytest.raises(CorruptReplicaError, match=r"x arrived as it was sent .* take another replica"):
+        with pytest.raises(CorruptReplicaError, match=r"x is not what was received here: take another replica"):
             client_of(first).pull("x", lambda _: back)
-        incoming = from_either(client_of(first), client_of(second), back)
+        pulled = from_either(client_of(first), client_of(second), back)
         assert back == whole
-        assert incoming.digest == digest_of(whole)
-        with pytest.raises(CorruptCheckpointError, match=r"no good copy of x is left .*damaged where it came from"):
+        assert pulled.digest == digest_of(whole)
+        with pytest.raises(CorruptCheckpointError, match=r"no good copy of x is left .*not what was received here"):
             from_either(client_of(first), client_of(first), back)

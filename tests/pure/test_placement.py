@@ -12,9 +12,8 @@ from torchelastic.checkpoint.replication import (
     NoReplicasAvailableError,
     parse_group_sequence,
     partners,
-    retrieve_plan,
 )
-from torchelastic.checkpoint.replication.placement import holders_of
+from torchelastic.checkpoint.replication.placement import holders_of, retrieve_plan
 
 # --- NVRx's rule ------------------------------------------------------------------------------------------------------
 
@@ -119,47 +118,38 @@ def test_any_world_has_holders_of_every_shard(hosts: list[str], jump: int, facto
 # --- retrieval --------------------------------------------------------------------------------------------------------
 
 
-def test_an_own_copy_is_preferred_and_others_follow() -> None:
-    plan = retrieve_plan({0: ["a"], 1: ["a"], 2: ["a"]}, {1: "a"}, rank=1)
+def test_an_own_copy_is_preferred() -> None:
+    plan = retrieve_plan({0: ["a"], 1: ["a"], 2: ["a"]}, {1: ["a"]}, rank=1)
     assert plan.entries == (ExchangePlanEntry(sender=1, receiver=1, id_="a"),)
-    assert plan.candidates(1, "a") == (1, 0, 2)
     assert plan.required_ids() == {"a"}
     assert plan.required_ids(0) == set()
 
 
 def test_senders_are_balanced() -> None:
     available = {0: ["a", "b", "c", "d"], 1: ["a", "b", "c", "d"]}
-    plan = retrieve_plan(available, {2: "a", 3: "b", 4: "c", 5: "d"})
+    plan = retrieve_plan(available, {2: ["a"], 3: ["b"], 4: ["c"], 5: ["d"]})
     assert [entry.sender for entry in plan.entries] == [0, 1, 0, 1]
     assert plan.required_ids(0) == {"a", "c"}
 
 
-def test_bytes_count_if_they_are_known() -> None:
-    available = {0: ["a", "b", "c"], 1: ["a", "b", "c"]}
-    plan = retrieve_plan(available, {2: "a", 3: "b", 4: "c"}, size_bytes={"a": 100, "b": 10, "c": 10})
-    assert [entry.sender for entry in plan.entries] == [0, 1, 1]
-
-
 def test_what_has_one_holder_goes_first() -> None:
-    plan = retrieve_plan({0: ["a", "b"], 1: ["a"]}, {2: "a", 3: "b"})
+    plan = retrieve_plan({0: ["a", "b"], 1: ["a"]}, {2: ["a"], 3: ["b"]})
     assert [(entry.sender, entry.receiver) for entry in plan.entries] == [(1, 2), (0, 3)]
 
 
 def test_ids_of_checkpoints_are_tuples() -> None:
     mine, yours = (10, 0, "session"), (10, 1, "session")
-    plan = retrieve_plan({0: [mine, yours], 1: []}, {0: mine, 1: yours})
+    plan = retrieve_plan({0: [mine, yours], 1: []}, {0: [mine], 1: [yours]})
     assert plan.entries == (ExchangePlanEntry(0, 0, mine), ExchangePlanEntry(0, 1, yours))
 
 
 def test_who_wants_nothing_gets_nothing() -> None:
-    assert retrieve_plan({0: ["a"]}, {0: None, 1: None}).entries == ()
+    assert retrieve_plan({0: ["a"]}, {0: [], 1: []}).entries == ()
 
 
 def test_everything_that_is_missing_is_named() -> None:
     with pytest.raises(NoReplicasAvailableError, match=r"no member holds 'x', 'y'; load an older"):
-        retrieve_plan({0: ["a"]}, {0: "y", 1: "x", 2: "a"})
-    with pytest.raises(ValueError, match="size_bytes lacks 'a'"):
-        retrieve_plan({0: ["a"]}, {1: "a"}, size_bytes={})
+        retrieve_plan({0: ["a"]}, {0: ["y"], 1: ["x"], 2: ["a"]})
     with pytest.raises(ValueError, match="whose ids"):
         ExchangePlan[str]().required_ids()
 
@@ -170,17 +160,16 @@ def test_everything_that_is_missing_is_named() -> None:
 )
 def test_plans_are_right_and_equal_everywhere(available: dict[int, set[int]], wanted: dict[int, int]) -> None:
     assume(all(any(id_ in held for held in available.values()) for id_ in wanted.values()))
-    plan = retrieve_plan(available, wanted)
+    plan = retrieve_plan(available, {receiver: [id_] for receiver, id_ in wanted.items()})
     shuffled = retrieve_plan(
         {rank: sorted(available[rank], reverse=True) for rank in reversed(available)},
-        {receiver: wanted[receiver] for receiver in reversed(wanted)},
+        {receiver: [wanted[receiver]] for receiver in reversed(wanted)},
     )
     assert plan.entries == shuffled.entries
     assert [entry.receiver for entry in plan.entries] == sorted(wanted)
     for entry in plan.entries:
-        candidates = plan.candidates(entry.receiver, entry.id_)
+        holders = {rank for rank, held in available.items() if entry.id_ in held}
         assert entry.id_ == wanted[entry.receiver]
-        assert candidates[0] == entry.sender
-        assert set(candidates) == {rank for rank, held in available.items() if entry.id_ in held}
-        if entry.receiver in candidates:
+        assert entry.sender in holders
+        if entry.receiver in holders:
             assert entry.sender == entry.receiver

@@ -293,13 +293,16 @@ class BaseCheckpointManager(ABC):
         self, call: str, check: Callable[[SaveId], None], attempt: Callable[[SaveId], Loaded]
     ) -> Loaded:
         """What `attempt` returns for the newest checkpoint that all ranks could read; see `_try_all`."""
-        loaded = self._try_all(call, check, attempt)
-        if not loaded:
+        found = self._try_all(call, check, attempt)
+        if found is None:
             raise CheckpointError(self._nothing_to_load())
-        self._make_copies_again(call, max(self._complete))
-        return loaded[0]
+        save, loaded = found
+        self._make_copies_again(call, save)
+        return loaded
 
-    def _try_all(self, call: str, check: Callable[[SaveId], None], attempt: Callable[[SaveId], Loaded]) -> list[Loaded]:
+    def _try_all(
+        self, call: str, check: Callable[[SaveId], None], attempt: Callable[[SaveId], Loaded]
+    ) -> tuple[SaveId, Loaded] | None:
         """Tries the complete checkpoints, newest first, until all ranks could read one of them: that is the latest.
 
         Args:
@@ -308,10 +311,10 @@ class BaseCheckpointManager(ABC):
             attempt: reads it.
 
         Returns:
-            What `attempt` returned; the list is empty if there is no such checkpoint.
+            Which one that is and what `attempt` returned; None if there is no such checkpoint.
         """
 
-        def read(save: SaveId) -> list[Loaded]:
+        def read(save: SaveId) -> tuple[SaveId, Loaded]:
             check(save)
             try:
                 loaded = self._ranks.own_on_all(f"{call} of iteration {save.step}", partial(attempt, save))
@@ -319,18 +322,16 @@ class BaseCheckpointManager(ABC):
                 raise
             except Exception as error:  # a bug of the program: an older one helps nobody
                 raise CheckpointError(f"{save} could not be loaded: {type(error).__name__}: {error}") from error
-            self.latest_iteration = save.step
-            return [loaded]
+            return save, loaded
 
         def pass_over(save: SaveId, error: CorruptCheckpointError) -> None:
             log.warning("%s cannot be loaded (%s); looking for an older one", save, error)
             self._unreadable[save] = f"{save} is damaged ({error})"
             del self._complete[save]
 
-        loaded = newest_readable(sorted(self._complete, reverse=True), read, pass_over)
-        if loaded is None:
-            self.latest_iteration = -1
-        return loaded or []
+        found = newest_readable(sorted(self._complete, reverse=True), read, pass_over)
+        self.latest_iteration = -1 if found is None else found[0].step
+        return found
 
     def _nothing_to_load(self) -> str:
         damaged = [self._unreadable[save] for save in self._found if save in self._unreadable]

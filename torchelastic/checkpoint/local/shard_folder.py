@@ -30,7 +30,7 @@ from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.image import read_header, tensors_of
 from torchelastic.checkpoint.shards.pool import SlotPool, remove_left_overs
-from torchelastic.checkpoint.shards.slot_shelf import SlotShelf
+from torchelastic.checkpoint.shards.slot_shelf import SlotShelf, sealed_bytes
 from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.checkpoint.shards.writing import hidden_path
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
@@ -341,13 +341,9 @@ class ShardFolder:
         """See `ReplicaShelf`: from any rank's folder on this host, the own one first."""
         shard = ShardId.parse(object_id)
         for folder in [self.rank, *self.folders()]:
-            try:
-                reader = ShardReader(self.path_of(shard, folder))
-            except CheckpointError:
-                continue
-            view = reader.view()  # stays valid; if it is written again meanwhile, the receiver notices
-            reader.close()
-            return view
+            view = sealed_bytes(self.path_of(shard, folder))
+            if view is not None:
+                return view
         return None
 
     def digest(self, object_id: str) -> str | None:

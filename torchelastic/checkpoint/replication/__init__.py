@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         PairwiseReplicationStrategy,
         parse_group_sequence,
         partners,
-        retrieve_plan,
     )
     from torchelastic.checkpoint.replication.receive import MemoryShelf, ReplicaShelf
     from torchelastic.checkpoint.replication.server import ReplicaServer
@@ -52,8 +51,7 @@ _NAMES_OF_HOME = {
     "PeerLostError PeerStalledError ProtocolError ReplicaBusyError ReplicaRefusedError ReplicationError TransferError",
     "group_wrapper": "GroupWrapper",
     "manager": "ReplicationManager",
-    "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence partners "
-    "retrieve_plan",
+    "placement": "ExchangePlan ExchangePlanEntry PairwiseReplicationStrategy parse_group_sequence partners",
     "receive": "MemoryShelf ReplicaShelf",
     "server": "ReplicaServer",
     "strategies": "CliqueReplicationStrategy LazyCliqueReplicationStrategy LazyReplicationStrategyBuilder "
@@ -91,7 +89,6 @@ __all__ = [
     "TransferError",
     "parse_group_sequence",
     "partners",
-    "retrieve_plan",
 ]
 
 __getattr__, __dir__ = lazily(__name__, _HOME_OF_NAME)

@@ -17,12 +17,12 @@ from torchelastic.checkpoint.replication.errors import (
     PeerStalledError,
     ProtocolError,
     ReplicaBusyError,
+    ReplicaRefusedError,
 )
 from torchelastic.checkpoint.replication.protocol import (
-    CHUNK_BYTES,
     Message,
     ReplicaConnection,
-    check_limits,
+    check_timeout,
     greet_server,
     number_in,
     text_in,
@@ -30,27 +30,24 @@ from torchelastic.checkpoint.replication.protocol import (
 )
 from torchelastic.checkpoint.replication.receive import (
     Destination,
-    IncomingObject,
     ReplicaShelf,
     check_object_id,
     digest_of,
-    running_digests,
+    writable,
 )
 from torchelastic.processes.sockets import connect_to
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What a push did.
+class Transferred:
+    """What a push or a pull did.
 
     Attributes:
-        object_id: the object.
-        size_bytes: its size.
+        size_bytes: how large the object is.
         digest: its digest.
         sent_bytes: its size, or 0 if it was there already.
     """
 
-    object_id: str
     size_bytes: int
     digest: str
     sent_bytes: int
@@ -59,7 +56,7 @@ class Sent:
 class ReplicaClient:
     """One peer's server, seen from here. It holds no connection between calls; calls may come from any thread.
 
-    After broken connections, damaged chunks and "busy" the object is sent again, until `retry_s` after the first
+    After broken connections, damage on the way and "busy" the object is sent again, until `retry_s` after the first
     failure. A peer that accepts a connection and is silent is not tried again.
 
     Args:
@@ -69,12 +66,9 @@ class ReplicaClient:
         retry_s: for how long after a first failure attempts are repeated; 0 for one attempt.
         most_retries: how many further attempts there may be for each call besides; None for no limit. Being told "busy"
             does not count.
-        chunk_bytes: size of the pieces that are checked and repeated, 4 KiB to 4 MiB.
-        clock: seconds that only go forward.
-        sleep: waits for so many seconds.
 
     Raises:
-        ValueError: the token is too short, `timeout_s` not above 0, or `chunk_bytes` out of bounds.
+        ValueError: the token is too short, or `timeout_s` not above 0.
     """
 
     def __init__(
@@ -85,17 +79,11 @@ class ReplicaClient:
         timeout_s: float = 10.0,
         retry_s: float = 5.0,
         most_retries: int | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.address = address
         self.peer = f"{address[0]}:{address[1]}"
         self._token = token_bytes(token)
-        self._timeout_s, self._clock, self._sleep = timeout_s, clock, sleep
-        self._retry_s, self._most_retries = retry_s, most_retries
-        check_limits(timeout_s, chunk_bytes)
-        self._chunk_bytes = chunk_bytes
+        self._timeout_s, self._retry_s, self._most_retries = check_timeout(timeout_s), retry_s, most_retries
         self._lock = threading.Lock()
         self._open: set[ReplicaConnection] = set()
         self._has_ended = False
@@ -115,7 +103,7 @@ class ReplicaClient:
             for connection in self._open:
                 connection.cut()
 
-    def push(self, object_id: str, content: memoryview | bytearray | bytes, *, token_round: int) -> Sent:
+    def push(self, object_id: str, content: memoryview | bytearray | bytes, *, token_round: int) -> Transferred:
         """Sends an object; when this returns, the peer has verified and published it.
 
         Args:
@@ -132,8 +120,7 @@ class ReplicaClient:
         check_object_id(object_id)
         view = memoryview(content)
         view = view.cast("B") if view.nbytes else memoryview(b"")
-        digests = running_digests(view, self._chunk_bytes)
-        digest = f"{digests[-1]:016x}" if digests else digest_of(b"")
+        digest = digest_of(view)
         request: Message = {"op": "push", "id": object_id, "size": view.nbytes, "digest": digest, "round": token_round}
         for attempt in self._attempts():
             with attempt, self._connected() as connection:
@@ -143,7 +130,7 @@ class ReplicaClient:
                     raise ProtocolError(f"{self.peer} sent no truth value as 'is_here'")
                 if not is_here:
                     try:
-                        connection.send_object(view, self._chunk_bytes, digests)
+                        connection.send_bytes(view)
                         number_in(connection.receive(), "received")
                     except DamagedFrameError as error:
                         if digest_of(view) != digest:
@@ -152,9 +139,9 @@ class ReplicaClient:
                                 f"writes to"
                             ) from error
                         raise
-        return Sent(object_id, view.nbytes, digest, 0 if is_here else view.nbytes)
+        return Transferred(view.nbytes, digest, 0 if is_here else view.nbytes)
 
-    def pull(self, object_id: str, destination: Destination) -> IncomingObject:
+    def pull(self, object_id: str, destination: Destination) -> Transferred:
         """Fetches an object.
 
         Args:
@@ -163,23 +150,31 @@ class ReplicaClient:
                 If this raises, anything may be in it.
 
         Returns:
-            The object, complete and verified, with its size and digest.
+            What was fetched, complete and verified.
 
         Raises:
             NoReplicasAvailableError: the peer does not have it.
             CorruptReplicaError: the peer's copy is damaged.
+            ReplicaRefusedError: the destination cannot hold it, or it became another object meanwhile.
             ReplicaBusyError, PeerLostError, PeerStalledError, AuthenticationError: as they say.
             ValueError: this is no id.
         """
-        incoming = IncomingObject(check_object_id(object_id), destination)
+        check_object_id(object_id)
+        place: memoryview | None = None
         for attempt in self._attempts():
             with attempt, self._connected() as connection:
                 connection.send({"op": "pull", "id": object_id})
-                answer = connection.receive()
-                incoming.announce(number_in(answer, "size"), text_in(answer, "digest"))
-                connection.receive_object(incoming)
-                incoming.finish()
-        return incoming
+                size_bytes = number_in(connection.receive(), "size")
+                if place is None:
+                    place = writable(destination(size_bytes), size_bytes, object_id)
+                elif place.nbytes != size_bytes:
+                    raise ReplicaRefusedError(
+                        f"{object_id} had {place.nbytes} bytes and has {size_bytes}: fetch it anew"
+                    )
+                arrived, digest = connection.receive_bytes(place), text_in(connection.receive(), "digest")
+                if arrived != digest:
+                    raise DamagedFrameError(f"{object_id} was changed on its way from {self.peer}")
+        return Transferred(size_bytes, digest, size_bytes)
 
     def ids(self) -> list[str]:
         """What the peer has, sorted; raises as `pull` does."""
@@ -204,7 +199,7 @@ class ReplicaClient:
             nonlocal failures
             error = state.outcome.exception() if state.outcome is not None else None
             failures += not isinstance(error, ReplicaBusyError)
-            failed_s.append(self._clock())
+            failed_s.append(time.monotonic())
             is_late = failed_s[-1] - failed_s[0] >= self._retry_s
             return self._has_ended or is_late or (self._most_retries is not None and failures > self._most_retries)
 
@@ -212,7 +207,6 @@ class ReplicaClient:
             retry=retry_if_exception_type((PeerLostError, ReplicaBusyError, DamagedFrameError)),
             stop=is_over,
             wait=wait_random_exponential(multiplier=0.05, max=1.0),
-            sleep=self._sleep,
             reraise=True,
         )
 
@@ -244,7 +238,7 @@ class ReplicaClient:
 def pull_into(
     shelf: ReplicaShelf,
     object_id: str,
-    pull: Callable[[Destination], IncomingObject],
+    pull: Callable[[Destination], Transferred],
     check: Callable[[memoryview], None] | None = None,
 ) -> None:
     """Fetches an object onto a shelf of this process, on which it is seen when all of it is good.
@@ -265,11 +259,10 @@ def pull_into(
         return views[-1]
 
     try:
-        incoming = pull(destination)
-        incoming.release()
+        pulled = pull(destination)
         if check is not None:
             check(views[-1])
-        shelf.received(object_id, incoming.digest)
+        shelf.received(object_id, pulled.digest)
     except BaseException:
         shelf.abandon(object_id)
         raise

@@ -14,7 +14,7 @@ class NoReplicasAvailableError(ReplicationError):
 
 
 class TransferError(ReplicationError):
-    """An object did not get from one host to the other. What was verified before is kept for the next attempt."""
+    """An object did not get from one host to the other."""
 
 
 class PeerLostError(TransferError):
@@ -50,4 +50,4 @@ class CorruptReplicaError(TransferError, CorruptCheckpointError):
 
 
 class DamagedFrameError(CorruptReplicaError):
-    """A chunk or a message was changed on its way; it is sent again."""
+    """An object or a message was changed on its way; it is sent again."""

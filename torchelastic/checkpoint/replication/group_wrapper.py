@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -139,12 +139,15 @@ class GroupWrapper:
             TypeError: the state has no `to_tree`.
             CheckpointError: another rank failed; names it.
         """
-        own = cache(partial(_packed, state, name))
-        ways = [(sender, receiver) for sender in self._ranks for receiver in self._ranks if sender != receiver]
-        moved = self._moved("GroupWrapper.all_gather_states()", ways, lambda _: own())
-        images = {ways[number][0]: image for number, image in moved.items()} | {self.my_global_rank: own()}
-        received = [_unpacked(images[rank], rank, target_device) for rank in self._ranks]
-        return [state for state, _ in received], [name for _, name in received]
+        own = self.my_global_rank
+        plan: ExchangePlan[int] = ExchangePlan(own)
+        for sender in self._ranks:
+            for receiver in self._ranks:
+                plan.plan(sender, receiver, sender)
+        names = self.all_gather_object(name)
+        received = self.execute_plan(plan, {own: state}, target_device)
+        received[own] = _unpacked(_packed(state), own, target_device)  # a copy, like the others
+        return [received[rank] for rank in self._ranks], names
 
     def execute_plan(
         self,
@@ -165,51 +168,21 @@ class GroupWrapper:
         Raises:
             CheckpointError: the plan needs something from a rank that its `my_data` lacks.
         """
-        entries = plan.entries
-
-        def pack(number: int) -> torch.Tensor:
-            return _packed(my_data[entries[number].id_], None)
+        call, own = "GroupWrapper.execute_plan()", self.my_global_rank
+        shelf, pack = MemoryShelf(sys.maxsize), lru_cache(maxsize=1)(lambda id_: _packed(my_data[id_]))
 
         def check() -> None:
-            missing = sorted(id_ for id_ in plan.required_ids(self.my_global_rank) if id_ not in my_data)
+            missing = sorted(id_ for id_ in plan.required_ids(own) if id_ not in my_data)
             if missing:
-                raise CheckpointError(f"rank {self.my_global_rank} is to give {missing}, and my_data lacks them")
+                raise CheckpointError(f"rank {own} is to give {missing}, and my_data lacks them")
 
-        call = "GroupWrapper.execute_plan()"
         self._members.run_on_all(f"{call}, checking", check)
-        moved = self._moved(call, [(entry.sender, entry.receiver) for entry in entries], pack)
-        received = {}
-        for number, entry in enumerate(entries):
-            if number in moved:
-                received[entry.id_], _ = _unpacked(moved[number], entry.sender, target_device)
-            elif entry.receiver == self.my_global_rank:
-                received[entry.id_] = my_data[entry.id_]
-        return received
-
-    @cached_property
-    def _members(self) -> RankGroup:
-        return RankGroup(self.group, self._timeout_s)
-
-    def _moved(
-        self, call: str, ways: Sequence[tuple[int, int]], pack: Callable[[int], torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Sends images of states from ranks to ranks, over connections that are made for this. Collective.
-
-        Args:
-            call: for errors.
-            ways: who sends and who receives each; the same on all ranks. What a rank has for itself stays where it is.
-            pack: makes the image of one of them, given its number; called on another thread.
-
-        Returns:
-            What this rank received, by number.
-        """
-        shelf = MemoryShelf(sys.maxsize)
         topology, server, _ = meet(self._members, call, lambda: shelf, ReplicationRetryConfig())
 
         def send() -> None:
-            for number, (sender, receiver) in enumerate(ways):
-                if sender == self.my_global_rank != receiver:
-                    client, content = topology.client(self.get_group_rank(receiver)), pack(number)
+            for number, entry in enumerate(plan.entries):
+                if entry.sender == own != entry.receiver:
+                    client, content = topology.client(self.get_group_rank(entry.receiver)), pack(entry.id_)
                     client.push(str(number), memoryview(content.numpy()), token_round=0)  # type: ignore[arg-type]
 
         try:
@@ -217,17 +190,25 @@ class GroupWrapper:
         finally:
             if server is not None:
                 server.close()
-        views = {int(object_id): shelf.source(object_id) for object_id in shelf.ids()}
-        return {number: torch.frombuffer(view, dtype=torch.uint8) for number, view in views.items() if view is not None}
+        received = {}
+        for number, entry in enumerate(plan.entries):
+            image = shelf.source(str(number))
+            if image is not None:
+                received[entry.id_] = _unpacked(torch.frombuffer(image, dtype=torch.uint8), entry.sender, target_device)
+            elif entry.receiver == own:
+                received[entry.id_] = my_data[entry.id_]
+        return received
+
+    @cached_property
+    def _members(self) -> RankGroup:
+        return RankGroup(self.group, self._timeout_s)
 
 
-def _packed(state: TensorAwareStateDict, name: Any) -> torch.Tensor:
-    header, sources = encode(state, RecurringLayout())
-    named = {**header.meta, "name": list(name) if isinstance(name, tuple) else name}
-    return image_of(type(header)(header.structure, header.entries, named), sources)
+def _packed(state: TensorAwareStateDict) -> torch.Tensor:
+    return image_of(*encode(state, RecurringLayout()))
 
 
-def _unpacked(image: torch.Tensor, rank: int, target_device: str | torch.device) -> tuple[TensorAwareStateDict, Any]:
+def _unpacked(image: torch.Tensor, rank: int, target_device: str | torch.device) -> TensorAwareStateDict:
     header, tensors = tensors_of(image, f"the state of rank {rank}")
     moved = {name: tensor.to(target_device) for name, tensor in tensors.items()}
-    return decode(header, moved, allow_pickles=False), header.meta.get("name")
+    return decode(header, moved, allow_pickles=False)

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.replication.client import ReplicaClient, pull_into
+from torchelastic.checkpoint.replication.client import ReplicaClient, Transferred, pull_into
 from torchelastic.checkpoint.replication.errors import NoReplicasAvailableError, ReplicationError
-from torchelastic.checkpoint.replication.receive import Destination, IncomingObject
+from torchelastic.checkpoint.replication.receive import Destination
 from torchelastic.checkpoint.replication.server import ReplicaServer
 from torchelastic.checkpoint.replication.topology import (
     FAILURE_DOMAIN_ENV,
@@ -253,7 +253,7 @@ class ReplicationManager:
             taken = list(threads.map(lambda ranks: self._push_to_one(ranks, object_id, content), by_host.values()))
         return [host for host, is_taken in zip(by_host, taken, strict=True) if not is_taken]
 
-    def fetch(self, object_id: str, holder: int, destination: Destination) -> IncomingObject:
+    def fetch(self, object_id: str, holder: int, destination: Destination) -> Transferred:
         """Fetches an object from a rank.
 
         Args:

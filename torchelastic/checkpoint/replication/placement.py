@@ -7,7 +7,7 @@ once: a host, or whatever else its ranks are named after (a rack, a spot pool).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -234,7 +234,7 @@ class ExchangePlanEntry(Generic[Id]):
 
 
 class ExchangePlan(Generic[Id]):
-    """Which objects go from whom to whom, in order, and who else has them.
+    """Which objects go from whom to whom, in order.
 
     Args:
         rank: the rank that `required_ids()` speaks of if it is asked for none.
@@ -243,28 +243,15 @@ class ExchangePlan(Generic[Id]):
     def __init__(self, rank: int | None = None) -> None:
         self.rank = rank
         self._entries: list[ExchangePlanEntry[Id]] = []
-        self._candidates: dict[tuple[int, Id], tuple[int, ...]] = {}
 
-    def plan(self, sender: int, receiver: int, id_: Id, *, fallbacks: Collection[int] = ()) -> None:
-        """Appends an entry.
-
-        Args:
-            sender: who sends.
-            receiver: who receives.
-            id_: what.
-            fallbacks: who else holds it, best first; asked in turn if the sender's copy proves bad.
-        """
+    def plan(self, sender: int, receiver: int, id_: Id) -> None:
+        """Appends an entry: who sends, who receives, and what."""
         self._entries.append(ExchangePlanEntry(sender, receiver, id_))
-        self._candidates[(receiver, id_)] = (sender, *fallbacks)
 
     @property
     def entries(self) -> tuple[ExchangePlanEntry[Id], ...]:
         """What was planned, in order."""
         return tuple(self._entries)
-
-    def candidates(self, receiver: int, id_: Id) -> tuple[int, ...]:
-        """Who may give `id_` to `receiver`, in the order in which to ask; empty if that was not planned."""
-        return self._candidates.get((receiver, id_), ())
 
     def required_ids(self, rank: int | None = None) -> set[Id]:
         """The objects that a rank has to provide, its own copy for itself included.
@@ -282,22 +269,13 @@ class ExchangePlan(Generic[Id]):
 
 
 def retrieve_plan(
-    available: Mapping[int, Collection[Id]],
-    wanted: Mapping[int, Id | None],
-    *,
-    size_bytes: Mapping[Id, int] | None = None,
-    rank: int | None = None,
+    available: Mapping[int, Collection[Id]], wanted: Mapping[int, Iterable[Id]], *, rank: int | None = None
 ) -> ExchangePlan[Id]:
-    """Plans who gives each rank the object that it wants.
-
-    Its own copy is preferred. Else the holder that has least to send gives it, of equals the lowest rank; objects with
-    the fewest holders are given away first, so that these holders are still free. All other holders follow as
-    candidates in the same order, because a copy may prove bad.
+    """Plans who gives each rank the objects that it wants: its own copy if it has one; see `plan_reads`.
 
     Args:
         available: which ids each rank holds.
-        wanted: which id each rank wants; None for nothing.
-        size_bytes: the size of the objects in bytes, if they differ much; without it, each counts as one.
+        wanted: which ids each rank wants.
         rank: see `ExchangePlan`.
 
     Returns:
@@ -305,40 +283,20 @@ def retrieve_plan(
 
     Raises:
         NoReplicasAvailableError: nobody holds some of what is wanted; names all of it.
-        ValueError: `size_bytes` is given and leaves out an object that is wanted.
     """
-    wishes = {receiver: [] if id_ is None else [id_] for receiver, id_ in wanted.items()}
-    return plan_of_wishes(available, wishes, size_bytes=size_bytes, rank=rank)
-
-
-def plan_of_wishes(
-    available: Mapping[int, Collection[Id]],
-    wanted: Mapping[int, Sequence[Id]],
-    *,
-    size_bytes: Mapping[Id, int] | None = None,
-    rank: int | None = None,
-) -> ExchangePlan[Id]:
-    """The same where a rank may want several objects; see `retrieve_plan`."""
     sources: dict[Id, set[ShardSource]] = {}
     for holder, ids in available.items():
         for id_ in ids:
             sources.setdefault(id_, set()).add(ShardSource(holder))
-    wishes = {id_ for each in wanted.values() for id_ in each}
-    missing = sorted(wishes - sources.keys())
+    missing = sorted({id_ for ids in wanted.values() for id_ in ids} - sources.keys())
     if missing:
         raise NoReplicasAvailableError(
             f"no member holds {', '.join(map(repr, missing))}; load an older checkpoint of which every shard is still "
             f"held by somebody, or one from durable storage"
         )
-    unsized = sorted(wishes - size_bytes.keys()) if size_bytes is not None else []
-    if unsized:
-        raise ValueError(
-            f"size_bytes lacks {', '.join(map(repr, unsized))}; give the size of each wanted object, or none"
-        )
-    reads = plan_reads(sources, wanted, size_bytes=size_bytes)
+    reads = plan_reads(sources, wanted)
     plan: ExchangePlan[Id] = ExchangePlan(rank)
     for receiver in sorted(reads):
         for id_ in wanted[receiver]:
-            first, *others = (source.rank for source in reads[receiver][id_])
-            plan.plan(first, receiver, id_, fallbacks=others)
+            plan.plan(reads[receiver][id_][0].rank, receiver, id_)
     return plan

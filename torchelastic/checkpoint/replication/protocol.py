@@ -1,10 +1,11 @@
-"""What travels on a TCP connection between two hosts: proofs of the token, small JSON messages, chunks of an object.
+"""What travels on a TCP connection between two hosts: proofs of the token, small JSON messages, the bytes of an object.
 
 No pickle, and no copies.
 
-A frame is a header (two fixed letters, kind, length, check, and a check of all these) and its content. The check of a
-message is the XXH3 of its content, that of a chunk the running digest of the object (see `IncomingObject`). Lengths are
-bounded before anything is read or reserved. Each frame has to pass within the connection's time limit.
+A message is a header (two fixed letters, length and XXH3 of the content, and a check of all these) and JSON. Its length
+is bounded before anything is read or reserved. The bytes of an object follow each other without anything between, since
+both ends know by then how many they are; what breaks off or was changed is sent again as a whole. Each message, and
+each `PIECE_BYTES` of an object, has to pass within the connection's time limit.
 
 Both ends prove to each other that they know the token, which itself never travels and is never logged: a challenge and
 response with HMAC-SHA256 over two fresh random numbers and the prover's role, so that neither an old answer nor the
@@ -21,7 +22,6 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from typing import NoReturn
 
 import xxhash
@@ -39,27 +39,22 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicaRefusedError,
     ReplicationError,
 )
-from torchelastic.checkpoint.replication.receive import IncomingObject
 
-PROTOCOL = "torchelastic-replica/2"
+PROTOCOL = "torchelastic-replica/3"
 MOST_MESSAGE_BYTES = 64 << 10
-MOST_CHUNK_BYTES = 4 << 20
-#: Two chunks of this size fit into a core's second-level cache: the digest costs next to nothing there.
-CHUNK_BYTES = 1 << 20
+#: So much of an object is one system call. Two pieces of this size fit into a core's second-level cache: the digest
+#: costs next to nothing there.
+PIECE_BYTES = 1 << 20
 #: Strangers may make us read no more than this.
 MOST_GREETING_BYTES = 1024
 LEAST_TOKEN_CHARACTERS = 16
-_LEAST_CHUNK_BYTES = 4096
 
 Message = dict[str, object]
 
-_LAST_WORD_S = 1.0
-_HEADER = struct.Struct("!2sBxIQ")
+_HEADER = struct.Struct("!2sxxIQ")
 _HEADER_CHECK = struct.Struct("!I")
 HEADER_BYTES = _HEADER.size + _HEADER_CHECK.size
 _MAGIC = b"tR"
-MESSAGE, CHUNK = 1, 2
-_LIMITS = {MESSAGE: MOST_MESSAGE_BYTES, CHUNK: MOST_CHUNK_BYTES}
 
 #: What an error is called on the wire.
 _KINDS: dict[str, type[ReplicationError]] = {
@@ -74,42 +69,39 @@ _KINDS: dict[str, type[ReplicationError]] = {
 }
 
 
-def encode_header(kind: int, length_bytes: int, check: int) -> bytes:
-    """The bytes before a frame's content."""
-    header = _HEADER.pack(_MAGIC, kind, length_bytes, check)
+def encode_header(length_bytes: int, check: int) -> bytes:
+    """The bytes before a message's content."""
+    header = _HEADER.pack(_MAGIC, length_bytes, check)
     return header + _HEADER_CHECK.pack(xxhash.xxh32_intdigest(header))
 
 
-def decode_header(data: bytes | bytearray, *, most_bytes: int | None = None) -> tuple[int, int, int]:
-    """Reads a header: kind, length in bytes, check.
+def decode_header(data: bytes | bytearray, *, most_bytes: int = MOST_MESSAGE_BYTES) -> tuple[int, int]:
+    """Reads a header: length in bytes, check.
 
     Args:
         data: `HEADER_BYTES` bytes.
-        most_bytes: what a content may have, if that is less than the kind allows.
+        most_bytes: what a content may have.
 
     Raises:
         ProtocolError: it is none, or the content would be too large.
         DamagedFrameError: it was changed on its way.
     """
-    magic, kind, length_bytes, check = _HEADER.unpack_from(data)
+    magic, length_bytes, check = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError("does not speak this protocol")
     if _HEADER_CHECK.unpack_from(data, _HEADER.size)[0] != xxhash.xxh32_intdigest(data[: _HEADER.size]):
         raise DamagedFrameError("sent a header that was changed on its way")
-    if kind not in _LIMITS:
-        raise ProtocolError("sent a kind of frame that this release does not know")
-    limit = _LIMITS[kind] if most_bytes is None else min(_LIMITS[kind], most_bytes)
-    if length_bytes > limit:
-        raise ProtocolError(f"announced a frame of {length_bytes} bytes, {limit} are allowed")
-    return kind, length_bytes, check
+    if length_bytes > most_bytes:
+        raise ProtocolError(f"announced a message of {length_bytes} bytes, {most_bytes} are allowed")
+    return length_bytes, check
 
 
 def encode_message(message: Message) -> bytes:
-    """A message as a whole frame."""
+    """A message with its header."""
     content = json.dumps(message, separators=(",", ":")).encode()
     if len(content) > MOST_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(content)} bytes; {MOST_MESSAGE_BYTES} are allowed")
-    return encode_header(MESSAGE, len(content), xxhash.xxh3_64_intdigest(content)) + content
+    return encode_header(len(content), xxhash.xxh3_64_intdigest(content)) + content
 
 
 def decode_message(content: bytes | bytearray, check: int) -> Message:
@@ -158,7 +150,7 @@ class ReplicaConnection:
     Args:
         connected: the socket; the connection owns it from now on.
         peer: who is at the other end, for people.
-        timeout_s: how long one frame may take.
+        timeout_s: how long one message, or one piece of an object, may take.
     """
 
     def __init__(self, connected: socket.socket, peer: str, timeout_s: float) -> None:
@@ -168,9 +160,9 @@ class ReplicaConnection:
         self.limit_to(timeout_s)
 
     def limit_to(self, timeout_s: float) -> None:
-        """How long one frame may take from now on.
+        """How long one message, or one piece of an object, may take from now on.
 
-        The kernel keeps the time: a whole chunk is then one call, and the interpreter's lock is asked for once.
+        The kernel keeps the time: a whole piece is then one call, and the interpreter's lock is asked for once.
         """
         self._timeout_s = timeout_s
         self._socket.settimeout(None)
@@ -183,36 +175,25 @@ class ReplicaConnection:
         """Sends a message."""
         self._send(encode_message(message))
 
-    def send_last(self, message: Message) -> None:
-        """Sends a message to a peer that may be in the middle of sending, and waits a second for it to read that.
-
-        Closed with something unread in it, a connection is reset, and a reset overtakes what was said last.
-        """
-        self.send(message)
-        self.limit_to(min(self._timeout_s, _LAST_WORD_S))
-        start_s = time.monotonic()
-        scratch = bytearray(1 << 18)
-        try:
-            self._socket.shutdown(socket.SHUT_WR)
-            while self._socket.recv_into(scratch) and time.monotonic() - start_s < _LAST_WORD_S:
-                pass
-        except OSError:
-            pass  # it is gone, or it goes on sending: then it shall be reset
-
-    def send_chunk(self, chunk: memoryview, running_digest: int) -> None:
-        """Sends a chunk of an object; see `send_object`."""
-        self._send(encode_header(CHUNK, chunk.nbytes, running_digest), chunk)
-
-    def receive(self, *, most_bytes: int | None = None) -> Message:
+    def receive(self, *, most_bytes: int = MOST_MESSAGE_BYTES) -> Message:
         """Waits for a message.
 
         Raises:
             ReplicationError: what the peer reports, in the class that it names; or the connection's own failure.
         """
-        kind, length_bytes, check = self._receive_header(most_bytes)
-        if kind != MESSAGE:
-            raise ProtocolError(f"{self.peer} sent data where an answer was due")
-        return self._receive_message(length_bytes, check)
+        header = bytearray(HEADER_BYTES)
+        self.fill(header)
+        try:
+            length_bytes, check = decode_header(header, most_bytes=most_bytes)
+            content = bytearray(length_bytes)
+            self.fill(content)
+            message = decode_message(content, check)
+        except (DamagedFrameError, ProtocolError) as error:
+            raise type(error)(f"{self.peer} {error}") from None
+        if "error" in message:
+            reason = "".join(c for c in str(message.get("message")) if c.isprintable())[:2000]
+            raise _KINDS.get(str(message["error"]), ReplicaRefusedError)(f"{self.peer}: {reason}")
+        return message
 
     def fill(self, buffer: memoryview | bytearray) -> None:
         """Receives as many bytes as the buffer has, straight into it."""
@@ -230,48 +211,27 @@ class ReplicaConnection:
             if filled < view.nbytes and time.monotonic() - start_s > self._timeout_s:
                 self._stalled(f"{view.nbytes - filled} of {view.nbytes} bytes were missing")
 
-    def send_object(self, content: memoryview, chunk_bytes: int, digests: Sequence[int] | None = None) -> None:
-        """Sends an object, chunk by chunk, straight from where it lies.
+    def send_bytes(self, content: memoryview, digest: xxhash.xxh3_64 | None = None) -> None:
+        """Sends an object, piece by piece, straight from where it lies.
 
         Args:
-            content: the whole object. If it is changed meanwhile, the receiver notices.
-            chunk_bytes: how large the chunks are.
-            digests: `running_digests` of the content, if they are known; that spares a pass over the bytes.
-
-        Raises:
-            ReplicationError: what the receiver complains about, or the connection's failure.
+            content: the whole object.
+            digest: is updated with what is sent.
         """
-        running = xxhash.xxh3_64()
-        for number, start in enumerate(range(0, content.nbytes, chunk_bytes)):
-            chunk = content[start : start + chunk_bytes]
-            if digests is None:
-                running.update(chunk)
-            self._raise_complaint()
-            try:
-                self.send_chunk(chunk, running.intdigest() if digests is None else digests[number])
-            except PeerLostError:
-                self._raise_complaint()  # its last word says more than the broken connection
-                raise
+        for start in range(0, content.nbytes, PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            if digest is not None:
+                digest.update(piece)
+            self._send(piece)
 
-    def receive_object(self, incoming: IncomingObject) -> None:
-        """Receives an announced object, straight into its destination.
-
-        Raises:
-            ReplicationError: a chunk is damaged, the sender stops and says why, or the connection fails.
-        """
-        while incoming.verified_bytes < incoming.size_bytes:
-            length_bytes, running_digest = self.receive_chunk_header()
-            chunk = incoming.place(length_bytes)
-            self.fill(chunk)
-            incoming.accept(chunk, running_digest)
-
-    def receive_chunk_header(self) -> tuple[int, int]:
-        """Waits for the next chunk: its length in bytes and its running digest; `fill` takes the content."""
-        kind, length_bytes, check = self._receive_header(None)
-        if kind == MESSAGE:
-            self._receive_message(length_bytes, check)
-            raise ProtocolError(f"{self.peer} stopped in the middle of an object")
-        return length_bytes, check
+    def receive_bytes(self, into: memoryview) -> str:
+        """Receives an object, straight into its destination, and returns the digest of what has arrived."""
+        digest = xxhash.xxh3_64()
+        for start in range(0, into.nbytes, PIECE_BYTES):
+            piece = into[start : start + PIECE_BYTES]
+            self.fill(piece)
+            digest.update(piece)
+        return digest.hexdigest()
 
     def cut(self) -> None:
         """Ends both directions at once; who waits in another thread is woken. May be called from any thread."""
@@ -284,53 +244,18 @@ class ReplicaConnection:
         """Closes the socket."""
         self._socket.close()
 
-    def _raise_complaint(self) -> None:
-        """Raises what the peer has to say in the middle of an object, if it has said anything."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            pass  # the next call says the same
-        self.receive()
-        raise ProtocolError(f"{self.peer} sent a message in the middle of an object")
-
-    def _send(self, *parts: bytes | memoryview) -> None:
-        rest = [memoryview(part) for part in parts]
-        start_s = time.monotonic()
-        while rest:
+    def _send(self, content: bytes | memoryview) -> None:
+        rest, start_s = memoryview(content), time.monotonic()
+        while rest.nbytes:
             try:
-                count = self._socket.sendmsg(rest)
+                count = self._socket.send(rest)
             except BlockingIOError:
-                self._stalled(f"it did not take {sum(part.nbytes for part in rest)} bytes")
+                self._stalled(f"it did not take {rest.nbytes} bytes")
             except OSError as error:
                 raise PeerLostError(f"lost {self.peer}: {error.strerror or error}") from error
-            while rest and count >= rest[0].nbytes:
-                count -= rest.pop(0).nbytes
-            if rest:
-                rest[0] = rest[0][count:]
-                if time.monotonic() - start_s > self._timeout_s:
-                    self._stalled(f"it did not take {sum(part.nbytes for part in rest)} bytes")
-
-    def _receive_header(self, most_bytes: int | None) -> tuple[int, int, int]:
-        header = bytearray(HEADER_BYTES)
-        self.fill(header)
-        try:
-            return decode_header(header, most_bytes=most_bytes)
-        except (DamagedFrameError, ProtocolError) as error:
-            raise type(error)(f"{self.peer} {error}") from None
-
-    def _receive_message(self, length_bytes: int, check: int) -> Message:
-        content = bytearray(length_bytes)
-        self.fill(content)
-        try:
-            message = decode_message(content, check)
-        except (DamagedFrameError, ProtocolError) as error:
-            raise type(error)(f"{self.peer} {error}") from None
-        if "error" in message:
-            reason = "".join(c for c in str(message.get("message")) if c.isprintable())[:2000]
-            raise _KINDS.get(str(message["error"]), ReplicaRefusedError)(f"{self.peer}: {reason}")
-        return message
+            rest = rest[count:]
+            if rest.nbytes and time.monotonic() - start_s > self._timeout_s:
+                self._stalled(f"it did not take {rest.nbytes} bytes")
 
     def _stalled(self, what: str) -> NoReturn:
         raise PeerStalledError(
@@ -339,12 +264,11 @@ class ReplicaConnection:
         )
 
 
-def check_limits(timeout_s: float, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Raises ValueError if a wait for a peer had no bound, or chunks were too small or too large for a frame."""
+def check_timeout(timeout_s: float) -> float:
+    """Returns a time limit. Raises ValueError if it is none: every wait for a peer needs a bound."""
     if not timeout_s > 0:
         raise ValueError(f"timeout_s is {timeout_s}; every wait for a peer needs a bound above 0")
-    if not _LEAST_CHUNK_BYTES <= chunk_bytes <= MOST_CHUNK_BYTES:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}; choose {_LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES}")
+    return timeout_s
 
 
 def token_bytes(token: str) -> bytes:

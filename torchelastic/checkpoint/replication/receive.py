@@ -1,4 +1,4 @@
-"""Where objects are received, how far one on its way in is verified, and what a server takes from whom. No socket."""
+"""Where objects are received, and what a server takes from whom. No socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import xxhash
 
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.replication.errors import (
-    CorruptReplicaError,
     DamagedFrameError,
     OutdatedRoundError,
     ReplicaBusyError,
@@ -50,114 +49,8 @@ def digest_of(content: memoryview | bytearray | bytes) -> str:
     return xxhash.xxh3_64_hexdigest(content)
 
 
-def running_digests(content: memoryview, chunk_bytes: int) -> list[int]:
-    """The digest of the content up to the end of each chunk; the last one is the digest of the object."""
-    running, digests = xxhash.xxh3_64(), []
-    for offset in range(0, content.nbytes, chunk_bytes):
-        running.update(content[offset : offset + chunk_bytes])
-        digests.append(running.intdigest())
-    return digests
-
-
-class IncomingObject:
-    """The receiving end of one object. It outlives connections: what breaks off is sent again from the beginning.
-
-    Each chunk comes with the digest of the whole object up to its end, so one pass over the bytes checks each chunk,
-    its place, and in the end the object.
-
-    Args:
-        object_id: its name.
-        destination: called once with the size in bytes as soon as that is known; returns a writable, contiguous buffer
-            of that size. It may raise to refuse.
-    """
-
-    def __init__(self, object_id: str, destination: Destination) -> None:
-        self.object_id = object_id
-        #: how many bytes it has; -1 until that is known
-        self.size_bytes = -1
-        #: `digest_of` the whole object; empty until that is known
-        self.digest = ""
-        #: how many bytes from the start on are known to be right
-        self.verified_bytes = 0
-        self._destination = destination
-        self._view = memoryview(b"")
-        self._running = xxhash.xxh3_64()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of it is here and right."""
-        return self.verified_bytes == self.size_bytes and self._running.hexdigest() == self.digest
-
-    def announce(self, size_bytes: int, digest: str) -> None:
-        """Says what is coming, from its beginning on; what is here counts no more.
-
-        Raises:
-            ReplicaRefusedError: an object of another size came before, or the destination has another size.
-        """
-        if self.size_bytes < 0:
-            self._view = _writable(self._destination(size_bytes), size_bytes, self.object_id)
-            self.size_bytes = size_bytes
-        elif size_bytes != self.size_bytes:
-            raise ReplicaRefusedError(
-                f"{self.object_id} has {size_bytes} bytes here and {self.size_bytes} elsewhere; fetch it anew"
-            )
-        self.digest = digest
-        self.verified_bytes = 0
-        self._running = xxhash.xxh3_64()
-
-    def place(self, length_bytes: int) -> memoryview:
-        """Where the next chunk goes.
-
-        Raises:
-            ReplicaRefusedError: it would go beyond the announced size.
-        """
-        end = self.verified_bytes + length_bytes
-        if length_bytes < 1 or end > self.size_bytes:
-            raise ReplicaRefusedError(
-                f"{self.object_id}: a chunk of {length_bytes} bytes at {self.verified_bytes} of {self.size_bytes}"
-            )
-        return self._view[self.verified_bytes : end]
-
-    def accept(self, chunk: memoryview, running_digest: int) -> None:
-        """Counts a chunk that lies at its place as received if it is right.
-
-        Args:
-            chunk: what `place` returned, filled.
-            running_digest: the digest of the object from its start to the end of this chunk.
-
-        Raises:
-            DamagedFrameError: it is not what was sent; it may be sent again.
-        """
-        running = self._running.copy()
-        running.update(chunk)
-        if running.intdigest() != running_digest:
-            raise DamagedFrameError(
-                f"{self.object_id}: the {chunk.nbytes} bytes at {self.verified_bytes} of {self.size_bytes} are not "
-                f"those that were sent"
-            )
-        self._running = running
-        self.verified_bytes += chunk.nbytes
-
-    def finish(self) -> None:
-        """Compares the whole with its announced digest.
-
-        Raises:
-            CorruptReplicaError: it is incomplete, or it was damaged where it came from.
-        """
-        if self.is_complete:
-            return
-        raise CorruptReplicaError(
-            f"{self.object_id} arrived as it was sent ({self.verified_bytes} of {self.size_bytes} bytes), and its "
-            f"digest is {self._running.hexdigest()} where {self.digest} was announced: it is damaged where it came "
-            f"from; take another replica"
-        )
-
-    def release(self) -> None:
-        """Lets go of the destination, for whoever resizes or unmaps it."""
-        self._view.release()
-
-
-def _writable(buffer: memoryview | bytearray, size_bytes: int, object_id: str) -> memoryview:
+def writable(buffer: memoryview | bytearray, size_bytes: int, object_id: str) -> memoryview:
+    """A destination as a row of bytes. Raises: ReplicaRefusedError if it is not what was asked for."""
     view = memoryview(buffer)
     if view.readonly or not view.c_contiguous or view.nbytes != size_bytes:
         raise ReplicaRefusedError(
@@ -291,12 +184,12 @@ class Reception:
         with self.lock:
             self.round = max(self.round, round_number)
 
-    def begin(self, object_id: str, size_bytes: int, digest: str, round_number: int) -> IncomingObject | None:
+    def begin(self, object_id: str, size_bytes: int, digest: str, round_number: int) -> memoryview | None:
         """Makes room for an object.
 
         Returns:
             Where it goes; None if it is here already with this content. After it, exactly one of `complete` and
-            `abandon` has to be called with it.
+            `abandon` has to be called.
 
         Raises:
             OutdatedRoundError: the round is older than the fence.
@@ -311,35 +204,40 @@ class Reception:
                 raise ReplicaBusyError(f"somebody is sending {object_id} already; try again later")
             if len(self._active) >= self._most_objects:
                 raise ReplicaBusyError(f"{len(self._active)} objects are on their way already; try again later")
-            incoming = self._reserve(object_id, size_bytes, digest)
+            place = self._reserve(object_id, size_bytes)
             self._active.add(object_id)
-            return incoming
+            return place
 
-    def complete(self, incoming: IncomingObject, round_number: int) -> None:
-        """Publishes an object after a last look at its digest and at the fence.
+    def complete(self, object_id: str, digest: str, arrived: str, round_number: int) -> None:
+        """Publishes an object after a last look at its digest and at the fence; else it is abandoned.
+
+        Args:
+            object_id: its name.
+            digest: that was announced.
+            arrived: the digest of what is there.
+            round_number: of who sent it.
 
         Raises:
-            OutdatedRoundError: a newer round has begun meanwhile; the object is abandoned.
-            CorruptReplicaError: it is not what was announced; the object is abandoned.
+            OutdatedRoundError: a newer round has begun meanwhile.
+            DamagedFrameError: it is not what was announced.
         """
         with self.lock:
             try:
-                self._check_round(incoming.object_id, round_number)
-                incoming.finish()
+                self._check_round(object_id, round_number)
+                if arrived != digest:
+                    raise DamagedFrameError(f"{object_id} was changed on its way, or while it was sent")
             except ReplicationError:
-                self.abandon(incoming)
+                self.abandon(object_id)
                 raise
-            self._active.remove(incoming.object_id)
-            incoming.release()
-            self._shelf.received(incoming.object_id, incoming.digest)
+            self._active.remove(object_id)
+            self._shelf.received(object_id, digest)
 
-    def abandon(self, incoming: IncomingObject) -> None:
+    def abandon(self, object_id: str) -> None:
         """Gives the destination back to its owner."""
         with self.lock:
-            self._active.remove(incoming.object_id)
-            log.info("abandoned %s with %d bytes received", incoming.object_id, incoming.verified_bytes)
-            incoming.release()
-            self._shelf.abandon(incoming.object_id)
+            self._active.remove(object_id)
+            log.info("abandoned %s", object_id)
+            self._shelf.abandon(object_id)
 
     def _check_round(self, object_id: str, round_number: int) -> None:
         if round_number < self.round:
@@ -348,7 +246,7 @@ class Reception:
                 f"replaced and must stop"
             )
 
-    def _reserve(self, object_id: str, size_bytes: int, digest: str) -> IncomingObject:
+    def _reserve(self, object_id: str, size_bytes: int) -> memoryview:
         try:
             buffer = self._shelf.destination(object_id, size_bytes)
         except ValueError as error:
@@ -357,10 +255,8 @@ class Reception:
             raise
         except CheckpointError as error:
             raise ReplicaBusyError(str(error)) from error
-        incoming = IncomingObject(object_id, lambda _: buffer)
         try:
-            incoming.announce(size_bytes, digest)
+            return writable(buffer, size_bytes, object_id)
         except ReplicationError:
             self._shelf.abandon(object_id)
             raise
-        return incoming

@@ -6,7 +6,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+
+import xxhash
 
 from torchelastic.checkpoint.replication.errors import (
     AuthenticationError,
@@ -19,25 +20,22 @@ from torchelastic.checkpoint.replication.errors import (
     ReplicationError,
 )
 from torchelastic.checkpoint.replication.protocol import (
-    CHUNK_BYTES,
     MOST_MESSAGE_BYTES,
     Message,
     ReplicaConnection,
-    check_limits,
+    check_timeout,
     error_message,
     greet_client,
     number_in,
     text_in,
     token_bytes,
 )
-from torchelastic.checkpoint.replication.receive import Reception, ReplicaShelf, check_object_id, digest_of
+from torchelastic.checkpoint.replication.receive import Reception, ReplicaShelf, check_object_id
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _GREETING_S = 5.0
-#: Between two lines of one kind in the log.
-_COMPLAINT_EVERY_S = 60.0
 #: What a member is told; after anything else it is not there to be told.
 _ANSWERED = (
     CorruptReplicaError,
@@ -63,7 +61,6 @@ class ReplicaServer:
         timeout_s: how long a peer may be silent within a transfer.
         max_transfers: how many objects may be on their way in at once, and as many out; more are told "busy".
         max_connections: how many connections there may be at once; more are closed at once.
-        clock: seconds that only go forward.
 
     Raises:
         ValueError: the token is too short, or `timeout_s` not above 0.
@@ -80,13 +77,11 @@ class ReplicaServer:
         timeout_s: float = 10.0,
         max_transfers: int = 4,
         max_connections: int = 64,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_limits(timeout_s)
         self._shelf, self._token = shelf, token_bytes(token)
-        self._timeout_s, self._max_connections = timeout_s, max_connections
+        self._timeout_s, self._max_connections = check_timeout(timeout_s), max_connections
         self._reception = Reception(shelf, most_objects=max_transfers)
-        self._complaints = _Complaints(clock)
+        self._complaints: set[str] = set()
         self._outgoing = threading.BoundedSemaphore(max_transfers)
         self._lock = threading.Lock()  # guards `_serving`
         self._serving: dict[ReplicaConnection, threading.Thread] = {}
@@ -149,7 +144,7 @@ class ReplicaServer:
                 continue
             except OSError as error:  # too many open files, for example: others end meanwhile
                 if not self._is_closed.wait(_TICK_S):
-                    self._complaints.say(logging.WARNING, "could not accept a connection: %s", error)
+                    self._complain(logging.WARNING, "could not accept a connection: %s", error)
                 continue
             self._serve_on_a_thread(accepted, f"{host}:{port}")
 
@@ -157,7 +152,7 @@ class ReplicaServer:
         with self._lock:
             if len(self._serving) >= self._max_connections or self._is_closed.is_set():
                 text = "closed a connection of %s: there are %d already"
-                self._complaints.say(logging.WARNING, text, peer, len(self._serving))
+                self._complain(logging.WARNING, text, peer, len(self._serving))
                 accepted.close()
                 return
             try:
@@ -166,7 +161,7 @@ class ReplicaServer:
                 thread.start()  # it needs the lock to end, so it is entered below before
                 self._serving[connection] = thread
             except (OSError, RuntimeError) as error:  # reset already, or no further thread can be had
-                self._complaints.say(logging.WARNING, "could not serve %s: %s", peer, error)
+                self._complain(logging.WARNING, "could not serve %s: %s", peer, error)
                 accepted.close()
 
     def _serve(self, connection: ReplicaConnection) -> None:
@@ -189,7 +184,7 @@ class ReplicaServer:
             greet_client(connection, self._token)
         except ReplicationError as error:
             level = logging.WARNING if isinstance(error, (AuthenticationError, ProtocolError)) else logging.INFO
-            self._complaints.say(level, "dropped a connection of %s: %s", connection.peer, error)
+            self._complain(level, "dropped a connection of %s: %s", connection.peer, error)
             return False
         return True
 
@@ -204,31 +199,37 @@ class ReplicaServer:
         except _ANSWERED as error:
             is_daily = isinstance(error, (NoReplicasAvailableError, ReplicaBusyError))
             log.log(logging.INFO if is_daily else logging.WARNING, "refused %s: %s", connection.peer, error)
-            connection.send_last(error_message(error))
+            connection.send(error_message(error))
         except ReplicationError:
             raise
         except Exception as error:  # the owner's code; its fault must not end the server
             log.exception("the shelf failed while serving %s", connection.peer)
-            connection.send_last(
+            connection.send(
                 error_message(ReplicaRefusedError(f"the shelf failed: {type(error).__name__}; see its log"))
             )
+
+    def _complain(self, level: int, text: str, *arguments: object) -> None:
+        """Logs what strangers do, the first time of each kind: whoever reaches an open port could else fill the log."""
+        log.log(logging.DEBUG if text in self._complaints else level, text, *arguments)
+        self._complaints.add(text)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _receive_push(self, connection: ReplicaConnection, request: Message) -> None:
         object_id, round_number = _id_in(request), number_in(request, "round")
         size_bytes, digest = number_in(request, "size"), text_in(request, "digest")
-        incoming = self._reception.begin(object_id, size_bytes, digest, round_number)
-        if incoming is None:
+        place = self._reception.begin(object_id, size_bytes, digest, round_number)
+        if place is None:
             connection.send({"is_here": True})
             return
         try:
             connection.send({"is_here": False})
-            connection.receive_object(incoming)
+            with place:  # whoever resizes or unmaps it may do so afterwards
+                arrived = connection.receive_bytes(place)
         except BaseException:
-            self._reception.abandon(incoming)
+            self._reception.abandon(object_id)
             raise
-        self._reception.complete(incoming, round_number)
+        self._reception.complete(object_id, digest, arrived, round_number)
         connection.send({"received": size_bytes})
 
     def _give(self, connection: ReplicaConnection, request: Message) -> None:
@@ -241,9 +242,12 @@ class ReplicaServer:
             if content is None:
                 raise NoReplicasAvailableError(f"{object_id} is not here")
             content = content.cast("B") if content.nbytes else memoryview(b"")
-            digest = digest or digest_of(content)
-            connection.send({"size": content.nbytes, "digest": digest})
-            connection.send_object(content, CHUNK_BYTES)
+            sent = xxhash.xxh3_64()
+            connection.send({"size": content.nbytes})
+            connection.send_bytes(content, sent)
+            if digest not in (None, sent.hexdigest()):
+                raise CorruptReplicaError(f"{object_id} is not what was received here: take another replica")
+            connection.send({"digest": sent.hexdigest()})
         finally:
             self._outgoing.release()
 
@@ -266,38 +270,3 @@ def _id_in(request: Message) -> str:
         return check_object_id(text_in(request, "id"))
     except ValueError as error:
         raise ReplicaRefusedError(str(error)) from error
-
-
-class _Complaints:
-    """Logs what strangers do at an open port, seldom: whoever reaches it could else fill the log, and its disk.
-
-    The first line of a kind is logged at once, then one in `_COMPLAINT_EVERY_S` at most, with how many were left out.
-    Thread-safe.
-
-    Args:
-        clock: seconds that only go forward.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._said_s: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
-
-    def say(self, level: int, text: str, *arguments: object) -> None:
-        """Log a line, or count it.
-
-        Args:
-            level: as in `logging`.
-            text: the kind: with places for the arguments, as in `logging`.
-            *arguments: for it.
-        """
-        with self._lock:
-            now_s = self._clock()
-            if now_s - self._said_s.get(text, -_COMPLAINT_EVERY_S) < _COMPLAINT_EVERY_S:
-                self._left_out[text] = self._left_out.get(text, 0) + 1
-                return
-            self._said_s[text] = now_s
-            left_out = self._left_out.pop(text, 0)
-        more = f" (and {left_out} times since the last such line)" if left_out else ""
-        log.log(level, text + "%s", *arguments, more)

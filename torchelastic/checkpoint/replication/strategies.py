@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchelastic.checkpoint.local.names import CkptID
 from torchelastic.checkpoint.replication.group_wrapper import GroupWrapper
-from torchelastic.checkpoint.replication.placement import ExchangePlan, holders_of, parse_group_sequence, plan_of_wishes
+from torchelastic.checkpoint.replication.placement import ExchangePlan, holders_of, parse_group_sequence, retrieve_plan
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         group = self.local_group
         wishes = [[CkptID(*id_) for id_ in each] for each in group.all_gather_object([list(id_) for id_ in wanted])]
         available = {rank: globally_available_ids.get(rank, ()) for rank in group.ranks}
-        return plan_of_wishes(available, dict(zip(group.ranks, wishes, strict=True)), rank=group.my_global_rank)
+        return retrieve_plan(available, dict(zip(group.ranks, wishes, strict=True)), rank=group.my_global_rank)
 
     def retrieve_execute(
         self, plan: ExchangePlan[CkptID], my_data: Mapping[CkptID, TensorAwareStateDict]

@@ -64,7 +64,7 @@ class ReplicationRetryConfig:
     """How patient transfers are.
 
     Attributes:
-        max_retries: how often a transfer that broke is taken up again, from where it broke off.
+        max_retries: how often a transfer that broke is begun again.
         timeout_seconds: how long a peer may be silent, and for how long it is tried while it is busy.
     """
 

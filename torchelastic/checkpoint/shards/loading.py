@@ -51,18 +51,15 @@ def read_tree(shards: Sequence[ShardReader], *, allow_pickles: bool = False) -> 
 
 def read_tensors(shards: Sequence[ShardReader]) -> dict[str, torch.Tensor]:
     """Reads every tensor that the shards hold, whole; arguments and errors as `read_tree`."""
-    pieces = _pieces_by_name(shards)
-    for name, found in pieces.items():
-        _require_covered(name, Box.whole(found[0][1].shape), found)
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in shards:
-        for name, part in shard.read(_targets(shard, tensors)).items():
-            entry = next(entry for reader, entry in pieces[name] if reader is shard)
-            if entry.box.sizes == entry.shape:
-                tensors.setdefault(name, part)
-            else:
-                _place(_whole(entry, tensors), entry, part)
-    return tensors
+    wanted = []
+    for name, found in _pieces_by_name(shards).items():
+        entry = found[0][1]
+        whole = Box.whole(entry.shape)
+        _require_covered(name, whole, found)
+        tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        wanted.append(NamedTensor(name, tensor, entry.shape, whole))
+    _fill(shards, wanted)
+    return {named.name: named.tensor for named in wanted}
 
 
 def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = True, allow_pickles: bool = False) -> Any:
@@ -93,10 +90,7 @@ def read_into(shards: Sequence[ShardReader], template: Any, *, strict: bool = Tr
     for shard, names in _needed(shards, present, pieces):
         shard.verify(names=names)
     with torch.no_grad():
-        filled = _fill_directly(shards, present, pieces)
-        for named in present:
-            if named.name not in filled:
-                _fill(named, pieces[named.name])
+        _fill(shards, present)
     structure = next((shard.header.structure for shard in shards if shard.header.structure is not None), None)
     if structure is None:
         return template
@@ -122,31 +116,6 @@ def _pieces_by_name(shards: Sequence[ShardReader]) -> dict[str, list[tuple[Shard
     return dict(pieces)
 
 
-def _targets(shard: ShardReader, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The places in whole tensors that this shard's pieces can be read into without a copy between."""
-    targets = {}
-    for entry in shard.header.entries:
-        if entry.box.sizes != entry.shape:
-            part = _whole(entry, tensors)[entry.box.within(Box.whole(entry.shape))]
-            if part.is_contiguous():
-                targets[entry.name] = part
-        elif entry.name in tensors:
-            targets[entry.name] = tensors[entry.name]  # two ranks saved all of it
-    return targets
-
-
-def _whole(entry: Entry, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    if entry.name not in tensors:
-        tensors[entry.name] = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
-    return tensors[entry.name]
-
-
-def _place(whole: torch.Tensor, entry: Entry, part: torch.Tensor) -> None:
-    place = whole[entry.box.within(Box.whole(entry.shape))]
-    if place.data_ptr() != part.data_ptr():
-        copyable(place).copy_(copyable(part))
-
-
 def _needed(
     shards: Sequence[ShardReader], wanted: Sequence[NamedTensor], pieces: _Pieces
 ) -> list[tuple[ShardReader, set[str]]]:
@@ -159,34 +128,36 @@ def _needed(
     return [(shard, names[id(shard)]) for shard in shards]
 
 
-def _fill_directly(shards: Sequence[ShardReader], wanted: Sequence[NamedTensor], pieces: _Pieces) -> set[str]:
-    """Reads those that one shard holds as they are wanted without a copy between; returns their names."""
-    done: set[str] = set()
+def _fill(shards: Sequence[ShardReader], wanted: Sequence[NamedTensor]) -> None:
+    """Copies out of each shard what is wanted of it, if no shard before it had just that: what two hold is equal.
+
+    What lies in a row in its tensor is read straight into it, the rest through a copy.
+    """
+    named_as = {named.name: named for named in wanted}
+    done: set[tuple[str, Box]] = set()
     for shard in shards:
-        targets = {
-            named.name: named.tensor
-            for named in wanted
-            if named.name not in done
-            and is_plain_memory(named.tensor)
-            and any(reader is shard and entry.box == named.box for reader, entry in pieces[named.name])
-        }
-        if targets:
-            shard.read(targets, names=targets)
-            done |= targets.keys()
-    return done
+        straight: dict[str, torch.Tensor] = {}
+        by_copy: list[tuple[torch.Tensor, Entry, Box]] = []
+        for entry in shard.header.entries:
+            named = named_as.get(entry.name)
+            common = None if named is None else _common(entry.box, named.box)
+            if named is None or common is None or (entry.name, common) in done:
+                continue
+            done.add((entry.name, common))
+            place = named.tensor if common == named.box else named.tensor[common.within(named.box)]
+            if common == entry.box and is_plain_memory(place):
+                straight[entry.name] = place
+            else:
+                by_copy.append((place, entry, common))
+        shard.read(straight, names=straight)
+        for place, entry, common in by_copy:
+            part = shard.read_one(entry.name)
+            copyable(place).copy_(copyable(part)[common.within(entry.box)])
 
 
-def _fill(named: NamedTensor, pieces: Sequence[tuple[ShardReader, Entry]]) -> None:
-    """Copies all that overlaps with the wanted box; what two shards hold is equal, so the order does not matter."""
-    done: list[Box] = []
-    for shard, entry in pieces:
-        common = entry.box.intersection(named.box)
-        if common is None or not uncovered(common, done):
-            continue
-        part = shard.read_one(entry.name)
-        place = copyable(named.tensor)[common.within(named.box)]
-        place.copy_(copyable(part)[common.within(entry.box)])
-        done.append(common)
+def _common(stored: Box, wanted: Box) -> Box | None:
+    """What both hold, also where that is all of a tensor without elements."""
+    return stored if stored == wanted else stored.intersection(wanted)
 
 
 def _require_covered(name: str, wanted: Box, pieces: Sequence[tuple[ShardReader, Entry]]) -> None:

@@ -92,7 +92,6 @@ class ShardReader:
         into: Mapping[str, torch.Tensor] | None = None,
         *,
         names: Container[str] | None = None,
-        threads: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Copies tensors out of the file and checks them.
 
@@ -100,7 +99,6 @@ class ShardReader:
             into: contiguous CPU tensors to copy into, by name, of the stored dtype and shape (of the stored part); the
                 others are created. They hold anything if this raises.
             names: which tensors; all if not given.
-            threads: how many copy; None: as many as `batches.DEFAULT_THREADS` says.
 
         Returns:
             The tensors by name; each holds the part that its entry names.
@@ -116,13 +114,12 @@ class ShardReader:
         found = over_batches(
             entries,
             lambda batch: self._copy_out(entries[batch.start : batch.stop], buffers[batch.start : batch.stop]),
-            threads,
         )
         for entry, checksum in zip(entries, found, strict=True):
             self._compare(entry, checksum)
         return {entry.name: target for entry, target in zip(entries, targets, strict=True)}
 
-    def map(self, *, threads: int | None = None) -> dict[str, torch.Tensor]:
+    def map(self) -> dict[str, torch.Tensor]:
         """Checks all tensors, and returns them as they lie in the file, without a copy: for files on tmpfs.
 
         Fresh memory costs more than the copy into it; this costs one pass of the checksum. The tensors may be changed
@@ -138,7 +135,7 @@ class ShardReader:
                 self._descriptor, self.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
         entries, begin = self.header.entries, self._data_offset
-        checksums = checksums_in(memoryview(mapped), entries, begin, threads)
+        checksums = checksums_in(memoryview(mapped), entries, begin)
         for entry, checksum in zip(entries, checksums, strict=True):
             self._compare(entry, checksum)
         return {entry.name: _mapped(mapped, begin + entry.offset_bytes, entry) for entry in entries}
@@ -151,10 +148,10 @@ class ShardReader:
         self._compare(entry, checksum)
         return target
 
-    def verify(self, *, names: Container[str] | None = None, threads: int | None = None) -> None:
+    def verify(self, *, names: Container[str] | None = None) -> None:
         """Compares all tensors, or those of these names, with their checksums. Raises: CorruptCheckpointError."""
         entries = [entry for entry in self.header.entries if names is None or entry.name in names]
-        found = over_batches(entries, lambda batch: self._hash(entries[batch.start : batch.stop]), threads)
+        found = over_batches(entries, lambda batch: self._hash(entries[batch.start : batch.stop]))
         for entry, checksum in zip(entries, found, strict=True):
             self._compare(entry, checksum)
 

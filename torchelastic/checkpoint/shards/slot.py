@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -81,11 +80,6 @@ class Slot:
         """Writes a few bytes: a header."""
         self.disk.store(self.view(), begin, data)
 
-    def flush(self) -> None:
-        """Has what was written reach the disk (for tmpfs: nothing to do). Raises: CheckpointError if that fails."""
-        if self.path is not None:
-            self.disk.sync(self._descriptor, self.path)
-
     def publish(self, target: Path) -> None:
         """Gives the file the name under which it is read, in one step. Raises: CheckpointError if the name is taken."""
         if self.path is None:
@@ -135,14 +129,6 @@ class Slot:
                 "so much memory free on this host, and to this job?"
             )
         self._pinned = True
-
-    def __enter__(self) -> Slot:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _cudart() -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,11 @@ def write_shard(path: Path, flat: Flat, meta: Mapping[str, Any], *, disk: Disk =
     header = header.with_checksums(
         over_batches(header.entries, lambda batch: [checksum_of(sources[index]) for index in batch])
     )
-    hidden = hidden_path(path.parent)
-    descriptor = disk.create(hidden)
-    try:
+    with _hidden_file(path.parent, disk) as (descriptor, hidden):
         _write_all(descriptor, header, sources, hidden, disk)
         disk.sync(descriptor, hidden)
         share_lock(descriptor, hidden)
         disk.publish(hidden, path)
-    except BaseException:
-        _try_to_remove(hidden, disk)
-        raise
-    finally:
-        os.close(descriptor)
     disk.sync_folder(path.parent)
     return header
 
@@ -93,25 +87,28 @@ def write_whole(path: Path, pieces: Sequence[memoryview], disk: Disk) -> None:
     Raises:
         CheckpointError: the disk refuses. Nothing is left behind.
     """
-    hidden = hidden_path(path.parent)
-    descriptor = disk.create(hidden)
-    try:
+    with _hidden_file(path.parent, disk) as (descriptor, hidden):
         disk.write(descriptor, pieces, hidden)
         disk.sync(descriptor, hidden)
         disk.rename(hidden, path)
-    except BaseException:
-        _try_to_remove(hidden, disk)
-        raise
-    finally:
-        os.close(descriptor)
     disk.sync_folder(path.parent)
 
 
-def _try_to_remove(hidden: Path, disk: Disk) -> None:
+@contextmanager
+def _hidden_file(folder: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
+    """A new file, which is removed where anything fails before it has its name."""
+    hidden = hidden_path(folder)
+    descriptor = disk.create(hidden)
     try:
-        disk.remove(hidden)
-    except CheckpointError:
-        pass  # the first error is the one to see; the next manager of this folder removes what is hidden
+        yield descriptor, hidden
+    except BaseException:
+        try:
+            disk.remove(hidden)
+        except CheckpointError:
+            pass  # the first error is the one to see; the next manager of this folder removes what is hidden
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def share_lock(descriptor: int, path: Path) -> None:
