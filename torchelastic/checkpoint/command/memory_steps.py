@@ -14,8 +14,8 @@ from torchelastic.checkpoint.command.format import Advance, Contents, Format, Fo
 from torchelastic.checkpoint.command.shard_checks import damages_of, described_part
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
-from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.owner import read_fence
 from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 if TYPE_CHECKING:
@@ -181,8 +181,8 @@ def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, byte
 
 def _run_id_of(container: Path) -> str | None:
     try:
-        return decode_record((container / JOB_FILE).read_bytes()).run_id
-    except (OSError, CorruptCheckpointError):
+        return read_fence(container).run_id or None
+    except CheckpointError:
         return None
 
 

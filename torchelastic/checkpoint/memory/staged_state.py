@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.memory.items import PLAIN_TYPES, tensor_with_data
-from torchelastic.checkpoint.memory.plans import NotSaved
+from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.slots import HeldSlot, mapped
 from torchelastic.checkpoint.shards.cuda import copy_beside
 from torchelastic.checkpoint.shards.header import Entry
