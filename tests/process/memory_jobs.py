@@ -14,19 +14,32 @@ from pathlib import Path
 
 import pytest
 
-from torchelastic.checkpoint.memory.job import claim
-from torchelastic.checkpoint.memory.owner import JOB_FILE
-from torchelastic.checkpoint.shards.disk import is_in_memory
+from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE
+from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
+from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, Fence
+from torchelastic.checkpoint.store.owner import FENCE_NAME
 
-_CLAIMANT = """
+#: What is in a container in which nothing was saved.
+EMPTY = [FENCE_NAME, FENCE_LOCK_NAME, JOB_FILE]
+
+_MEMBER = """
 import sys
 from pathlib import Path
-from torchelastic.checkpoint.memory.job import claim
-from torchelastic.checkpoint.memory.owner import JOB_FILE
-held = claim(Path(sys.argv[1]), sys.argv[2] or None)
-print("claimed", flush=True)
-sys.stdin.read()
+from tests.process.memory_jobs import entered
+with entered(Path(sys.argv[1]), sys.argv[2]):
+    print("entered", flush=True)
+    sys.stdin.read()
 """
+
+
+@contextlib.contextmanager
+def entered(base: Path, run_id: str = "", *, disk: Disk = REAL_DISK) -> Iterator[str]:
+    """This process takes part in a job that uses a container, as one that opens it; gives the run that has it."""
+    fence = Fence(base, disk, owner_lock=JOB_FILE)
+    try:
+        yield fence.enter(run_id)
+    finally:
+        fence.release()
 
 
 @contextlib.contextmanager
@@ -43,24 +56,25 @@ def tmpfs_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def living_job(base: Path, run_id: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process that has claimed a container; it lives until the end of the block, or until it is killed."""
-    command = [sys.executable, "-c", _CLAIMANT, str(base), run_id]
+    """A process that has entered a container; it lives until the end of the block, or until it is killed."""
+    command = [sys.executable, "-c", _MEMBER, str(base), run_id]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "claimed\n"
+            assert process.stdout.readline() == "entered\n"
             yield process
         finally:
             process.kill()
 
 
-def dead_job(base: Path, run_id: str | None = None, size_bytes: int = 4096) -> Path:
+def dead_job(base: Path, run_id: str = "", size_bytes: int = 4096) -> Path:
     """A container with one step, which no process uses."""
     step = base / "step-20_ckpt"
     step.mkdir(parents=True)
     (step / "step-000000020.e1.r0.g0.5f0c1a2b.shard-00000-of-00001.shard").write_bytes(b"x" * size_bytes)
     (base / ".tmp-1-slot").write_bytes(b"y" * size_bytes)
-    claim(base, run_id).close()  # last, so that tmpfs lists it first
+    with entered(base, run_id):  # last, so that tmpfs lists it first
+        pass
     return base
 
 

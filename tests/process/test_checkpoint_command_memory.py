@@ -13,7 +13,7 @@ import torch
 from tests.process.command_checkpoints import Capture, flip, lines_of, run
 from tests.process.memory_jobs import tmpfs_folder
 from tests.process.memory_left_overs import COMMON, left_by_a_killed_job, state_of
-from torchelastic.checkpoint.memory.owner import find_dead
+from torchelastic.checkpoint.memory.dead_jobs import find_dead
 from torchelastic.checkpoint.shards.reading import ShardReader
 
 

@@ -16,7 +16,7 @@ from tests.process.command_checkpoints import Capture, run
 from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
 from torchelastic.checkpoint.command.dead_jobs import prune_dead
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.owner import DeadJob, find_dead, remove_dead
+from torchelastic.checkpoint.memory.dead_jobs import DeadJob, find_dead, remove_dead
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_dead_are_listed_and_removed_and_the_living_are_not(root: Path, caps
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert rows[0] == ["CONTAINER", "JOB", "SIZE", "UNCHANGED", "FOR"]
-    assert rows[1][:4] == [str(root / "7"), "job7", "2.00", "MiB"]
+    assert rows[1][:4] == [str(root / "7"), "job7", "2.01", "MiB"]
     assert rows[2][:2] == [str(root / "8"), "-"]
     assert [row[-1] for row in rows[3:5]] == ["removed", "removed"]
     assert rows[5][0].startswith("2.0")
@@ -81,7 +81,7 @@ def test_on_a_terminal_it_asks(
     assert (code, names(root)) == (0, left)
     assert ("nothing is removed" in out) == bool(left)
     assert len(questions) == 1
-    assert "remove 1 of them (2.00 MiB)?" in questions[0]
+    assert "remove 1 of them (2.01 MiB)?" in questions[0]
 
 
 def test_what_was_changed_lately_stays_for_a_job_that_comes_back(root: Path, capsys: Capture) -> None:

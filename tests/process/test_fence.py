@@ -15,7 +15,8 @@ from tests.process.tier_saves import RUN, context_of, hidden_in, name_at, restor
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.store import DiskTier, Manifest
-from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, FENCE_NAME, Fence, OwnedError
+from torchelastic.checkpoint.store.fence import FENCE_LOCK_NAME, Fence, OwnedError
+from torchelastic.checkpoint.store.owner import FENCE_NAME
 from torchelastic.checkpoint.store.writing import begin
 
 ROOT = Path(__file__).parents[2]

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.process.local_ranks import Crew, crew_of, succeeded
+from tests.process.memory_jobs import EMPTY
 from tests.process.memory_saves import Saving, State, blank, same, saving
 from tests.process.test_memory_save import all_kinds, state_of
 from torchelastic.checkpoint.memory.room import Free
@@ -134,7 +135,7 @@ def test_the_container_need_not_be_known_before_the_first_save(root: Path, monke
             future.result(WAIT_S)
             assert same(one.load(blank(state_of(step)), step), state_of(step))
         assert len(one.inodes()) == 2
-        assert not [path for path in root.glob("torchelastic-*/copies-*/*") if path.name != ".job"]
+        assert not [path for path in root.glob("torchelastic-*/copies-*/*") if path.name not in EMPTY]
 
 
 # --- several ranks, in threads and in processes -----------------------------------------------------------------------

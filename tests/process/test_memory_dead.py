@@ -15,18 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.memory_jobs import content, dead_job, is_held, living_job, tmpfs_folder
-from torchelastic.checkpoint.memory.job import claim
-from torchelastic.checkpoint.memory.owner import (
-    JOB_FILE,
-    Claim,
-    JobRecord,
-    find_dead,
-    open_claim,
-    put_claim,
-    remove_dead,
-)
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
+from tests.process.memory_jobs import EMPTY, content, dead_job, entered, is_held, living_job, tmpfs_folder
+from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE, find_dead, remove_dead
+from torchelastic.checkpoint.shards.disk import Disk
+from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.processes.file_locks import lock_file
 
 BOUND_S = 20.0
@@ -59,7 +51,8 @@ def test_a_killed_job_is_dead_at_once_and_a_living_one_is_not(root: Path) -> Non
 
 
 def test_a_fork_of_a_dead_rank_still_has_the_container(root: Path) -> None:
-    claimed = claim(root / "7")
+    fence = Fence(root / "7", owner_lock=JOB_FILE)
+    fence.enter("")
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # as a worker of a data loader
@@ -69,14 +62,14 @@ def test_a_fork_of_a_dead_rank_still_has_the_container(root: Path) -> None:
         finally:
             os._exit(0)
     os.close(reading)
-    claimed.close()  # the parent is gone
+    fence.release()  # the parent is gone
     assert find_dead(root) == []
     os.close(writing)
     os.waitpid(child, 0)
     assert [dead.base for dead in find_dead(root)] == [root / "7"]
 
 
-def test_a_container_in_which_somebody_reads_or_writes_without_a_claim_is_not_dead(root: Path) -> None:
+def test_a_container_in_which_somebody_reads_or_writes_without_entering_it_is_not_dead(root: Path) -> None:
     base = dead_job(root / "7")
     (dead,) = find_dead(root)
     for name, operation in (
@@ -90,14 +83,13 @@ def test_a_container_in_which_somebody_reads_or_writes_without_a_claim_is_not_de
     assert remove_dead(dead)
 
 
-def test_what_was_left_on_a_disk_or_before_a_reboot_is_not_called_dead(root: Path, tmp_path: Path) -> None:
+def test_what_lies_on_a_disk_or_belongs_to_something_else_is_not_called_dead(root: Path, tmp_path: Path) -> None:
     if not str(tmp_path).startswith("/dev/shm"):
         dead_job(tmp_path / "7")
         assert find_dead(tmp_path) == []
-    (root / "8").mkdir()
-    made = put_claim(root / "8", JobRecord("job8", "another boot", 0.0), REAL_DISK, instead=False)
-    assert made is not None
-    made.close()
+    tier = Fence(root / "8")  # of a MemoryTier, say
+    tier.claim("job8", "rank 0")
+    tier.release()
     assert find_dead(root) == []
 
 
@@ -108,10 +100,10 @@ def test_a_job_that_came_back_after_the_listing_keeps_its_container(root: Path) 
     base = dead_job(root / "7", "job7")
     (dead,) = find_dead(root)
     before = content(base)
-    with claim(base, "job7"):
+    with entered(base, "job7"):
         assert not remove_dead(dead)
     assert content(base) == before
-    with claim(base, "job7"):
+    with entered(base, "job7"):
         (base / "slot").write_bytes(b"z" * 4096)
     assert not remove_dead(dead), "it was in use since it was listed"
     assert remove_dead(find_dead(root)[0])
@@ -132,10 +124,6 @@ class Meanwhile(Disk):
         self._reach("rename")
         super().rename(source, target)
 
-    def publish(self, source: Path, target: Path) -> None:
-        self._reach("publish")
-        super().publish(source, target)
-
     def remove_folder(self, path: Path) -> None:
         self._reach("remove_folder")
         super().remove_folder(path)
@@ -150,12 +138,8 @@ class Starting:
 
     def __init__(self, base: Path) -> None:
         self.tried = threading.Event()
-        self.claims: list[Claim] = []
-        self.base = base
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        self.claims.append(claim(self.base, "job7", sleep=self._nap))
+        self.fence = Fence(base, owner_lock=JOB_FILE, sleep=self._nap)
+        self.thread = threading.Thread(target=self.fence.enter, args=("job7",))
 
     def _nap(self, pause_s: float) -> None:
         self.tried.set()
@@ -165,38 +149,38 @@ class Starting:
         self.thread.start()
         assert self.tried.wait(BOUND_S), "it got the lock that somebody else holds"
 
-    def finish(self) -> Claim:
+    def finish(self) -> Fence:
         self.thread.join(BOUND_S)
-        (claimed,) = self.claims
-        return claimed
+        assert not self.thread.is_alive()
+        return self.fence
 
 
 def test_a_job_that_starts_just_before_the_container_is_hidden_gets_a_new_one(root: Path) -> None:
     base = dead_job(root / "7", "job7")
     starting = Starting(base)
     assert remove_dead(find_dead(root)[0], disk=Meanwhile("rename", starting.start))
-    with starting.finish():
-        assert content(base) == [JOB_FILE]
-        assert is_held(base)
-        assert sorted(path.name for path in root.iterdir()) == ["7"]
+    fence = starting.finish()
+    assert content(base) == EMPTY
+    assert is_held(base)
+    assert sorted(path.name for path in root.iterdir()) == ["7"]
+    fence.release()
 
 
 def test_a_job_that_starts_while_the_hidden_container_is_removed_keeps_its_new_one(root: Path) -> None:
     base = dead_job(root / "7", "job7")
-    claims: list[Claim] = []
+    fence = Fence(base, owner_lock=JOB_FILE)
 
     def start() -> None:
-        claims.append(claim(base, "job7"))
+        fence.enter("job7")
         (base / "slot").touch()
 
     assert remove_dead(find_dead(root)[0], disk=Meanwhile("remove_folder", start))
-    assert content(base) == [JOB_FILE, "slot"]
-    assert claims[0].base == base
+    assert content(base) == [*EMPTY, "slot"]
     assert is_held(base)
-    claims[0].close()
+    fence.release()
 
 
-def test_a_job_that_opened_the_claim_of_a_container_that_then_goes_begins_anew(
+def test_a_job_that_opened_the_lock_of_a_container_that_then_goes_begins_anew(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = dead_job(root / "7", "job7")
@@ -204,49 +188,48 @@ def test_a_job_that_opened_the_claim_of_a_container_that_then_goes_begins_anew(
     removed: list[bool] = []
 
     def late(descriptor: int, operation: int) -> bool:
-        monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", lock_file)
+        monkeypatch.setattr("torchelastic.checkpoint.store.owner.lock_file", lock_file)
         removed.append(remove_dead(dead))
         return lock_file(descriptor, operation)
 
-    monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", late)
-    with claim(base, "job7"):
+    monkeypatch.setattr("torchelastic.checkpoint.store.owner.lock_file", late)
+    with entered(base, "job7"):
         assert removed == [True]
-        assert content(base) == [JOB_FILE]
+        assert content(base) == EMPTY
         assert is_held(base)
 
 
-@pytest.mark.parametrize("method", ["create", "publish"])
-def test_a_container_that_goes_while_it_is_claimed_first_is_made_again(root: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["create", "rename"])
+def test_a_container_that_goes_while_it_is_entered_first_is_made_again(root: Path, method: str) -> None:
     disk = Meanwhile(method, lambda: shutil.rmtree(root / "7"))
-    with claim(root / "7", "job7", disk=disk):
+    with entered(root / "7", "job7", disk=disk):
         assert disk.done
-        assert content(root / "7") == [JOB_FILE]
+        assert content(root / "7") == EMPTY
 
 
-def test_a_container_that_is_new_since_its_claim_was_opened_is_not_called_dead(
+def test_a_container_that_is_new_since_its_lock_was_opened_is_not_called_dead(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = dead_job(root / "7", "job7")
     (dead,) = find_dead(root)
-    claims: list[Claim] = []
+    fence = Fence(base, owner_lock=JOB_FILE)
 
     def late(descriptor: int, operation: int) -> bool:
-        monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", lock_file)
+        monkeypatch.setattr("torchelastic.processes.file_locks.lock_file", lock_file)
         assert remove_dead(dead)
-        claims.append(claim(base, "job7"))
+        fence.enter("job7")
         return lock_file(descriptor, operation)  # of the one that is gone: nobody else has it
 
-    monkeypatch.setattr("torchelastic.checkpoint.memory.owner.lock_file", late)
+    monkeypatch.setattr("torchelastic.processes.file_locks.lock_file", late)
     assert find_dead(root) == []
-    assert claims[0].base == base
     assert is_held(base)
-    claims[0].close()
+    fence.release()
 
 
 _KILLED_REMOVER = """
 import sys
 from pathlib import Path
-from torchelastic.checkpoint.memory.owner import find_dead, remove_dead
+from torchelastic.checkpoint.memory.dead_jobs import find_dead, remove_dead
 from torchelastic.testing.disk_faults import FaultyDisk, kill_at
 remove_dead(find_dead(Path(sys.argv[1]))[0], disk=FaultyDisk(kill_at(int(sys.argv[2]))))
 """
@@ -258,8 +241,8 @@ def test_a_remover_that_is_killed_leaves_what_the_next_one_removes(root: Path, c
     done = subprocess.run([sys.executable, "-c", _KILLED_REMOVER, str(root), str(call)], timeout=BOUND_S, check=False)
     assert done.returncode == -signal.SIGKILL
     assert base.exists() == (call == 0), "hidden before anything of it goes"
-    with claim(base, "job7"):
-        assert content(base) == ([JOB_FILE] if call else sorted([JOB_FILE, ".tmp-1-slot", *content(base)[2:]]))
+    with entered(base, "job7"):
+        assert content(base) == (EMPTY if call else sorted([*EMPTY, ".tmp-1-slot", *content(base)[4:]]))
         left = find_dead(root)
         assert [dead.is_half_removed for dead in left] == [True] * (call > 0)
         assert [dead.run_id for dead in left] == ["job7"] * (call > 0)
@@ -270,7 +253,7 @@ def test_a_remover_that_is_killed_leaves_what_the_next_one_removes(root: Path, c
 _REMOVER = """
 import sys
 from pathlib import Path
-from torchelastic.checkpoint.memory.owner import find_dead, remove_dead
+from torchelastic.checkpoint.memory.dead_jobs import find_dead, remove_dead
 print("ready", flush=True)
 removed = 0
 while not Path(sys.argv[2]).exists():
@@ -296,10 +279,7 @@ def test_jobs_that_start_again_and_again_beside_a_remover_always_have_their_cont
 
 
 def starts_and_stays(base: Path, number: int) -> bool:
-    with claim(base, "job7"):
+    with entered(base, "job7"):
         slot = base / f"slot-{number}"
         slot.touch()
-        found = open_claim(base)
-        assert found is not None
-        with found:
-            return found.is_current and slot.exists()
+        return is_held(base) and slot.exists()

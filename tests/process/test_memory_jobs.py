@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import threading
+import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.process.memory_jobs import content, dead_job, is_held, living_job, tmpfs_folder
+from tests.process.memory_jobs import EMPTY, content, dead_job, entered, is_held, living_job, tmpfs_folder
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory import job, job_container
-from torchelastic.checkpoint.memory.job import claim
-from torchelastic.checkpoint.memory.owner import JOB_FILE, Claim, JobRecord, find_dead, put_claim
-from torchelastic.checkpoint.shards.disk import REAL_DISK
+from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE, find_dead
+from torchelastic.checkpoint.store.fence import ENTER_TIMEOUT_S, Fence, OwnedError
+from torchelastic.checkpoint.store.owner import FENCE_NAME, read_fence
 
 BOUND_S = 20.0
 
@@ -109,86 +110,66 @@ def test_the_folder_of_the_user_is_not_taken_from_others(root: Path, trap: str) 
 # --- whose ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_ranks_of_a_job_claim_one_container_at_once(root: Path) -> None:
-    claims: list[Claim] = []
-    barrier = threading.Barrier(8)
-
-    def rank() -> None:
-        barrier.wait(BOUND_S)
-        claims.append(claim(root / "7", "job7"))
-
-    threads = [threading.Thread(target=rank) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(BOUND_S)
-    assert len(claims) == 8
-    assert len({claimed.record for claimed in claims}) == 1, "all hold the same file"
-    assert content(root / "7") == [JOB_FILE]
-    for claimed in claims:
+def test_all_ranks_of_a_job_enter_one_container_at_once(root: Path) -> None:
+    with ExitStack() as ranks, ThreadPoolExecutor(8) as pool:
+        members = [*pool.map(lambda _: entered(root / "7", "job7"), range(8))]
+        assert [*pool.map(ranks.enter_context, members)] == ["job7"] * 8
+        assert content(root / "7") == EMPTY
         assert is_held(root / "7")
-        claimed.close()
     assert not is_held(root / "7")
 
 
-def test_a_container_of_another_job_is_refused_dead_or_alive(root: Path) -> None:
-    base = dead_job(root / "7", "job7")
-    before = content(base)
-    with pytest.raises(CheckpointError, match=r"belongs to job 'job7', and this is job 'job8'.*job_container.*--dead"):
-        claim(base, "job8")
-    with claim(base, "job7"), pytest.raises(CheckpointError, match="belongs to job 'job7'"):
-        claim(base, "job8")
-    assert content(base) == before
-    assert not is_held(base), "whoever was refused holds nothing"
-
-
-def test_a_chosen_path_is_refused_while_another_job_lives_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job8")
-    naps: list[float] = []
-    with living_job(root / "7", "job7"), pytest.raises(CheckpointError, match="job 'job7', which is alive"):
-        claim(root / "7", sleep=naps.append)
-    assert len(naps) == job.CLAIM_ATTEMPTS
-    assert json.loads((root / "7" / JOB_FILE).read_bytes())["run_id"] == "job7"
-
-
-def test_a_chosen_path_of_a_dead_job_is_taken_over_by_all_ranks(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("first", "second", "whose"), [("", "job7", ""), ("job7", "", "job7"), ("", "", "")])
+def test_a_container_or_a_job_without_a_run_id_is_never_refused(
+    root: Path, first: str, second: str, whose: str
 ) -> None:
+    with entered(root / "7", first), entered(root / "7", second) as run_id:
+        assert run_id == whose
+
+
+def test_a_container_is_refused_while_another_job_lives_there(root: Path) -> None:
+    naps: list[float] = []
+    with living_job(root / "7", "job7") as other:
+        fence = Fence(root / "7", owner_lock=JOB_FILE, sleep=naps.append, monotonic=lambda: sum(naps))
+        with pytest.raises(OwnedError, match=rf"run 'job7' \(entered, process {other.pid} .*which is alive"):
+            fence.enter("job8")
+        assert sum(naps) >= ENTER_TIMEOUT_S
+        assert read_fence(root / "7").run_id == "job7"
+        other.kill()
+        other.wait(BOUND_S)
+        assert not is_held(root / "7"), "whoever was refused holds nothing"
+
+
+def test_a_container_of_a_dead_job_is_taken_over_by_all_ranks(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     base = dead_job(root / "7", "job7")
     before = content(base)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job8")
-    claims: list[Claim] = []
-    threads = [threading.Thread(target=lambda: claims.append(claim(base))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(BOUND_S)
-    assert [claimed.record.run_id for claimed in claims] == ["job8"] * 4
-    assert content(base) == before, "the checkpoints stay"
-    assert caplog.text.count("was of job 'job7', which is dead") == 1
-    for claimed in claims:
+    with ExitStack() as ranks, ThreadPoolExecutor(4) as pool:
+        members = [entered(base, "job8") for _ in range(4)]
+        assert [*pool.map(ranks.enter_context, members)] == ["job8"] * 4
+        assert content(base) == before, "the checkpoints stay"
+        assert caplog.text.count("was of run 'job7', which has ended") == 1
         assert is_held(base)
-        claimed.close()
     assert not is_held(base)
 
 
-@pytest.mark.parametrize("trap", ["text", "folder", "pipe", "link", "foreign"])
-def test_a_file_that_is_no_claim_is_an_error_and_no_wait(root: Path, trap: str) -> None:
+def test_a_container_whose_fence_is_damaged_is_entered_and_mended(root: Path) -> None:
+    base = dead_job(root / "7", "job7")
+    (base / FENCE_NAME).write_text("mine")
+    assert [dead.run_id for dead in find_dead(root)] == [None]
+    with entered(base, "job8"):
+        assert read_fence(base).run_id == "job8"
+
+
+@pytest.mark.parametrize("trap", ["folder", "link"])
+def test_a_lock_that_is_no_file_is_an_error_and_no_wait(root: Path, trap: str) -> None:
     path = root / JOB_FILE
-    if trap == "text":
-        path.write_text("mine")
-    elif trap == "folder":
+    if trap == "folder":
         path.mkdir()
-    elif trap == "pipe":
-        os.mkfifo(path)
-    elif trap == "link":
-        (root / "other").write_text("{}")
-        path.symlink_to(root / "other")
-    elif os.geteuid() == 0:
-        put_claim(root, JobRecord("job7", "", 0.0), REAL_DISK, instead=False)
-        os.chown(path, 4711, 4711)
     else:
-        pytest.skip("only root can give a file away")
+        (root / "other").touch()
+        path.symlink_to(root / "other")
+    began_s = time.monotonic()
     with pytest.raises(CheckpointError, match=r"\.job"):
-        claim(root, "job7")
+        Fence(root, owner_lock=JOB_FILE).enter("job7")
+    assert time.monotonic() - began_s < ENTER_TIMEOUT_S
     assert find_dead(root) == []

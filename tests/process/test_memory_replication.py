@@ -6,8 +6,6 @@ import os
 import pickle
 import signal
 import socket
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.memory_ranks import JOB, Member
 from torchelastic.checkpoint.errors import CheckpointError
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
-from torchelastic.checkpoint.memory.objects import CheckpointObjectManager, new_registry, registered_in
+from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
 from torchelastic.checkpoint.replication import (
     AuthenticationError,
     PeerLostError,
@@ -295,23 +293,6 @@ def test_two_containers_of_one_name_are_refused_also_when_another_process_has_op
     with pytest.raises(ValueError, match="has the same name as"):
         objects.container(root / "a" / JOB)
     beside.teardown_pool()
-
-
-def test_what_a_killed_process_has_registered_is_removed_by_the_next_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(root))
-    child = os.fork()
-    if child == 0:
-        new_registry()
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    (left,) = root.iterdir()
-    first, second = new_registry(), new_registry()
-    assert sorted(root.iterdir()) == sorted([first, second])  # those of the living stay
-    assert left not in (first, second)
-    assert registered_in(first) == []
-    assert stat.S_IMODE(first.stat().st_mode) == 0o700
 
 
 def test_buffers_are_written_read_and_deleted(root: Path) -> None:

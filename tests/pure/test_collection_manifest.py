@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.store import Manifest, SaveId, ShardRecord
-from torchelastic.checkpoint.store.fence import FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.manifest import decode_manifest, encode_manifest
+from torchelastic.checkpoint.store.owner import FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.save_id import shard_file_name
 
 numbers = st.integers(min_value=0, max_value=10**15)

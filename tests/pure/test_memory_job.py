@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.checkpoint.errors import CorruptCheckpointError
 from torchelastic.checkpoint.memory.ids import is_part
 from torchelastic.checkpoint.memory.job import container_name, known_run_id
-from torchelastic.checkpoint.memory.owner import JobRecord, decode_record, encode_record
 
 ODD_IDS = [
     "a/b",
@@ -85,30 +83,3 @@ def test_a_job_without_a_run_id_is_told_what_to_do(run_id: str | None) -> None:
 )
 def test_the_run_id_comes_from_the_launcher_or_from_slurm(environment: dict[str, str], expected: str | None) -> None:
     assert known_run_id(environment) == expected
-
-
-@pytest.mark.parametrize("run_id", [None, "job7", "ü\n"])
-def test_a_record_is_read_as_it_was_written(run_id: str | None) -> None:
-    record = JobRecord(run_id, "boot", 17.5)
-    assert decode_record(encode_record(record)) == record
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"version": 2, "run_id": null, "boot_id": "b", "created_s": 1}',
-        b'{"version": 1, "run_id": 7, "boot_id": "b", "created_s": 1}',
-        b'{"version": 1, "run_id": null, "boot_id": null, "created_s": 1}',
-        b'{"version": 1, "run_id": null, "boot_id": "b", "created_s": "soon"}',
-        b'{"version": 1, "run_id": null, "boot_id": "b", "created_s": NaN}',
-        b'{"version": 1, "run_id": null, "boot_id": "b", "created_s": 1' + b"0" * 400 + b"}",
-        b"[" * 100_000,
-    ],
-)
-def test_what_is_no_record_is_an_error(data: bytes) -> None:
-    with pytest.raises(CorruptCheckpointError, match="does not say whose"):
-        decode_record(data)

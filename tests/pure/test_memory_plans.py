@@ -27,8 +27,8 @@ from torchelastic.checkpoint.memory.items import (
     resolve,
     unique_names,
 )
-from torchelastic.checkpoint.memory.plans import Note, NotSaved, NotSavedError, Ticket, epoch_of, refusal
-from torchelastic.checkpoint.memory.room import DEFAULT_MARGIN_BYTES, Free
+from torchelastic.checkpoint.memory.plans import Note, NotSavedError, Ticket, epoch_of, refusal
+from torchelastic.checkpoint.memory.room import DEFAULT_MARGIN_BYTES, Free, NotSaved
 from torchelastic.checkpoint.store.save_id import SaveId
 
 GIB = 2**30

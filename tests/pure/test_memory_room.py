@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.room import Free, cgroup_available_bytes, decide, held_bytes, measure
+from torchelastic.checkpoint.memory.room import Free, cgroup_available_bytes, held_bytes, measure, refused_for
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 
 MIB = 2**20
@@ -21,27 +21,27 @@ sizes = st.integers(0, 2**50)
 @pytest.mark.parametrize(
     ("needed", "tmpfs", "ram", "reason"),
     [
-        (100, 100, 110, "fits"),
+        (100, 100, 110, None),
         (101, 100, 1000, "tmpfs"),
         (100, 100, 109, "ram"),
         (101, 100, 0, "tmpfs"),
-        (100, None, 110, "fits"),
+        (100, None, 110, None),
         (100, None, 109, "ram"),
-        (0, 0, 0, "fits"),
+        (0, 0, 0, None),
     ],
 )
-def test_both_the_tmpfs_and_the_memory_count(needed: int, tmpfs: int | None, ram: int, reason: str) -> None:
-    decision = decide(needed, Free(tmpfs, ram), margin_bytes=10)
-    assert (decision.fits, decision.reason) == (reason == "fits", reason)
+def test_both_the_tmpfs_and_the_memory_count(needed: int, tmpfs: int | None, ram: int, reason: str | None) -> None:
+    why = refused_for(needed, Free(tmpfs, ram), margin_bytes=10)
+    assert (why and why.reason) == reason
 
 
 @given(sizes, st.none() | sizes, sizes, sizes, sizes)
 def test_less_need_and_more_room_never_turn_a_yes_into_a_no(
     needed: int, tmpfs: int | None, ram: int, margin: int, change: int
 ) -> None:
-    if decide(needed, Free(tmpfs, ram), margin).fits:
-        assert decide(max(0, needed - change), Free(tmpfs, ram), margin).fits
-        assert decide(needed, Free(None if tmpfs is None else tmpfs + change, ram + change), margin).fits
+    if refused_for(needed, Free(tmpfs, ram), margin) is None:
+        assert refused_for(max(0, needed - change), Free(tmpfs, ram), margin) is None
+        assert refused_for(needed, Free(None if tmpfs is None else tmpfs + change, ram + change), margin) is None
         assert needed == 0 or needed + margin <= ram
 
 
@@ -50,17 +50,16 @@ def test_less_need_and_more_room_never_turn_a_yes_into_a_no(
 )
 def test_negative_numbers_are_refused(needed: int, tmpfs: int, ram: int, margin: int) -> None:
     with pytest.raises(ValueError, match="negative"):
-        decide(needed, Free(tmpfs, ram), margin)
+        refused_for(needed, Free(tmpfs, ram), margin)
 
 
 def test_the_reason_tells_need_room_and_remedy() -> None:
-    full = decide(300 * MIB, Free(200 * MIB, 4096 * MIB), 256 * MIB).because
+    full = str(refused_for(300 * MIB, Free(200 * MIB, 4096 * MIB), 256 * MIB))
     for words in ("300 MiB", "200 MiB", "4.00 GiB", "256 MiB", "size=", "prune --dead"):
         assert words in full
-    poor = decide(300 * MIB, Free(None, 100 * MIB)).because
+    poor = str(refused_for(300 * MIB, Free(None, 100 * MIB)))
     for words in ("no limit on the tmpfs", "100 MiB of memory", "memory limit", "prune --dead"):
         assert words in poor
-    assert "prune" not in decide(1, Free(10, 2**40)).because
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -141,13 +140,14 @@ def test_what_is_held_counts_each_file_once(tmp_path: Path) -> None:
 def test_warnings_come_at_powers_of_two_and_metrics_always(caplog: pytest.LogCaptureFixture) -> None:
     published: list[tuple[str, str, float]] = []
     skips = SkippedSaves(lambda *metric: published.append(metric))
-    decision = decide(300 * MIB, Free(200 * MIB, 4096 * MIB))
+    why = refused_for(300 * MIB, Free(200 * MIB, 4096 * MIB))
+    assert why is not None
     with caplog.at_level(logging.WARNING):
         for step in range(1, 10):
-            skips.skipped(f"step {step}", decision.reason, decision.because)
+            skips.skipped(f"step {step}", why.reason, why.because)
     warned = [record.getMessage() for record in caplog.records]
     assert [text.split(" was skipped")[0] for text in warned] == [f"the checkpoint of step {n}" for n in (1, 2, 4, 8)]
-    assert decision.because in warned[0]
+    assert why.because in warned[0]
     assert "8 saves have been skipped" in warned[-1]
     assert ("torchelastic", "checkpoint.memory.skipped.tmpfs", 9) in published
     assert len(published) == 18

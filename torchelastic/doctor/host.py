@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from torchelastic.checkpoint.memory.dead_jobs import find_dead
 from torchelastic.checkpoint.memory.job import DEFAULT_ROOT, ROOT_VARIABLE
-from torchelastic.checkpoint.memory.owner import find_dead
 from torchelastic.checkpoint.memory.room import CGROUP_ROOT, SELF_CGROUP, cgroup_available_bytes
 from torchelastic.checkpoint.shards.disk import is_in_memory
 from torchelastic.doctor.findings import Finding, Level

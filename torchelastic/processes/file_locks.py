@@ -33,13 +33,21 @@ def lock_file(descriptor: int, operation: int) -> bool:
     return True
 
 
+def is_file_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file still is what has this name: ask after locking it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
+
+
 @contextmanager
 def lock_of_nobody(path: Path) -> Iterator[bool | None]:
     """Holds the lock of a file inside, unless somebody else does: writers and readers keep their files locked.
 
     Yields:
-        Whether it is held, so that no living process has the file; None: nobody can tell, for it is gone, or of another
-        user, or the file system has no locks.
+        Whether it is held, so that no living process has the file; None: nobody can tell, for it is gone (or another
+        one has its name by now), or of another user, or the file system has no locks.
     """
     try:
         # O_NONBLOCK: a pipe that somebody put there must not stop us
@@ -48,7 +56,7 @@ def lock_of_nobody(path: Path) -> Iterator[bool | None]:
         yield None
         return
     try:
-        is_held: bool | None = lock_file(descriptor, fcntl.LOCK_EX) or None
+        is_held: bool | None = (lock_file(descriptor, fcntl.LOCK_EX) and is_file_at(path, descriptor)) or None
     except OSError:
         is_held = False
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.screen import complain, say, say_json, table
 from torchelastic.checkpoint.errors import CheckpointError
+from torchelastic.checkpoint.memory.dead_jobs import DeadJob, find_dead, remove_dead
 from torchelastic.checkpoint.memory.job import memory_root
-from torchelastic.checkpoint.memory.owner import DeadJob, find_dead, remove_dead
 from torchelastic.text import age_text, bytes_text
 
 

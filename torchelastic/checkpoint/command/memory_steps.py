@@ -18,9 +18,9 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.kinds import Kind, kind_in
 from torchelastic.checkpoint.memory.container import read_candidate, read_commit
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId
-from torchelastic.checkpoint.memory.owner import JOB_FILE, decode_record
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tensors import dtype_name
+from torchelastic.checkpoint.store.owner import read_fence
 from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 
@@ -162,6 +162,6 @@ def _pickles(found: FoundCheckpoint, metadata: Metadata) -> list[tuple[str, byte
 
 def _run_id_of(container: Path) -> str | None:
     try:
-        return decode_record((container / JOB_FILE).read_bytes()).run_id
-    except (OSError, CorruptCheckpointError):
+        return read_fence(container).run_id or None
+    except CheckpointError:
         return None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.loader import CheckpointLoader, DefaultCheckpointLoader
     from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
     from torchelastic.checkpoint.memory.reader import MemoryStorageReader
-    from torchelastic.checkpoint.memory.saver import CheckpointSaver, DefaultCheckpointSaver
+    from torchelastic.checkpoint.memory.saver import DefaultCheckpointSaver
     from torchelastic.checkpoint.memory.staging import StagedItems
     from torchelastic.checkpoint.memory.writer import MemoryStorageWriter
 
@@ -25,7 +25,6 @@ __all__ = [
     "CheckpointLoader",
     "CheckpointObjectId",
     "CheckpointObjectManager",
-    "CheckpointSaver",
     "DefaultCheckpointLoader",
     "DefaultCheckpointSaver",
     "MemoryStorageReader",
@@ -40,7 +39,6 @@ _MODULE_OF_NAME = {
     "CheckpointLoader": "loader",
     "CheckpointObjectId": "ids",
     "CheckpointObjectManager": "objects",
-    "CheckpointSaver": "saver",
     "DefaultCheckpointLoader": "loader",
     "DefaultCheckpointSaver": "saver",
     "MemoryStorageReader": "reader",

@@ -28,8 +28,10 @@ from torchelastic.checkpoint.memory.commit import (
     content_of,
     meta_of,
 )
+from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, is_part, require_shard
-from torchelastic.checkpoint.memory.job import claim
+from torchelastic.checkpoint.memory.job import known_run_id
+from torchelastic.checkpoint.memory.registry import ContainerRegistry
 from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import Header
@@ -57,6 +59,7 @@ class Container:
     Args:
         root: the folder, best on tmpfs; created if it is missing. Its last part names the job to the other hosts.
         disk: what touches files.
+        registry: of the program; None: this process is alone.
 
     Attributes:
         root: the folder.
@@ -65,14 +68,19 @@ class Container:
         received: the slots for what this process receives from other hosts.
         slots: who holds which of the pool's.
         fence: who may complete checkpoints here.
-        joined: as a member of which group this process saves, and in which epoch.
 
     Raises:
         ValueError: the last part of the path cannot name an object.
         CheckpointError: the folder cannot be used, or belongs to another job.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | CheckpointContainerId, *, disk: Disk = REAL_DISK) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | CheckpointContainerId,
+        *,
+        disk: Disk = REAL_DISK,
+        registry: ContainerRegistry | None = None,
+    ) -> None:
         self.root = Path(os.fspath(root) if not isinstance(root, CheckpointContainerId) else str(root)).absolute()
         self.name = self.root.name
         if not is_part(self.name):
@@ -81,13 +89,13 @@ class Container:
                 "letters, digits and _.=@+,- there, at most 128, the first of them no dot"
             )
         self.disk = disk
-        self._claim = claim(self.root, disk=disk)
+        self.fence = Fence(self.root, disk, owner_lock=JOB_FILE)
+        self._run_id = self.fence.enter(known_run_id() or "")
         self.pool = SlotPool(self.root, disk=disk)
         self.received = SlotShelf(self.root, disk)
         self.slots = Slots(self)
-        self.fence = Fence(self.root, disk)
-        self.joined = ("", 0)
-        self._run_id = self._claim.record.run_id or ""
+        self._registry = registry if registry is not None else ContainerRegistry()
+        self._registry.add(self.root)
         self._lock = threading.RLock()  # one looks at the commits, or changes them, at a time
         remove_hidden_files(self.root, disk)
 
@@ -115,22 +123,23 @@ class Container:
     # --- who may write ------------------------------------------------------------------------------------------------
 
     def epochs(self, group: str) -> tuple[int, int]:
-        """The epoch in which this process saves as a member of a group (0: none yet), and the highest known here.
+        """The epoch in which this program saves as a member of a group (0: none yet), and the highest known here.
 
         Raises:
             FencedError: the group was replaced.
         """
-        joined = self.joined[1] if self.joined[0] == group else 0
+        last_group, epoch = self._registry.joined(self.name)
+        joined = epoch if last_group == group else 0
         if joined:
             self.fence.check(joined, 0)
         return joined, max([self.fence.known_epoch(self._run_id), *(save.epoch for save in self.saves())])
 
     def join(self, group: str, epoch: int) -> None:
         """From now on nothing is completed here that was saved in an earlier epoch. Raises: FencedError."""
-        if (group, epoch) != self.joined:
+        if (group, epoch) != self._registry.joined(self.name):
             self.fence.join(epoch, self._run_id)
             remove_left_overs(self.root, (epoch, 0), self.disk)
-            self.joined = group, epoch
+            self._registry.join(self.root, group, epoch)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -202,7 +211,7 @@ class Container:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[StoredStep]:
-        """What is here, newest first: by the saves that have a commit, then by step.
+        """What is here, newest first: by the saves that have a commit, then by step. A damaged commit is removed.
 
         Raises:
             CheckpointError: the folder cannot be listed.
@@ -217,19 +226,21 @@ class Container:
 
     def _look_into(self, step: int, folder: Path) -> StoredStep:
         sizes: dict[ShardId, int] = {}
+        commit = None
         try:
             for entry in os.scandir(folder):
                 name = find_shard(entry.name)
                 if name is not None:
                     sizes[name] = entry.stat().st_size
-            commit = read_candidate(folder)
+            commit = read_candidate(folder) if (folder / COMMIT_FILE).exists() else None
         except FileNotFoundError:
             return StoredStep(step, {})  # removed while we look
+        except CorruptCheckpointError as error:
+            log.warning("the commit of step %d is of no use and is removed: %s", step, error)
+            self.remove_commit(step)
         except CheckpointError as error:
-            is_there = (folder / COMMIT_FILE).exists()  # else another process has removed it while we looked
-            if is_there and not isinstance(error, CorruptCheckpointError):
+            if (folder / COMMIT_FILE).exists():  # else another process has removed it while we looked
                 log.warning("the commit of step %d cannot be read: %s", step, error)
-            return StoredStep(step, sizes)
         return StoredStep(step, sizes, commit)
 
     def has_committed(self, path: Path) -> bool:
@@ -332,7 +343,6 @@ class Container:
         self.received.close()
         self.pool.close()
         self.fence.release()
-        self._claim.close()
 
 
 def read_candidate(folder: Path) -> CommitHead:

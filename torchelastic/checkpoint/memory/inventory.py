@@ -1,21 +1,16 @@
-"""What lies in a container on this host: completed, listed, verified, and fetched where it is missing."""
+"""What lies in a container on this host: completed, verified, and fetched where it is missing."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
-
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.memory.choice import Fetch
-from torchelastic.checkpoint.memory.commit import Commit, CommitHead, StoredStep
-from torchelastic.checkpoint.memory.container import Container, read_candidate, read_commit
+from torchelastic.checkpoint.memory.commit import Commit, CommitHead
+from torchelastic.checkpoint.memory.container import Container, read_commit
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.received import ReceivedObjects, verify_received
 from torchelastic.checkpoint.replication.client import pull_into
@@ -24,37 +19,13 @@ from torchelastic.checkpoint.restore import first_good_copy
 from torchelastic.checkpoint.restore_plan import ShardSource
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.writing import HIDDEN
+from torchelastic.checkpoint.store.owner import locked
 from torchelastic.metrics import publish_metric
-from torchelastic.processes.file_locks import lock_file
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.02
 #: For how long another process of this host is waited for that fetches the same object.
 FETCHING_ELSEWHERE_S = 600.0
-
-
-def list_container(container: Container) -> list[StoredStep]:
-    """What a container holds, by names; a commit that is damaged is removed, with a warning.
-
-    Raises:
-        CheckpointError: it cannot be listed.
-    """
-    steps = container.steps()
-    for one in steps:
-        if one.commit is None and (container.folder_of(one.step) / COMMIT_FILE).exists():
-            _remove_useless_commit(container, one.step)
-    return steps
-
-
-def _remove_useless_commit(container: Container, step: int) -> None:
-    try:
-        read_candidate(container.folder_of(step))
-    except CorruptCheckpointError as error:
-        log.warning("the commit of step %d is of no use and is removed: %s", step, error)
-        container.remove_commit(step)
-    except CheckpointError:
-        pass  # `Container.steps` has warned of it
 
 
 def verify(container: Container, candidate: CommitHead, files: Sequence[str]) -> dict[str, int]:
@@ -182,9 +153,12 @@ class Retrieval:
             self._receive(str(name), holders)
             return None
         path = container.folder_of(step) / file
-        with _alone(container, name):
+        # one process of this host at a time; the others find the object when it is their turn
+        lock = container.root / f"{HIDDEN}fetch-{step}-{file}"
+        with locked(lock, FETCHING_ELSEWHERE_S):
             if not path.exists():
                 self._receive(str(name), holders)
+            container.disk.remove(lock)  # who waits for it has it open
         return path
 
     def _receive(self, object_id: str, holders: Sequence[int]) -> None:
@@ -199,33 +173,6 @@ class Retrieval:
             pull_into(self._shelf.fetching(), object_id, pull, check)
 
         first_good_copy(object_id, [ShardSource(rank) for rank in holders], take)
-
-
-@contextmanager
-def _alone(container: Container, name: ObjectName) -> Iterator[None]:
-    """One process of this host at a time fetches an object; the others find it when it is their turn."""
-    path = container.root / f"{HIDDEN}fetch-{name.step}-{name.file}"
-    with explained("lock an object of the checkpoint", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            for attempt in Retrying(
-                retry=retry_if_exception_type(BlockingIOError),
-                wait=wait_fixed(_POLL_S),
-                stop=stop_after_delay(FETCHING_ELSEWHERE_S),
-                reraise=True,
-            ):
-                with attempt:
-                    lock_file(descriptor, fcntl.LOCK_EX)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another process has been fetching {name} for {FETCHING_ELSEWHERE_S:g} s and holds {path}: end it if "
-                "it is stopped"
-            ) from error
-        yield
-        container.disk.remove(path)  # who waits for this one has the file open, and finds the object
-    finally:
-        os.close(descriptor)
 
 
 def make_replicas(

@@ -1,30 +1,22 @@
-"""Which folder of this host's memory is this job's, and the claim on it that lasts as long as its processes do.
+"""Which folder of this host's memory is this job's. Imports no torch.
 
-A container has to be the same after a restart, and another one for another job. So its name is made from the run id,
-and whoever uses it holds the lock of its file `.job` (`owner.py`): two jobs that would share one are told so, and
-what dead jobs have left is found (there too). Imports no torch.
+A container has to be the same after a restart, and another one for another job. So its name is made from the run id.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import logging
 import os
 import re
 import stat
-import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
-from torchelastic.checkpoint.memory.owner import Claim, JobRecord, open_claim, put_claim
-from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
-from torchelastic.processes.identity import boot_id
+from torchelastic.checkpoint.shards.disk import is_in_memory
 
 if TYPE_CHECKING:
     from torchelastic.checkpoint.memory.ids import CheckpointContainerId
@@ -39,9 +31,6 @@ _NO_RUN_ID = "none"
 #: What it makes up instead on one host (a random UUID, see its run.py), and what `torchelastic run --standalone` does.
 _MADE_UP = re.compile(r"standalone-[0-9a-f]{8}|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 MAX_NAME_CHARS = 128  # as in `names.is_part`
-#: How often, and after what pause, a claim is tried again while somebody looks at the container, or removes it.
-CLAIM_ATTEMPTS, CLAIM_PAUSE_S = 250, 0.02
-_COMES_AND_GOES = "others create and remove it again and again"
 _REMEDY = (
     "give torchrun an --rdzv-id, start the job with `torchelastic run`, set TORCHELASTIC_RUN_ID, or pass a run_id: the "
     "same again after a restart, and another one for another job"
@@ -52,7 +41,7 @@ def job_container(run_id: str | None = None, root: str | os.PathLike[str] | None
     """The container of this job: `<root>/torchelastic-<user's number>/<run id>`.
 
     The same job finds it again after a restart, on this host; another job gets another one. Any rank may call it, from
-    any thread. The folder of the user is created, for this user alone; that of the job by whoever claims it. A run id
+    any thread. The folder of the user is created, for this user alone; that of the job by whoever enters it. A run id
     of the environment that looks as if a launcher had made it up for this start alone is taken with a warning.
 
     Args:
@@ -164,91 +153,3 @@ def _make_private(folder: Path) -> None:
         raise CheckpointError(
             f"others may write into {folder}: remove it, or `chmod 700` it if you trust what is there"
         )
-
-
-def claim(
-    base: Path,
-    run_id: str | None = None,
-    *,
-    disk: Disk = REAL_DISK,
-    now_s: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Claim:
-    """Marks a container as in use by this job, until the `Claim` is closed or the process has ended.
-
-    All processes of a job that use it should call it, in any order, from any thread. It is created where it is missing;
-    one that is being removed as a left-over at this moment becomes a new, empty one.
-
-    Args:
-        base: the container; whoever chose the path answers for its being the same after a restart.
-        run_id: of this job. Then a container of any other job is refused. Not given: what the environment says
-            (`known_run_id`); then one of another job is refused while that lives, and taken over with a warning when
-            it is dead. A container or a job without a run id is never refused.
-        disk: what touches files.
-        now_s: the wall time, for the record.
-        sleep: waits so many seconds.
-
-    Raises:
-        CheckpointError: the container belongs to another job, or to another user, or the disk refuses.
-        CorruptCheckpointError: its file `.job` makes no sense.
-    """
-    base = Path(base).absolute()
-    mine = known_run_id() if run_id is None else run_id
-    because = ""
-    for _ in range(CLAIM_ATTEMPTS):
-        taken = _try_to_claim(base, JobRecord(mine, boot_id(), now_s()), is_given=run_id is not None, disk=disk)
-        if isinstance(taken, Claim):
-            return taken
-        because = taken
-        sleep(CLAIM_PAUSE_S)
-    raise CheckpointError(f"{base} could not be claimed in {CLAIM_ATTEMPTS * CLAIM_PAUSE_S:g} s: {because}")
-
-
-def _try_to_claim(base: Path, mine: JobRecord, *, is_given: bool, disk: Disk) -> Claim | str:
-    """Why not, where it is worth another try."""
-    if not _is_made(base, disk):
-        return _COMES_AND_GOES
-    found = open_claim(base)
-    if found is None:
-        return put_claim(base, mine, disk, instead=False) or _COMES_AND_GOES
-    record = found.record
-    is_other = None not in (record.run_id, mine.run_id) and record.run_id != mine.run_id
-    with ExitStack() as refused:
-        refused.push(found)
-        if is_other and is_given:
-            raise CheckpointError(
-                f"{base} belongs to job {record.run_id!r}, and this is job {mine.run_id!r}: give each job its own "
-                "container, see job_container; if that job is over, `torchelastic checkpoint prune --dead` removes it"
-            )
-        try:
-            found.lock(fcntl.LOCK_EX if is_other else fcntl.LOCK_SH)
-        except BlockingIOError:
-            if is_other:
-                return f"it belongs to job {record.run_id!r}, which is alive: see job_container"
-            return "its file .job is locked by a `torchelastic checkpoint prune --dead` that does not go on; end that"
-        if not found.is_current:
-            return _COMES_AND_GOES
-        if is_other:
-            return _take_over(base, mine, record, disk)
-        refused.pop_all()
-    return found
-
-
-def _is_made(base: Path, disk: Disk) -> bool:
-    """False where it was there, and gone when `mkdir` looked again."""
-    try:
-        disk.make_folder(base)
-    except CheckpointError as error:
-        if error.errno != errno.EEXIST or (os.path.lexists(base) and not base.is_dir()):
-            raise
-        return False
-    return True
-
-
-def _take_over(base: Path, mine: JobRecord, record: JobRecord, disk: Disk) -> Claim | str:
-    """The file of a dead job is locked exclusively: a new one takes its place, so that our other ranks see ours."""
-    made = put_claim(base, mine, disk, instead=True)
-    if made is None:
-        return "it was removed meanwhile"
-    log.warning("the container %s was of job %r, which is dead; job %r goes on there", base, record.run_id, mine.run_id)
-    return made

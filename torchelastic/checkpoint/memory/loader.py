@@ -31,7 +31,6 @@ from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerI
 from torchelastic.checkpoint.memory.inventory import (
     Retrieval,
     give_up_newer,
-    list_container,
     make_replicas,
     remove_damaged,
     verify,
@@ -261,7 +260,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         is_first = roster.is_first(self._replication.rank)
 
         def list_here() -> list[Any]:
-            return [one.told() for one in list_container(container)] if is_first else []
+            return [one.told() for one in container.steps()] if is_first else []
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
         found = {

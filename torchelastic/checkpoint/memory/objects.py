@@ -16,13 +16,11 @@ from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId, CheckpointObjectId, ObjectName, parts_of
 from torchelastic.checkpoint.memory.job import job_container
 from torchelastic.checkpoint.memory.received import ReceivedObjects
+from torchelastic.checkpoint.memory.registry import ContainerRegistry
 from torchelastic.checkpoint.memory.slots import Slots
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
-from torchelastic.processes.own_folder import LOCK, OwnFolder, make_folder
 
 log = logging.getLogger(__name__)
-
-_PREFIX = "torchelastic-containers-"
 
 
 class CheckpointObjectManager:
@@ -42,8 +40,7 @@ class CheckpointObjectManager:
     def __init__(self, pool_config: object = None, *, disk: Disk = REAL_DISK) -> None:
         self._pool_config = pool_config
         self._disk = disk
-        self._registry = new_registry()
-        self._joined: dict[str, tuple[str, int]] = {}
+        self._registry = ContainerRegistry()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -68,10 +65,7 @@ class CheckpointObjectManager:
                 return known
             self._check_free(root)
             require_own_folder(root, Kind.MEMORY)
-            container = Container(root, disk=self._disk)
-            container.joined = self._joined.get(root.name, container.joined)
-            self._containers[root.name] = container
-            self._register(root)
+            container = self._containers[root.name] = Container(root, disk=self._disk, registry=self._registry)
             return container
 
     def names_of(self, object_id: str | os.PathLike[str] | CheckpointObjectId) -> ObjectName:
@@ -162,31 +156,16 @@ class CheckpointObjectManager:
     # --- what other processes of this host use ------------------------------------------------------------------------
 
     def _check_free(self, root: Path) -> None:
-        known = self._containers.get(root.name)
-        other = known.root if known is not None else self._registered(root.name)
+        other = self._registry.root_of(root.name)
         if other is not None and other != root:
             raise ValueError(
                 f"the container {root} has the same name as {other}, which is in use: containers are known to other "
                 "hosts by the last part of their path, so give it another one"
             )
 
-    def _register(self, root: Path) -> None:
-        try:
-            (self._registry / root.name).symlink_to(root)
-        except FileExistsError:
-            pass  # another process of this program was quicker
-        except FileNotFoundError:
-            log.debug("the program that %s belongs to has ended", self._registry)
-
     def _forget(self, container: Container) -> None:
         self._containers.pop(container.name, None)
-        (self._registry / container.name).unlink(missing_ok=True)
-
-    def _registered(self, name: str) -> Path | None:
-        try:
-            return (self._registry / name).readlink()
-        except OSError:
-            return None
+        self._registry.forget(container.name)
 
     def only_container(self) -> Container | None:
         """The container, if just one is known to this program; None otherwise."""
@@ -198,32 +177,18 @@ class CheckpointObjectManager:
             known = self._containers.get(name)
             if known is not None:
                 return known
-            root = self._registered(name)
+            root = self._registry.root_of(name)
             return self.container(root) if root is not None else None
 
     def _names(self) -> list[str]:
-        with self._lock:
-            return sorted({*self._containers, *registered_in(self._registry)})
+        return sorted(self._registry.known())
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            joined = self._joined | {name: container.joined for name, container in self._containers.items()}
-        state = {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}
-        return {**state, "joined": joined}
+        return {"pool_config": self._pool_config, "disk": self._disk, "registry": self._registry}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pool_config, self._disk, self._registry = state["pool_config"], state["disk"], state["registry"]
-        self._joined = state["joined"]
         self._prepare()
-
-
-def hear_of_epochs(manager: CheckpointObjectManager, other: CheckpointObjectManager) -> None:
-    """Tells a manager in which epochs the process saves that another manager was sent from."""
-    with manager._lock:
-        manager._joined |= other._joined
-        for name, joined in other._joined.items():
-            if name in manager._containers and joined[1] > manager._containers[name].joined[1]:
-                manager._containers[name].joined = joined
 
 
 class Homes:
@@ -279,24 +244,3 @@ def _parts_of(object_id: CheckpointObjectId) -> tuple[CheckpointContainerId, int
         raise ValueError(
             f"{object_id} lies in no container of a step, such as /dev/shm/jobs/145/step-20_ckpt"
         ) from error
-
-
-# --- which containers the processes of one program use ----------------------------------------------------------------
-
-
-def new_registry() -> Path:
-    """A private folder with a link to each container, by which the processes of one program know each other's.
-
-    It goes when the process that makes it ends.
-    """
-    own = OwnFolder(make_folder(_PREFIX))
-    atexit.register(own.remove)
-    return own.path
-
-
-def registered_in(folder: Path) -> list[str]:
-    """The names of the containers in a registry; none if it is gone."""
-    try:
-        return [link.name for link in folder.iterdir() if not link.name.startswith(LOCK)]
-    except FileNotFoundError:
-        return []

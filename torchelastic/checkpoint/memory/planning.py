@@ -1,19 +1,12 @@
-"""One save: the calls that it consists of, what a rank adds to its plan, and the coordinator to all of them."""
+"""One save: what a rank adds to its plan, and the coordinator to all of them."""
 
 from __future__ import annotations
 
-import os
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import SavePlan
 
-from torchelastic.checkpoint.memory.commit import Commit
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId
 from torchelastic.checkpoint.memory.plans import (
     Note,
@@ -27,52 +20,9 @@ from torchelastic.checkpoint.memory.plans import (
 )
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.memory.slots import Slots
-from torchelastic.checkpoint.memory.staged_state import StagedState, copied_bytes, refused_in
+from torchelastic.checkpoint.memory.staged_state import copied_bytes, refused_in
 from torchelastic.checkpoint.memory.staging import StagedItems
 from torchelastic.checkpoint.store.save_id import SaveId
-
-
-class CheckpointSaver(ABC):
-    """What a storage writer needs of a saver: one save is these calls, in this order, on one thread of each rank."""
-
-    @abstractmethod
-    def initialize_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
-        """Begins a save; touches nothing yet. Raises: ValueError if this cannot be the container of a step."""
-
-    @abstractmethod
-    def stage_data(
-        self,
-        checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None,
-        state_dict: Mapping[str, Any],
-        non_blocking: bool = True,
-    ) -> StagedState:
-        """Copies a state; when this returns, it may change."""
-
-    @abstractmethod
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Adds what this rank knows to its plan."""
-
-    @abstractmethod
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds to all plans what is decided; on the coordinator."""
-
-    @abstractmethod
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner, *, with_checksums: bool = False) -> StagedItems:
-        """Copies what the plan writes."""
-
-    @abstractmethod
-    def write_data(self, staged: StagedItems) -> list[WriteResult]:
-        """Writes it and has it replicated."""
-
-    @abstractmethod
-    def write_metadata(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> Commit | None:
-        """Makes the checkpoint complete; on the coordinator."""
-
-    @abstractmethod
-    def finalize_checkpoint(
-        self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId | None = None
-    ) -> list[int]:
-        """Removes what newer checkpoints have replaced."""
 
 
 @dataclass(eq=False)

@@ -14,34 +14,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchelastic.checkpoint.errors import CheckpointError
-from torchelastic.checkpoint.memory.room import Free, decide
+from torchelastic.checkpoint.memory.room import Free, NotSaved, refused_for
 from torchelastic.checkpoint.store.save_id import SaveId
 
 #: Of how many checkpoints notes, and tickets, are kept that nobody has asked for: of saves that failed in between.
 _KEPT = 32
-
-
-@dataclass(frozen=True)
-class NotSaved:
-    """Why a save is left out: in a ticket for all ranks, or in place of the results of the rank that failed.
-
-    Attributes:
-        reason: one word: "tmpfs", "ram", "disk" or "replica"; see `skipping.SkippedSaves`.
-        because: the error and the remedy.
-        rank: whose fault it is.
-    """
-
-    reason: str
-    because: str
-    rank: int = 0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.because}"
 
 
 class NotSavedError(CheckpointError):
@@ -148,9 +130,10 @@ def refusal(notes: Sequence[Note], shares_bytes: Sequence[int | None]) -> NotSav
     for host, needed_bytes in needed.items():
         there = [note for note in notes if note.host == host]
         tmpfs = [note.free.tmpfs_bytes for note in there if note.free.tmpfs_bytes is not None]
-        decision = decide(needed_bytes, Free(min(tmpfs, default=None), min(note.free.ram_bytes for note in there)))
-        if not decision.fits:
-            return NotSaved(decision.reason, f"no room on host {host!r}: {decision.because}", there[0].rank)
+        free = Free(min(tmpfs, default=None), min(note.free.ram_bytes for note in there))
+        why = refused_for(needed_bytes, free)
+        if why is not None:
+            return NotSaved(why.reason, f"no room on host {host!r}: {why.because}", there[0].rank)
     return None
 
 
@@ -180,6 +163,9 @@ _lock = threading.Lock()
 _letters: dict[tuple[type, str], dict[int, Any]] = {}
 
 
+_Kind = TypeVar("_Kind", Note, Ticket)
+
+
 def deliver(letter: Note | Ticket) -> None:
     """Remembers a note or a ticket, instead of an older one; arriving from another rank does it too."""
     key = (type(letter), letter.about)
@@ -201,13 +187,9 @@ def collect_notes(about: str, plans: Sequence[SavePlan]) -> list[Note]:
     Raises:
         RuntimeError: the note of a rank is missing: not all of them save with a `MemoryStorageWriter`.
     """
-    with _lock:
-        arrived = _letters.pop((Note, about), {})
-    missing = [rank for rank in range(len(plans)) if rank not in arrived]
-    notes = [plan.storage_data for plan in plans] if missing else [arrived[rank] for rank in range(len(plans))]
-    if not all(isinstance(note, Note) and note.about == about for note in notes):
-        raise _nothing_said(f"rank {missing[0]}", about)
-    return notes
+    arrived = _taken(Note, about)
+    notes = [arrived.get(rank, plan.storage_data) for rank, plan in enumerate(plans)]
+    return [_require(note, Note, about, f"rank {rank}") for rank, note in enumerate(notes)]
 
 
 def collect_ticket(about: str, plan: SavePlan) -> Ticket:
@@ -216,17 +198,20 @@ def collect_ticket(about: str, plan: SavePlan) -> Ticket:
     Raises:
         RuntimeError: there is none: the coordinator saves something else.
     """
+    arrived = _taken(Ticket, about)
+    return _require(list(arrived.values())[-1] if arrived else plan.storage_data, Ticket, about, "the coordinator")
+
+
+def _taken(kind: type[Note | Ticket], about: str) -> dict[int, Any]:
     with _lock:
-        arrived = _letters.pop((Ticket, about), {})
-    ticket = list(arrived.values())[-1] if arrived else plan.storage_data
-    if not isinstance(ticket, Ticket) or ticket.about != about:
-        raise _nothing_said("the coordinator", about)
-    return ticket
+        return _letters.pop((kind, about), {})
 
 
-def _nothing_said(who: str, about: str) -> RuntimeError:
-    return RuntimeError(
-        f"{who} has said nothing about {about}: all ranks must save the same checkpoint, each with a "
+def _require(letter: Any, kind: type[_Kind], about: str, sender: str) -> _Kind:
+    if isinstance(letter, kind) and letter.about == about:
+        return letter
+    raise RuntimeError(
+        f"{sender} has said nothing about {about}: all ranks must save the same checkpoint, each with a "
         "MemoryStorageWriter"
     )
 

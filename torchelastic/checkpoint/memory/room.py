@@ -39,50 +39,26 @@ class Free:
 
 
 @dataclass(frozen=True)
-class RoomDecision:
-    """Whether a save may go on, with the numbers behind it.
+class NotSaved:
+    """Why a save is left out: in a ticket for all ranks, or in place of the results of the rank that failed.
 
     Attributes:
-        reason: "fits", "tmpfs" (too small or too full) or "ram" (too little memory is left on this host).
-        needed_bytes: what it has to allocate.
-        free: what there is.
-        margin_bytes: how much of the memory is left alone.
+        reason: one word: "tmpfs" (too small or too full), "ram" (too little memory is left on the host), "disk" (it
+            refused) or "replica" (there is none).
+        because: the numbers or the error, and the remedy.
+        rank: whose fault it is.
     """
 
     reason: str
-    needed_bytes: int
-    free: Free
-    margin_bytes: int
+    because: str
+    rank: int = 0
 
-    @property
-    def fits(self) -> bool:
-        """Whether it may."""
-        return self.reason == "fits"
-
-    @property
-    def because(self) -> str:
-        """How much is needed, how much is there, and what to do about it."""
-        needed = bytes_text(self.needed_bytes)
-        ram, margin = bytes_text(self.free.ram_bytes), bytes_text(self.margin_bytes)
-        tmpfs = "no limit" if self.free.tmpfs_bytes is None else bytes_text(self.free.tmpfs_bytes)
-        numbers = (
-            f"it has to allocate {needed}; there are {tmpfs} on the tmpfs, and {ram} of memory ({margin} of them stay)"
-        )
-        if self.reason == "tmpfs":
-            return (
-                f"{numbers}: make the tmpfs larger (`mount -o remount,size=...`; `--shm-size` for docker), or remove "
-                "what dead jobs have left there (`torchelastic checkpoint prune --dead`)"
-            )
-        if self.reason == "ram":
-            return (
-                f"{numbers}: remove what dead jobs have left there (`torchelastic checkpoint prune --dead`), raise the "
-                "memory limit of the container, or save on hosts with more memory"
-            )
-        return numbers
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.because}"
 
 
-def decide(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGIN_BYTES) -> RoomDecision:
-    """Whether a save may allocate what it needs. Pure.
+def refused_for(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGIN_BYTES) -> NotSaved | None:
+    """Why a save may not allocate what it needs; None if it may. Pure.
 
     A save that needs nothing, because it goes into slots that are there, always fits. The margin is taken off the
     memory alone: a tmpfs that is full refuses more, and harms nobody.
@@ -97,12 +73,24 @@ def decide(needed_bytes: int, free: Free, margin_bytes: int = DEFAULT_MARGIN_BYT
     """
     if min(needed_bytes, free.tmpfs_bytes or 0, free.ram_bytes, margin_bytes) < 0:
         raise ValueError(f"bytes cannot be negative: needed {needed_bytes}, {free}, margin {margin_bytes}")
-    reason = "fits"
+    tmpfs = "no limit" if free.tmpfs_bytes is None else bytes_text(free.tmpfs_bytes)
+    numbers = (
+        f"it has to allocate {bytes_text(needed_bytes)}; there are {tmpfs} on the tmpfs, and "
+        f"{bytes_text(free.ram_bytes)} of memory ({bytes_text(margin_bytes)} of them stay)"
+    )
     if free.tmpfs_bytes is not None and needed_bytes > free.tmpfs_bytes:
-        reason = "tmpfs"
-    elif needed_bytes and needed_bytes + margin_bytes > free.ram_bytes:
-        reason = "ram"
-    return RoomDecision(reason, needed_bytes, free, margin_bytes)
+        return NotSaved(
+            "tmpfs",
+            f"{numbers}: make the tmpfs larger (`mount -o remount,size=...`; `--shm-size` for docker), or remove what "
+            "dead jobs have left there (`torchelastic checkpoint prune --dead`)",
+        )
+    if needed_bytes and needed_bytes + margin_bytes > free.ram_bytes:
+        return NotSaved(
+            "ram",
+            f"{numbers}: remove what dead jobs have left there (`torchelastic checkpoint prune --dead`), raise the "
+            "memory limit of the container, or save on hosts with more memory",
+        )
+    return None
 
 
 def measure(

@@ -26,9 +26,10 @@ from torchelastic.checkpoint.memory.ids import (
 )
 from torchelastic.checkpoint.memory.inventory import complete
 from torchelastic.checkpoint.memory.items import resolve
-from torchelastic.checkpoint.memory.objects import Homes, hear_of_epochs
-from torchelastic.checkpoint.memory.planning import CheckpointSaver, PlannedSave, with_note, with_tickets
-from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError, collect_ticket
+from torchelastic.checkpoint.memory.objects import Homes
+from torchelastic.checkpoint.memory.planning import PlannedSave, with_note, with_tickets
+from torchelastic.checkpoint.memory.plans import NotSavedError, collect_ticket
+from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.skipping import SkippedSaves
 from torchelastic.checkpoint.memory.staged_state import StagedState, TakenApart, not_staged, staged_in
 from torchelastic.checkpoint.memory.staging import ShardTarget, StagedItems, stage_items, why_not
@@ -43,15 +44,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["CheckpointSaver", "DefaultCheckpointSaver"]
-
 DEFAULT_INITIAL_BUFFER_SIZE_BYTES = 16 * 2**30
 #: Of how many saves something is remembered that were begun, and neither finished nor abandoned.
 _REMEMBERED = 16
 
 
-class DefaultCheckpointSaver(CheckpointSaver):
+class DefaultCheckpointSaver:
     """Saves into the containers of an object manager, and has every shard replicated before a checkpoint is complete.
+
+    One save is, in this order and on one thread of each rank: `initialize_checkpoint`, `prepare_local_plan`,
+    `prepare_global_plan` (the coordinator alone), `prepare_write_data`, `write_data`, `write_metadata` (the coordinator
+    alone). A storage writer calls them; derive from this class to change one.
 
     It may be used by several threads, one save per thread at a time. It pickles to what a process of this host needs to
     save on behalf of this one; the functions stay behind, and `torch.distributed` is asked there.
@@ -124,7 +127,11 @@ class DefaultCheckpointSaver(CheckpointSaver):
         return save
 
     def initialize_checkpoint(self, checkpoint_id: str | os.PathLike[str] | CheckpointContainerId) -> None:
-        """Begins a save on this thread; see `CheckpointSaver`."""
+        """Begins a save on this thread; touches nothing yet.
+
+        Raises:
+            ValueError: this cannot be the container of a step.
+        """
         base, step = parts_of(checkpoint_id)
         self._current.save = PlannedSave(CheckpointContainerId(checkpoint_id), step, base)
 
@@ -402,7 +409,6 @@ def _elsewhere(
         saver = _savers.get(identity)
         if saver is None:
             saver = _savers[identity] = kind(ckpt_obj_manager=manager, replication_manager=replication)
-        hear_of_epochs(saver._manager, manager)
         saver._identity, saver._replication = identity, replication
         vars(saver).update(options)
         return saver

@@ -41,8 +41,7 @@ class SkippedSaves:
 
         Args:
             what: which one, such as "step 20 in /dev/shm/jobs/145".
-            reason: one word, for the metric: that of a `RoomDecision`, or "disk" (it refused), or "replica" (there is
-                none).
+            reason: one word, for the metric; see `NotSaved`.
             because: the numbers, the error and the remedy, for the warning.
         """
         with self._lock:

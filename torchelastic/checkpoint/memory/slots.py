@@ -19,8 +19,8 @@ import torch
 
 from torchelastic.checkpoint.errors import CheckpointError, explained
 from torchelastic.checkpoint.memory.items import CachedLayout
-from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
-from torchelastic.checkpoint.memory.room import decide, measure
+from torchelastic.checkpoint.memory.plans import NotSavedError
+from torchelastic.checkpoint.memory.room import NotSaved, measure, refused_for
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.stage import Stage, capacity_for
 
@@ -148,9 +148,9 @@ class Slots:
             held.give_back()
 
     def _require_room(self, header: Header) -> None:
-        decision = decide(capacity_for(header), measure(self.container.root))
-        if not decision.fits:
-            raise NotSavedError(NotSaved(decision.reason, decision.because))
+        why = refused_for(capacity_for(header), measure(self.container.root))
+        if why is not None:
+            raise NotSavedError(why)
 
 
 def mapped(path: Path) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchelastic.checkpoint.memory.items import PLAIN_TYPES, tensor_with_data
-from torchelastic.checkpoint.memory.plans import NotSaved
+from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.slots import HeldSlot, mapped
 from torchelastic.checkpoint.shards.cuda import copy_beside
 from torchelastic.checkpoint.shards.header import Entry
@@ -47,21 +47,10 @@ class _At:
 
 
 @dataclass(frozen=True)
-class _Empty:
-    """Stands for a tensor without elements."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def tensor(self, device: str = "cpu") -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True)
 class _Spread:
     """Stands for a DTensor."""
 
-    local: _At | _Empty
+    local: _At | torch.Tensor
     spec: Any
 
 
@@ -72,7 +61,7 @@ class TakenApart:
         state: dicts, lists and tuples; tensors of this rank, DTensors, and values.
 
     Attributes:
-        skeleton: the state, with numbers for the tensors.
+        skeleton: the state, with numbers for the tensors; those without elements are in it themselves.
         sources: the tensors, each once.
         values: how many leaves are no tensors.
         value_bytes: how long their pickles will be, about.
@@ -115,10 +104,10 @@ class TakenApart:
             return _Spread(self._tensor(local if type(local) in PLAIN_TYPES else value.to_local(), path), value._spec)
         return self._tensor(value, path)
 
-    def _tensor(self, value: torch.Tensor, path: str) -> _At | _Empty:
+    def _tensor(self, value: torch.Tensor, path: str) -> _At | torch.Tensor:
         value = tensor_with_data(value, path)
         if not value.numel():
-            return _Empty(tuple(value.shape), value.dtype)
+            return torch.empty(value.shape, dtype=value.dtype)
         identity = memory_identity(value, value, path)
         known = self._known.get(identity)
         if known is None:
@@ -127,32 +116,32 @@ class TakenApart:
         return known
 
 
-_Leaf = Callable[["_At | _Empty"], Any]
+_TensorOf = Callable[[int], torch.Tensor]
 
 
-def fill(skeleton: Any, tensor_of: _Leaf) -> Any:
+def fill(skeleton: Any, tensor_of: _TensorOf) -> Any:
     """A state again: containers of its own, with tensors for the numbers."""
 
-    def spread(one: _Spread) -> torch.Tensor:
+    def spread(one: _Spread, local: torch.Tensor) -> torch.Tensor:
         kind: Any = DTensor  # its constructor has no types
-        tensor: torch.Tensor = kind(tensor_of(one.local), one.spec, requires_grad=False)
+        tensor: torch.Tensor = kind(local, one.spec, requires_grad=False)
         return tensor
 
     return _map(skeleton, tensor_of, spread)
 
 
-def _map(skeleton: Any, leaf: _Leaf, spread: Callable[[_Spread], Any]) -> Any:
+def _map(skeleton: Any, tensor_of: _TensorOf, spread: Callable[[_Spread, torch.Tensor], Any]) -> Any:
     kind = type(skeleton)
-    if kind in (_At, _Empty):
-        return leaf(skeleton)
+    if kind is _At:
+        return tensor_of(skeleton.index)
     if kind is dict:
-        return {key: _map(item, leaf, spread) for key, item in skeleton.items()}
+        return {key: _map(item, tensor_of, spread) for key, item in skeleton.items()}
     if kind is list:
-        return [_map(item, leaf, spread) for item in skeleton]
+        return [_map(item, tensor_of, spread) for item in skeleton]
     if kind is _Spread:
-        return spread(skeleton)
+        return spread(skeleton, _map(skeleton.local, tensor_of, spread))
     if isinstance(skeleton, tuple) and kind is not torch.Size:
-        items = [_map(item, leaf, spread) for item in skeleton]
+        items = [_map(item, tensor_of, spread) for item in skeleton]
         return kind(*items) if hasattr(skeleton, "_fields") else tuple(items)
     return skeleton
 
@@ -218,20 +207,17 @@ def staged_in(held: HeldSlot, taken: TakenApart) -> StagedState:
     if stage is None:
         raise ValueError("the slot was given back already")
     copy_into(stage, taken.sources)
-    content = fill(taken.skeleton, lambda at: stage.places[at.index] if isinstance(at, _At) else at.tensor())
+    content = fill(taken.skeleton, stage.places.__getitem__)
     return StagedState(taken.skeleton, CopiedState(held, stage), content)
 
 
 def not_staged(taken: TakenApart, why: NotSaved) -> StagedState:
     """A state without data, which every rank plans, and nobody writes; see `refused_in`."""
 
-    def shape(at: _At | _Empty) -> _Empty:
-        if isinstance(at, _Empty):
-            return at
-        source = taken.sources[at.index]
-        return _Empty(tuple(source.shape), source.dtype)
+    def shape(index: int) -> torch.Tensor:
+        return torch.empty(taken.sources[index].shape, dtype=taken.sources[index].dtype, device="meta")
 
-    shapes = _map(taken.skeleton, shape, lambda one: replace(one, local=shape(one.local)))
+    shapes = _map(taken.skeleton, shape, lambda one, local: replace(one, local=local))
     return _without_data(shapes, _REFUSED + json.dumps([why.reason, why.because, why.rank]))
 
 
@@ -284,19 +270,11 @@ def _remember(copied: CopiedState) -> None:
 def _elsewhere(path: Path, data_offset: int, entries: Sequence[Entry], skeleton: Any) -> StagedState:
     """The copy, in the process that it was sent to."""
     memory = mapped(path)
-
-    def tensor(at: _At | _Empty) -> torch.Tensor:
-        return at.tensor() if isinstance(at, _Empty) else tensor_at(memory, data_offset, entries[at.index])
-
-    return StagedState(skeleton, None, fill(skeleton, tensor))
+    return StagedState(skeleton, None, fill(skeleton, lambda at: tensor_at(memory, data_offset, entries[at])))
 
 
 def _without_data(shapes: Any, refusal: str) -> StagedState:
-    content = fill(shapes, _meta_tensor)
-    return StagedState(shapes, None, {**content, refusal: None})
+    def numbered(index: int) -> torch.Tensor:
+        raise TypeError(f"a copy that was not made has no tensor {index}")
 
-
-def _meta_tensor(at: _At | _Empty) -> torch.Tensor:
-    if isinstance(at, _At):
-        raise TypeError("a copy that was not made has no tensors by number")
-    return at.tensor("meta")
+    return StagedState(shapes, None, {**fill(shapes, numbered), refusal: None})

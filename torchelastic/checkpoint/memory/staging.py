@@ -16,7 +16,8 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.memory.commit import StoredItem
 from torchelastic.checkpoint.memory.ids import CheckpointContainerId, ObjectName, meta_of_shard, require_shard
 from torchelastic.checkpoint.memory.items import Resolved, entries_in_place, entries_of_pickles
-from torchelastic.checkpoint.memory.plans import NotSaved, NotSavedError
+from torchelastic.checkpoint.memory.plans import NotSavedError
+from torchelastic.checkpoint.memory.room import NotSaved
 from torchelastic.checkpoint.memory.slots import HeldSlot, Slots, mapped
 from torchelastic.checkpoint.memory.staged_state import CopiedState, copy_into, find_copy, tensors_only
 from torchelastic.checkpoint.replication.errors import ReplicationError

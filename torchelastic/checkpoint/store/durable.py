@@ -24,7 +24,6 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.kinds import Kind, kind_of, require_own
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy, SavePolicy
 from torchelastic.checkpoint.shards.reading import ShardReader
-from torchelastic.checkpoint.store.fence import FENCE_NAME, FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.inventory import CheckpointInfo, info_of, prunable_checkpoints
 from torchelastic.checkpoint.store.manifest import (
     MANIFEST_NAME,
@@ -33,6 +32,7 @@ from torchelastic.checkpoint.store.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from torchelastic.checkpoint.store.owner import FENCE_NAME, FenceState, decode_fence, encode_fence
 from torchelastic.checkpoint.store.reading import open_shard
 from torchelastic.checkpoint.store.save_id import SaveId
 from torchelastic.checkpoint.store.tier import SealedShard, Tier, TierContext, TierEntry

@@ -11,64 +11,48 @@ and no lock is held meanwhile that a stopped process could keep from its success
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
+import errno
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
-from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError, explained
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, FencedError
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.writing import write_whole
+from torchelastic.checkpoint.store.owner import (
+    FENCE_NAME,
+    POLL_S,
+    FenceState,
+    OwnerLock,
+    encode_fence,
+    locked,
+    read_fence,
+)
 from torchelastic.checkpoint.store.pruning import remove_left_overs
 from torchelastic.checkpoint.store.reading import names_in
 from torchelastic.checkpoint.store.save_id import STAGING_PREFIX, SaveId
 
-FENCE_NAME = ".fence.json"
+log = logging.getLogger(__name__)
+
 FENCE_LOCK_NAME = ".fence.lock"
 OWNER_LOCK_NAME = ".owner.lock"
 #: Who holds the lock of the fence reads and writes one small file; longer than this, something is wrong with it.
 LOCK_TIMEOUT_S = 60.0
-_LOCK_POLL_S = 0.02
+#: For how long `enter` tries: whoever looks at a folder, or removes it, needs a moment; a run that ends may need one.
+ENTER_TIMEOUT_S = 5.0
 
 
 class OwnedError(CheckpointError):
     """Another run that is alive writes its checkpoints into this folder."""
 
 
-@dataclass(frozen=True, order=True)
-class FenceState:
-    """What the fence of a folder says.
-
-    Attributes:
-        epoch: how many jobs have claimed the folder.
-        round: the newest group of workers of that job.
-        run_id: of that job.
-        owner: who claimed it, in the words of that job.
-        host: where it was claimed; for people.
-        pid: the process that claimed it, on that host.
-    """
-
-    epoch: int = 0
-    round: int = 0
-    run_id: str = ""
-    owner: str = ""
-    host: str = ""
-    pid: int = 0
-
-    @property
-    def token(self) -> tuple[int, int]:
-        """Epoch and round."""
-        return (self.epoch, self.round)
-
-    def __str__(self) -> str:
-        whose = f"run {self.run_id!r} ({self.owner}, process {self.pid} on {self.host})"
-        return f"{whose}, epoch {self.epoch}, round {self.round}"
+class _BusyError(CheckpointError):
+    """Somebody looks at the folder, or removes it, at this moment."""
 
 
 class Fence:
@@ -78,8 +62,10 @@ class Fence:
     Lustre with -o flock).
 
     Args:
-        root: the folder; created by `claim` and `join`.
+        root: the folder; created by `claim`, `join` and `enter`.
         disk: what touches files.
+        owner_lock: the name of the file that is locked while the run lives; whoever looks for what dead runs have left
+            knows by it what the folder is for.
         lock_timeout_s: how long to wait for another process that reads and writes the fence.
         sleep: waits so many seconds.
         monotonic: a clock in seconds that never goes back.
@@ -90,6 +76,7 @@ class Fence:
         root: Path,
         disk: Disk = REAL_DISK,
         *,
+        owner_lock: str = OWNER_LOCK_NAME,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
         sleep: Callable[[float], None] = time.sleep,
         monotonic: Callable[[], float] = time.monotonic,
@@ -99,12 +86,13 @@ class Fence:
         self._lock_timeout_s = lock_timeout_s
         self._sleep = sleep
         self._monotonic = monotonic
-        self._owner_lock = -1
+        self._owner_lock = OwnerLock(root / owner_lock)
 
     def claim(self, run_id: str, owner: str, *, at_least: int = 1) -> int:
-        """Takes the folder for a new job, and holds it as `hold` does. Called by one process of the job.
+        """Takes the folder for a new job, and holds it. Called by one process of the job.
 
-        A job of the same run that is still alive (a worker that hangs, say) is replaced: its writers are fenced off.
+        Whoever holds a folder shows that the run is alive, until `release` or the end of the process. A job of the same
+        run that is still alive (a worker that hangs, say) is replaced: its writers are fenced off.
 
         Args:
             run_id: names the run; jobs that go on with each other's checkpoints share it.
@@ -123,9 +111,61 @@ class Fence:
             before = self._read_for_claim()
             self._require_run(run_id, before)
             epoch = max(before.epoch + 1, self._highest_epoch_in_names() + 1, at_least)
-            self._write(FenceState(epoch, 0, run_id, owner, socket.gethostname(), os.getpid()))
+            self._write_anew(epoch, run_id, owner)
         remove_left_overs(self.root, (epoch, 0), self._disk)
         return epoch
+
+    def enter(self, run_id: str) -> str:
+        """Holds a folder that needs no claim; called by any process of the job before all else.
+
+        One that is being removed as a left-over at this moment becomes a new, empty one. One of another run that has
+        ended is taken over, with a warning.
+
+        Args:
+            run_id: of this job; "": it has none, and is never refused.
+
+        Returns:
+            The run that has the folder from now on: the given one, or that which was there if one of them is "".
+
+        Raises:
+            OwnedError: another run is alive here; names it.
+            CheckpointError: as `claim`, or somebody holds the folder alone and does not go on.
+        """
+        deadline_s = self._monotonic() + ENTER_TIMEOUT_S
+        while True:
+            try:
+                return self._enter(run_id)
+            except CheckpointError as error:
+                self.release()
+                is_going = error.errno in (errno.ENOENT, errno.EEXIST) and not self.root.is_file()
+                may_pass = is_going or isinstance(error, (OwnedError, _BusyError))
+                if not may_pass or self._monotonic() >= deadline_s:
+                    raise
+            self._sleep(POLL_S)
+
+    def _enter(self, run_id: str) -> str:
+        self._disk.make_folder(self.root)
+        before = self._read_for_claim()
+        is_others = _is_others(before, run_id)
+        # held, nobody removes the folder: that is done by who holds it alone
+        is_held = self._owner_lock.hold_alone() if is_others else self._owner_lock.hold()
+        if is_others and not is_held:
+            raise self._owned(before)
+        if not is_held:
+            raise _BusyError(
+                f"{self.root} could not be entered in {ENTER_TIMEOUT_S:g} s: it is looked at or removed by a "
+                "`torchelastic checkpoint prune --dead` that does not go on; end that"
+            )
+        with self._locked():
+            now = self._read_for_claim()
+            if _is_others(now, run_id) != is_others:
+                raise _BusyError(f"{self.root} was entered by another run at the same moment")
+            if not is_others and now != FenceState():
+                return now.run_id
+            self._write_anew(max(now.epoch, self._highest_epoch_in_names()) + is_others, run_id, "entered")
+        if is_others:
+            log.warning("%s was of run %r, which has ended; run %r goes on there", self.root, now.run_id, run_id)
+        return run_id
 
     def known_epoch(self, run_id: str) -> int:
         """The least epoch in which nothing that is here counts as newer than what this run writes; takes no lock.
@@ -141,7 +181,7 @@ class Fence:
         return highest + 1 if highest and state.run_id != run_id else highest
 
     def join(self, epoch: int, run_id: str) -> None:
-        """Takes part in a claim that another process of the same job has made; holds the folder as `hold` does.
+        """Takes part in a claim that another process of the same job has made; holds the folder.
 
         A folder that is not shared needs no claim: this raises its fence to the epoch of the job.
 
@@ -161,38 +201,24 @@ class Fence:
                 raise self._fenced(epoch, 0, now)
             if now.epoch < epoch:
                 self._require_run(run_id, now)
-                self._write(FenceState(epoch, 0, run_id, "joined", socket.gethostname(), os.getpid()))
-            self._hold()
+                self._write_anew(epoch, run_id, "joined")
+            self._owner_lock.hold()
 
     def _require_run(self, run_id: str, before: FenceState) -> None:
         """Holds the folder, unless it belongs to another run that lives."""
-        if not self._hold_alone() and before.run_id not in ("", run_id):
-            self.release()
-            raise OwnedError(
-                f"{self.root} belongs to {before}, which is alive: wait until it has ended, or stop it, or give this "
-                "run a folder of its own"
-            )
+        is_ours = before.run_id in ("", run_id)
+        if not (self._owner_lock.hold() if is_ours else self._owner_lock.hold_alone()):
+            raise self._owned(before)
 
-    def hold(self) -> None:
-        """Shows, for as long as this process lives or until `release`, that the run is alive; `claim` and `join` do it.
-
-        Raises:
-            CheckpointError: as `claim`.
-        """
-        with self._locked():
-            self._hold()
-
-    def _hold(self) -> None:
-        if self._owner_lock < 0:
-            self._owner_lock = self._open_lock(OWNER_LOCK_NAME)
-        with explained("lock the folder of checkpoints", self.root / OWNER_LOCK_NAME):
-            fcntl.flock(self._owner_lock, fcntl.LOCK_SH)
+    def _owned(self, by: FenceState) -> OwnedError:
+        return OwnedError(
+            f"{self.root} belongs to {by}, which is alive: wait until it has ended, or stop it, or give this run a "
+            "folder of its own"
+        )
 
     def release(self) -> None:
         """The run is not alive any more, as far as this process goes; doing it again does nothing."""
-        if self._owner_lock >= 0:
-            os.close(self._owner_lock)
-            self._owner_lock = -1
+        self._owner_lock.release()
 
     def advance(self, epoch: int, round_number: int) -> None:
         """A new group of the job begins: from now on nothing of older groups can be published. Called by any of them.
@@ -227,16 +253,7 @@ class Fence:
             CorruptCheckpointError: it is damaged.
             CheckpointError: it cannot be read.
         """
-        path = self.root / FENCE_NAME
-        try:
-            with explained("read the fence of the checkpoints", path):
-                return decode_fence(path.read_bytes())
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{path}: {error}; start the run anew, which repairs it") from error
-        except CheckpointError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return FenceState()
-            raise
+        return read_fence(self.root)
 
     def _read_for_claim(self) -> FenceState:
         try:
@@ -249,57 +266,15 @@ class Fence:
         names = [SaveId.find(name.removeprefix(STAGING_PREFIX)) for name in names_in(self.root)]
         return max((name.epoch for name in names if name is not None), default=0)
 
+    def _write_anew(self, epoch: int, run_id: str, owner: str) -> None:
+        self._write(FenceState(epoch, 0, run_id, owner, socket.gethostname(), os.getpid()))
+
     def _write(self, state: FenceState) -> None:
         write_whole(self.root / FENCE_NAME, [memoryview(encode_fence(state))], self._disk)
 
-    def _hold_alone(self) -> bool:
-        """Holds the folder; whether nobody else does (only while the fence is locked, so nobody comes in between)."""
-        self.release()
-        self._owner_lock = self._open_lock(OWNER_LOCK_NAME)
-        with explained("lock the folder of checkpoints", self.root / OWNER_LOCK_NAME):
-            try:
-                fcntl.flock(self._owner_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = True
-            except BlockingIOError:
-                alone = False
-            fcntl.flock(self._owner_lock, fcntl.LOCK_SH)
-        return alone
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         path = self.root / FENCE_LOCK_NAME
-        descriptor = self._open_lock(FENCE_LOCK_NAME)
-        try:
-            self._wait_for_lock(descriptor, path)
-            holder = f"process {os.getpid()} on {socket.gethostname()}".encode()
-            with explained("lock the fence of the checkpoints", path):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, holder, 0)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _wait_for_lock(self, descriptor: int, path: Path) -> None:
-        deadline_s = self._monotonic() + self._lock_timeout_s
-        with explained("lock the fence of the checkpoints", path):
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return
-                except BlockingIOError:
-                    pass
-                if self._monotonic() >= deadline_s:
-                    holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-                    raise CheckpointError(
-                        f"the lock {path} was not free for {self._lock_timeout_s:g} s: {holder} holds it, and is "
-                        "stopped or its file system hangs; end that process"
-                    )
-                self._sleep(_LOCK_POLL_S)
-
-    def _open_lock(self, name: str) -> int:
-        path = self.root / name
-        with explained("open a lock in the folder of checkpoints", path):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return locked(path, self._lock_timeout_s, sleep=self._sleep, monotonic=self._monotonic)
 
     def _fenced(self, epoch: int, round_number: int, now: FenceState) -> FencedError:
         return FencedError(
@@ -308,19 +283,5 @@ class Fence:
         )
 
 
-def encode_fence(state: FenceState) -> bytes:
-    """The fence as JSON, with a digest of itself."""
-    text = json.dumps(asdict(state), sort_keys=True)
-    return json.dumps({"fence": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode() + b"\n"
-
-
-def decode_fence(data: bytes) -> FenceState:
-    """The inverse of `encode_fence`. Raises: CorruptCheckpointError."""
-    try:
-        document = json.loads(data)
-        state = FenceState(**json.loads(document["fence"]))
-        if encode_fence(state) != data:
-            raise ValueError("its digest does not match")
-        return state
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the fence is damaged: {error!r}") from error
+def _is_others(state: FenceState, run_id: str) -> bool:
+    return state.run_id != run_id and "" not in (state.run_id, run_id)

@@ -1,0 +1,189 @@
+"""Whose a folder of checkpoints is, and whether that run still lives; `fence` decides by it. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, explained
+from torchelastic.processes.file_locks import is_file_at, lock_file
+
+FENCE_NAME = ".fence.json"
+#: How often whoever waits for a lock tries again.
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, order=True)
+class FenceState:
+    """What the fence of a folder says.
+
+    Attributes:
+        epoch: how many jobs have claimed the folder.
+        round: the newest group of workers of that job.
+        run_id: of that job.
+        owner: who claimed it, in the words of that job.
+        host: where it was claimed; for people.
+        pid: the process that claimed it, on that host.
+    """
+
+    epoch: int = 0
+    round: int = 0
+    run_id: str = ""
+    owner: str = ""
+    host: str = ""
+    pid: int = 0
+
+    @property
+    def token(self) -> tuple[int, int]:
+        """Epoch and round."""
+        return (self.epoch, self.round)
+
+    def __str__(self) -> str:
+        whose = f"run {self.run_id!r} ({self.owner}, process {self.pid} on {self.host})"
+        return f"{whose}, epoch {self.epoch}, round {self.round}"
+
+
+class OwnerLock:
+    """The file that every process of a run keeps locked (flock, shared) while it uses a folder: so the run lives.
+
+    The lock belongs to the open file, which a fork shares: the run lives until the process that holds it and all its
+    forks (the workers of a data loader, say) have ended or released theirs. The kernel sees to that, however they end.
+
+    Args:
+        path: of the file, in the folder; created where it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def hold(self) -> bool:
+        """Holds the folder, until `release` or the end of this process; what is held already stays so.
+
+        Returns:
+            False: somebody holds it alone, or it was removed meanwhile; it is worth another try.
+
+        Raises:
+            CheckpointError: the file cannot be opened or locked.
+        """
+        if not is_file_at(self._path, self._descriptor):
+            self.release()
+            with explained("open a lock in the folder of checkpoints", self._path):
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._descriptor = os.open(self._path, flags, 0o666)
+        return self._lock(fcntl.LOCK_SH)
+
+    def hold_alone(self) -> bool:
+        """The same, unless anybody else holds the folder: then it is not held, and the answer is false."""
+        return self.hold() and self._lock(fcntl.LOCK_EX) and self._lock(fcntl.LOCK_SH)
+
+    def _lock(self, operation: int) -> bool:
+        with explained("lock the folder of checkpoints", self._path):
+            try:
+                lock_file(self._descriptor, operation)
+            except BlockingIOError:
+                self.release()
+                return False
+        if not is_file_at(self._path, self._descriptor):
+            self.release()
+            return False
+        return True
+
+    def release(self) -> None:
+        """This process does not use the folder any more; doing it again does nothing. Forks keep their share."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)  # no LOCK_UN: that would take the lock away from forks too
+            self._descriptor = -1
+
+
+@contextmanager
+def locked(
+    path: Path,
+    timeout_s: float,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Iterator[None]:
+    """Holds a lock that one process of a host has at a time; its file says which, for those that wait in vain.
+
+    Args:
+        path: of the file; created where it is missing.
+        timeout_s: for how long to wait.
+        sleep: waits so many seconds.
+        monotonic: a clock in seconds that never goes back.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is not free in time; names who holds it.
+    """
+    with explained("open a lock in the folder of checkpoints", path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        deadline_s = monotonic() + timeout_s
+        with explained("lock the folder of checkpoints", path):
+            while not _lock_alone(descriptor):
+                if monotonic() >= deadline_s:
+                    holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+                    raise CheckpointError(
+                        f"the lock {path} was not free for {timeout_s:g} s: {holder} holds it, and is stopped or its "
+                        "file system hangs; end that process"
+                    )
+                sleep(POLL_S)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock_alone(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def encode_fence(state: FenceState) -> bytes:
+    """The fence as JSON, with a digest of itself."""
+    text = json.dumps(asdict(state), sort_keys=True)
+    return json.dumps({"fence": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode() + b"\n"
+
+
+def decode_fence(data: bytes) -> FenceState:
+    """The inverse of `encode_fence`. Raises: CorruptCheckpointError."""
+    try:
+        document = json.loads(data)
+        state = FenceState(**json.loads(document["fence"]))
+        if encode_fence(state) != data:
+            raise ValueError("its digest does not match")
+        return state
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the fence is damaged: {error!r}") from error
+
+
+def read_fence(folder: Path) -> FenceState:
+    """What the fence of a folder says now; epoch 0 where there was no claim yet.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        CheckpointError: it cannot be read.
+    """
+    path = folder / FENCE_NAME
+    try:
+        with explained("read the fence of the checkpoints", path):
+            return decode_fence(path.read_bytes())
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{path}: {error}; start the run anew, which repairs it") from error
+    except CheckpointError as error:
+        if error.errno == errno.ENOENT:
+            return FenceState()
+        raise
