@@ -130,10 +130,10 @@ def test_a_page_that_listens_everywhere_is_told_by_the_chosen_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         everywhere = "0.0.0.0"
-        assert PageOptions(listener, everywhere, address="10.1.0.1").url == f"http://10.1.0.1:{port}/"
-        assert PageOptions(listener, everywhere, address="fd00::1").url == f"http://[fd00::1]:{port}/"
-        assert PageOptions(listener, everywhere).url == f"http://{socket.gethostname()}:{port}/"
-        assert PageOptions(listener, "node-1", address="10.1.0.1").url == f"http://node-1:{port}/"
+        assert PageOptions(listener, "token", everywhere, address="10.1.0.1").url == f"http://10.1.0.1:{port}/"
+        assert PageOptions(listener, "token", everywhere, address="fd00::1").url == f"http://[fd00::1]:{port}/"
+        assert PageOptions(listener, "token", everywhere).url == f"http://{socket.gethostname()}:{port}/"
+        assert PageOptions(listener, "token", "node-1", address="10.1.0.1").url == f"http://node-1:{port}/"
 
 
 @pytest.mark.parametrize(
