@@ -246,8 +246,9 @@ def die_in_the_middle_of_a_transfer() -> None:
     def fill_and_die(self: ReplicaConnection, buffer: memoryview | bytearray) -> None:
         nonlocal arrived_bytes
         fill(self, buffer)
-        if isinstance(buffer, memoryview):  # a piece of an object
-            arrived_bytes += buffer.nbytes
+        if not isinstance(buffer, memoryview):  # no piece of an object, but maybe the answer that `push` waits for
+            return
+        arrived_bytes += buffer.nbytes
         if arrived_bytes > STATE_BYTES // 2:
             assert has_sent.wait(TIMEOUT_S)
             os.kill(os.getpid(), signal.SIGKILL)
