@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
@@ -125,48 +125,48 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_nobody_waits_for_notes_of_a_group_that_has_ended(is_connected: bool) -> None:
+@contextmanager
+def server_and_client() -> Iterator[tuple[subprocess.Popen[str], TCPStore]]:
+    """A store's server in a process of its own, which can be stopped, and a connection to it."""
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline())
-            of_group = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
-            notes = StoreMailbox(PrefixStore("round", of_group), answer_s=600.0)
-            if is_connected:
-                notes.post("key", b"words")
-            server.send_signal(signal.SIGSTOP)
-            began_s = time.monotonic()
-            notes.end(0.2)
-            with pytest.raises(RuntimeError):
-                notes.look("key")
-            assert time.monotonic() - began_s < 20.0, "who waited was freed"
-            server.send_signal(signal.SIGCONT)
-            with pytest.raises(RuntimeError, match="given up"):
-                notes.post("key", b"new words")
+            yield server, TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
         finally:
             server.kill()
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_nobody_waits_for_notes_of_a_group_that_has_ended(is_connected: bool) -> None:
+    with server_and_client() as (server, of_group):
+        notes = StoreMailbox(PrefixStore("round", of_group), answer_s=600.0)
+        if is_connected:
+            notes.post("key", b"words")
+        server.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        notes.end(0.2)
+        with pytest.raises(RuntimeError):
+            notes.look("key")
+        assert time.monotonic() - began_s < 20.0, "who waited was freed"
+        server.send_signal(signal.SIGCONT)
+        with pytest.raises(RuntimeError, match="given up"):
+            notes.post("key", b"new words")
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_notes_do_not_wait_for_a_store_whose_host_is_silent_and_reach_it_when_it_is_back(is_connected: bool) -> None:
     """A stopped process stands for a host without power: the kernel takes what is sent, and nobody answers."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            port = int(server.stdout.readline())
-            of_group = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
-            notes = StoreMailbox(PrefixStore("round", of_group), answer_s=0.5)
-            if is_connected:
-                notes.post("key", b"words")
-            server.send_signal(signal.SIGSTOP)
-            began_s = time.monotonic()
-            with pytest.raises(RuntimeError):
-                notes.look("key")
-            assert time.monotonic() - began_s < 10.0, "and not until the kernel gives up"
-            server.send_signal(signal.SIGCONT)
-            notes.post("key", b"new words")
-            assert notes.look("key") == b"new words"
-            assert of_group.check(["round/note/key"]), "the connection of the group was left alone"
-        finally:
-            server.kill()
+    with server_and_client() as (server, of_group):
+        notes = StoreMailbox(PrefixStore("round", of_group), answer_s=0.5)
+        if is_connected:
+            notes.post("key", b"words")
+        server.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(RuntimeError):
+            notes.look("key")
+        assert time.monotonic() - began_s < 10.0, "and not until the kernel gives up"
+        server.send_signal(signal.SIGCONT)
+        notes.post("key", b"new words")
+        assert notes.look("key") == b"new words"
+        assert of_group.check(["round/note/key"]), "the connection of the group was left alone"

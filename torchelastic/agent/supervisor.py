@@ -232,8 +232,7 @@ class Supervisor:
 
     def _open_log(self, worker: Worker) -> WorkerLog | None:
         file = None if self._logs is None else self._logs.opened(worker.local_rank, worker.restarts)
-        if file is not None:
-            worker.log_paths[worker.restarts] = file.path
+        worker.log_path = None if file is None else file.path
         return file
 
     async def _or_give_up(self, worker: Worker, watch: collections.abc.Coroutine[None, None, None]) -> None:

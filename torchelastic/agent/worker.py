@@ -40,7 +40,7 @@ class Worker:
         ended_s: when its last process ended.
         tail: the last lines of its standard error.
         has_stand_in: a member of the run stands in for its script, see `plain_member`.
-        log_paths: where its output was written to, by the number of restarts before it.
+        log_path: where the output of its last process was written to; None: to no file.
     """
 
     local_rank: int
@@ -60,7 +60,7 @@ class Worker:
     ended_s: float = 0.0
     has_stand_in: bool = False
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=TAIL_LINES))
-    log_paths: dict[int, Path] = field(default_factory=dict)
+    log_path: Path | None = None
 
     @property
     def is_over(self) -> bool:
@@ -85,7 +85,7 @@ class Worker:
             is_hang=self.is_hung,
             had_finished=self.has_finished,
             lines=tuple(self.tail),
-            log=str(self.log_paths.get(self.restarts, "")),
+            log=str(self.log_path or ""),
         )
 
     def signal(self, number: int, *, is_for_all: bool = True) -> None:

@@ -41,7 +41,7 @@ _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
 
 
 @dataclass
-class _Call:
+class _ScheduledCall:
     """A call whose end nobody was told yet.
 
     Attributes:
@@ -117,7 +117,7 @@ class AsyncCallsQueue:
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._agreement = CallAgreement(timeout_s)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _ScheduledCall] = {}
         self._acts_alone = False  # whether the last poll asked this rank only
         _live_queues.add(self)
 
@@ -258,7 +258,7 @@ class AsyncCallsQueue:
             log.warning("a queue with %d unfinalised checkpoint calls was forgotten: call close()", len(self._calls))
 
     def _schedule(self, request: AsyncRequest) -> None:
-        call = self._calls[request.call_idx] = _Call(request, Future())
+        call = self._calls[request.call_idx] = _ScheduledCall(request, Future())
         try:
             request.check()
             if request.async_fn is None:
