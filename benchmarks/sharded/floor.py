@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.job.events import EventLog
 from torchelastic.sharded import ShardedState
-from torchelastic.sharded.transfers import all_gather_plain
+from torchelastic.sharded.transfers import all_gather
 
 
 def move_plainly(state: ShardedState, moved: Mapping[int, int], note: EventLog, **where: int) -> None:
@@ -28,8 +28,8 @@ def move_plainly(state: ShardedState, moved: Mapping[int, int], note: EventLog, 
     world = dist.group.WORLD
     assert world is not None
     rank = dist.get_rank()
-    told = all_gather_plain(world, {str(source): size for source, size in moved.items()})
-    asked = {receiver: said[str(rank)] for receiver, said in enumerate(told) if str(rank) in said}
+    told = all_gather(world, dict(moved), dict[int, int])
+    asked = {receiver: said[rank] for receiver, said in enumerate(told) if rank in said}
     sent = {receiver: torch.ones(size, dtype=torch.uint8) for receiver, size in asked.items()}
     for kind, make in (("warm", torch.ones), ("fresh", torch.empty)):
         received = {source: make(size, dtype=torch.uint8) for source, size in moved.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,3 +112,16 @@ def test_what_lies_in_memory_is_known(tmp_path: Path) -> None:
     assert is_in_memory(Path("/dev/shm"))
     assert is_in_memory(Path("/dev/shm") / "not" / "there" / "yet")
     assert not is_in_memory(Path("/proc/self"))
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel was built without huge pages"
+)
+def test_memory_without_a_file_asks_for_huge_pages() -> None:
+    slot = Slot(8 * 2**20)
+    address = slot.memory.data_ptr()
+    areas = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S
+    )
+    flags = next(flags for begin, end, flags in areas if int(begin, 16) <= address < int(end, 16))
+    assert "hg" in flags.split()  # a recovery waits for the first touch of a new slot

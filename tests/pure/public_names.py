@@ -163,7 +163,7 @@ def definition(found: Found, name: str) -> Iterator[str]:
     node = found.node
     if isinstance(node, ast.ClassDef):
         yield from _decorators(node)
-        bases = [ast.unparse(one) for one in (*node.bases, *(keyword.value for keyword in node.keywords))]
+        bases = [ast.unparse(one) for one in (*node.bases, *node.keywords)]
         yield f"class {name}({', '.join(bases)})" if bases else f"class {name}"
         members = _members(found)
         for member in sorted(members, key=lambda one: _place(one, members[one])):

@@ -141,7 +141,8 @@ def entry(**changes: Any) -> list[Any]:
         "checksum": "0" * 16,
         "is_shard": False,
     }
-    return list({**fields, **changes}.values())
+    name, dtype, shape, offsets, sizes, *rest = {**fields, **changes}.values()
+    return [name, dtype, shape, [offsets, sizes], *rest]
 
 
 NONSENSE: dict[str, Any] = {
@@ -153,7 +154,8 @@ NONSENSE: dict[str, Any] = {
     "meta is a list": {"structure": None, "meta": [], "tensors": []},
     "tensors is a number": {"structure": None, "meta": {}, "tensors": 3},
     "tensors is text": {"structure": None, "meta": {}, "tensors": "abc"},
-    "an entry too short": [entry()[:-1]],
+    "an entry too short": [entry()[:5]],
+    "a part too long": [[*entry()[:3], [[0, 0], [2, 3], [0, 0]], *entry()[4:]]],
     "an entry too long": [[*entry(), 1]],
     "an entry is no list": [5],
     "a name that is none": [entry(name=3)],

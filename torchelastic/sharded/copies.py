@@ -12,12 +12,13 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.replication.placement import partners
@@ -207,7 +208,7 @@ class Copies:
         is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         if layout != self._layout:  # else the places are those of the copy before, which took a millisecond to find
             self._layout, self._places = layout, placed(layout.values())
-        header = Header(None, self._places, {"version": astuple(version)})
+        header = Header(None, self._places, {"version": structs.astuple(version)})
         self._own = self._own or SlotPool(None, pinned=is_cuda)
         stage = self._own.take(header)
         self._fill(stage, list(tensors.values()), is_cuda=is_cuda)

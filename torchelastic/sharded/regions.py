@@ -11,9 +11,10 @@ of the two must never be mixed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from enum import Enum
-from typing import Any
+from functools import lru_cache
+
+import msgspec
 
 from torchelastic.checkpoint.shards.boxes import Box, uncovered
 from torchelastic.checkpoint.shards.header import Entry
@@ -23,8 +24,7 @@ from torchelastic.text import shortlist
 STORED = 0
 
 
-@dataclass(frozen=True, order=True)
-class Version:
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
     """One state of the run; the later one compares as the larger.
 
     Attributes:
@@ -56,8 +56,7 @@ class Phase(Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True)
-class OfferedState:
+class OfferedState(msgspec.Struct, frozen=True, array_like=True):
     """One state's parts on one rank.
 
     Attributes:
@@ -76,8 +75,7 @@ class OfferedState:
     has_companions: bool = True
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """What a rank says of itself when a new group forms.
 
     Attributes:
@@ -106,8 +104,7 @@ class Offer:
         return next((holding for holding in self.holdings if holding.is_live), None)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a tensor that one rank has to get.
 
     Attributes:
@@ -161,10 +158,15 @@ def missing_parts(
                 shapes[name] = part.shape
     missing: dict[str, tuple[Box, ...]] = {name: () for name in wanted if name not in boxes}
     for name, found in boxes.items():
-        left = uncovered(Box.whole(shapes[name]), sorted(found, key=lambda box: box.offsets))
+        left = _uncovered(shapes[name], frozenset(found))
         if left:
-            missing[name] = tuple(left)
+            missing[name] = left
     return missing
+
+
+@lru_cache(maxsize=1024)  # a model has many tensors of one form, each with those of its optimizer, cut in the same way
+def _uncovered(shape: tuple[int, ...], boxes: frozenset[Box]) -> tuple[Box, ...]:
+    return tuple(uncovered(Box.whole(shape), sorted(boxes, key=lambda box: box.offsets)))
 
 
 def pieces_for(
@@ -217,54 +219,6 @@ def _rows(boxes: Sequence[Box]) -> str:
     return f"[{', '.join(spans)}{', ..' if len(boxes) > 2 else ''}]"
 
 
-# --- as JSON types ----------------------------------------------------------------------------------------------------
-
-
-def offer_to_plain(offer: Offer) -> dict[str, Any]:
-    """What JSON can hold."""
-    return {
-        "phase": offer.phase.value,
-        "holdings": [
-            [*astuple(each.version), each.layout, each.is_live, each.is_copy, each.has_companions]
-            for each in offer.holdings
-        ],
-        "layouts": [[entry.as_plain() for entry in layout.values()] for layout in offer.layouts],
-        "generation": offer.generation,
-        "token": offer.token,
-        "needed": [entry.as_plain() for entry in offer.needed.values()],
-        "domain": offer.domain,
-        "lost": offer.lost,
-    }
-
-
-def offer_from_plain(plain: Mapping[str, Any]) -> Offer:
-    """The inverse."""
-    return Offer(
-        phase=Phase(plain["phase"]),
-        holdings=tuple(
-            OfferedState(Version(*version), layout, is_live, is_copy, has_companions)
-            for *version, layout, is_live, is_copy, has_companions in plain["holdings"]
-        ),
-        layouts=tuple(layout_of(map(Entry.from_plain, entries)) for entries in plain["layouts"]),
-        generation=plain["generation"],
-        token=plain["token"],
-        needed=layout_of(map(Entry.from_plain, plain["needed"])),
-        domain=plain["domain"],
-        lost=plain["lost"],
-    )
-
-
 def layout_of(entries: Iterable[Entry]) -> dict[str, Entry]:
     """By the names of the tensors."""
     return {entry.name: entry for entry in entries}
-
-
-def piece_to_plain(piece: Piece) -> list[Any]:
-    """What JSON can hold, without the source: it is told to that one."""
-    return [piece.holding, piece.name, piece.box.offsets, piece.box.sizes]
-
-
-def piece_from_plain(source: int, plain: Sequence[Any]) -> Piece:
-    """The inverse."""
-    holding, name, offsets, sizes = plain
-    return Piece(source, holding, name, Box(tuple(offsets), tuple(sizes)))

@@ -49,10 +49,8 @@ from torchelastic.sharded.regions import (
     Phase,
     Version,
     describe_missing,
-    offer_from_plain,
-    offer_to_plain,
 )
-from torchelastic.sharded.transfers import all_gather_plain
+from torchelastic.sharded.transfers import all_gather
 from torchelastic.sharded.weighting import Weighting
 from torchelastic.state import State
 
@@ -308,7 +306,7 @@ class ShardedState(State):
             domain=self._host,
             lost=self._lost_step,
         )
-        offers = [offer_from_plain(each) for each in all_gather_plain(self._control, offer_to_plain(mine))]
+        offers = all_gather(self._control, mine, Offer)
         check_same_models(offers)
         choice = choose(offers, needed)
         if isinstance(choice, NoWholeState):

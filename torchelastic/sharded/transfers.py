@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from torchelastic.checkpoint.shards.stage import copy_all
 from torchelastic.group.messages import all_gather_texts
 from torchelastic.model.transfer import chunks, flat_like, scatter
-from torchelastic.sharded.regions import Piece, piece_from_plain, piece_to_plain
+from torchelastic.sharded.regions import Piece
+
+T = TypeVar("T")
 
 
-def all_gather_plain(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """What each rank says, by rank; JSON must be able to hold it. Called on every rank of the group.
+def all_gather(group: dist.ProcessGroup, value: T, kind: type[T]) -> list[T]:
+    """What each rank says, by rank. Called on every rank of the group.
+
+    Args:
+        group: for CPU tensors.
+        value: of the types that msgspec can write.
+        kind: its type.
 
     Raises:
         RuntimeError: a peer is lost.
     """
-    text = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-    return [json.loads(zlib.decompress(each)) for each in all_gather_texts(group, text, _waited)]
+    text = zlib.compress(msgspec.msgpack.encode(value), 1)
+    said = all_gather_texts(group, text, _waited)
+    return [msgspec.msgpack.decode(zlib.decompress(each), type=kind) for each in said]
 
 
 def broadcast_bytes(group: dist.ProcessGroup, data: bytes | None, source: int) -> bytes:
@@ -76,8 +84,7 @@ def move(
     for piece in pieces:
         if piece.source != rank:
             wanted.setdefault(piece.source, []).append(piece)
-    said = {str(source): [piece_to_plain(piece) for piece in those] for source, those in wanted.items()}
-    told = all_gather_plain(group, said)
+    asked = all_gather(group, wanted, dict[int, list[Piece]])
     operations: list[dist.P2POp] = []
     arriving: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for source, those in sorted(wanted.items()):
@@ -86,9 +93,8 @@ def move(
             message = chunk[0].view(-1) if is_whole else flat_like(chunk, device)
             operations.append(dist.P2POp(dist.irecv, message.view(torch.uint8), source, tag=number))
             arriving.append((message, [] if is_whole else chunk))
-    for receiver, asked in enumerate(told):
-        pieces_there = [piece_from_plain(rank, plain) for plain in asked.get(str(rank), ())]
-        for number, chunk in enumerate(chunks([given(piece) for piece in pieces_there])):
+    for receiver, of_whom in enumerate(asked):
+        for number, chunk in enumerate(chunks([given(piece) for piece in of_whom.get(rank, ())])):
             flat = [tensor.reshape(-1).to(device) for tensor in chunk]
             message = flat[0] if len(flat) == 1 else torch.cat(flat)
             operations.append(dist.P2POp(dist.isend, message.view(torch.uint8), receiver, tag=number))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import xxhash
+from msgspec import structs
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from torchelastic.checkpoint.shards.boxes import Box
@@ -268,12 +269,12 @@ def entries_in_place(resolved: Resolved, layout: Header, data_begin: int) -> tup
         if index is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         there, first = layout.entries[index], found[index]
-        entry = replace(entry, offset_bytes=there.offset_bytes, size_bytes=there.size_bytes)
+        entry = structs.replace(entry, offset_bytes=there.offset_bytes, size_bytes=there.size_bytes)
         if there.size_bytes != tensor.numel() * tensor.element_size():
             return None
         if first is None:
             found[index] = entry
-        elif replace(entry, name=first.name) == first:
+        elif structs.replace(entry, name=first.name) == first:
             entry_names[-1] = first.name  # one tensor under two names
         else:
             return None

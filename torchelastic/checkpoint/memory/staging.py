@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+from msgspec import structs
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
@@ -253,7 +254,7 @@ def _in_copy(resolved: Resolved, copied: CopiedState, target: ShardTarget, slots
     pickled = entries_of_pickles(resolved, room)
     full = [entry for entry in entries if entry.size_bytes]
     end = max((entry.offset_bytes + entry.size_bytes for entry in (*full, *pickled)), default=0)
-    empty = [replace(e, offset_bytes=align(end, ALIGNMENT_BYTES)) for e in entries if not e.size_bytes]
+    empty = [structs.replace(e, offset_bytes=align(end, ALIGNMENT_BYTES)) for e in entries if not e.size_bytes]
     header = Header(None, (*full, *pickled, *empty), meta_of_shard(target.shard))
     if not stage.has_room_for(header):
         return None

@@ -10,14 +10,19 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+#: A length or a place in JSON that somebody else may have written: torch counts them in 64 bits with a sign.
+Length = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A block of a tensor: `offsets[d] .. offsets[d] + sizes[d]` in each dimension d; a scalar has no dimension."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[Length, ...]
+    sizes: tuple[Length, ...]
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes) or min((*self.offsets, *self.sizes), default=0) < 0:

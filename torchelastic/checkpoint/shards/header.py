@@ -21,10 +21,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import xxhash
+from msgspec import structs
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.shards.boxes import Box
+from torchelastic.checkpoint.shards.boxes import Box, Length
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import Flat, NamedTensor
 
@@ -37,15 +39,14 @@ _MAGIC = b"TESHARD\0"
 _PREAMBLE = struct.Struct("<8sIIQ16sQQ")  # magic, version, 0, header bytes, header digest, data offset, data bytes
 _DIGEST = struct.Struct("<Q")
 PREAMBLE_BYTES = 64
-_MAX_NUMBER = 2**62  # torch counts elements and bytes in 64 bits with a sign
+_MOST_ELEMENTS = 2**62  # torch counts them in 64 bits with a sign
 
 
 class NotAShardError(CorruptCheckpointError):
     """The file does not begin as a shard does: never finished, cut, or something else."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One tensor in a shard.
 
     Attributes:
@@ -61,10 +62,10 @@ class Entry:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Length, ...]
     box: Box
-    offset_bytes: int
-    size_bytes: int
+    offset_bytes: Length
+    size_bytes: Length
     checksum: str = NO_CHECKSUM
     is_shard: bool = False
 
@@ -77,17 +78,6 @@ class Entry:
     def of_bytes(cls, name: str, size_bytes: int, offset_bytes: int = 0) -> Entry:
         """A row of bytes."""
         return cls(name, "uint8", (size_bytes,), Box.whole((size_bytes,)), offset_bytes, size_bytes)
-
-    def as_plain(self) -> list[Any]:
-        """What JSON can hold."""
-        box = self.box
-        place = self.offset_bytes, self.size_bytes
-        return [self.name, self.dtype, self.shape, box.offsets, box.sizes, *place, self.checksum, self.is_shard]
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[Any]) -> Entry:
-        """The inverse. Raises TypeError for what `as_plain` cannot have made."""
-        return _entry(*plain)
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ class Header:
     def with_checksums(self, checksums: Sequence[str]) -> Header:
         """The same header with the checksums that were computed, in the order of the entries."""
         pairs = zip(self.entries, checksums, strict=True)
-        return replace(self, entries=tuple(replace(entry, checksum=checksum) for entry, checksum in pairs))
+        return replace(self, entries=tuple(structs.replace(entry, checksum=checksum) for entry, checksum in pairs))
 
 
 @dataclass(frozen=True)
@@ -166,7 +156,7 @@ def placed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """The same of entries without places."""
     found, offset = [], 0
     for entry in entries:
-        found.append(replace(entry, offset_bytes=offset))
+        found.append(structs.replace(entry, offset_bytes=offset))
         offset = align(offset + entry.size_bytes, ALIGNMENT_BYTES)
     return tuple(found)
 
@@ -185,14 +175,24 @@ def data_offset_bytes(header_bytes: int) -> int:
     return align(PREAMBLE_BYTES + header_bytes, PAGE_BYTES)
 
 
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    """A header as JSON; of the raw parts Python's own writes and reads more, such as numbers of any length."""
+
+    structure: msgspec.Raw
+    meta: msgspec.Raw
+    tensors: tuple[Entry, ...]
+
+
+_DOCUMENT = msgspec.json.Decoder(_Document)
+
+
 def encode_header(header: Header) -> bytes:
     """The header as bytes; its length does not depend on the checksums."""
-    document = {
-        "structure": header.structure,
-        "meta": dict(header.meta),
-        "tensors": [entry.as_plain() for entry in header.entries],
-    }
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    structure, meta = (
+        msgspec.Raw(json.dumps(plain, separators=(",", ":"), allow_nan=False).encode())
+        for plain in (header.structure, dict(header.meta))
+    )
+    return msgspec.json.encode(_Document(structure, meta, header.entries))
 
 
 def encode_preamble(encoded_header: bytes, data_offset: int, data_bytes: int) -> bytes:
@@ -237,11 +237,13 @@ def header_of(encoded: bytes) -> Header:
     """The inverse of `encode_header`, for what a peer has just sent; of a file `decode_header` reads it, and checks it.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is none.
+        ValueError, TypeError, msgspec.DecodeError: it is none.
     """
-    document = json.loads(encoded)
-    entries = tuple(map(Entry.from_plain, document["tensors"]))
-    return Header(document["structure"], entries, MappingProxyType(document["meta"]))
+    document = _DOCUMENT.decode(encoded)
+    meta = json.loads(bytes(document.meta))
+    if not isinstance(meta, dict):
+        raise TypeError("what its writer has added is no object")
+    return Header(json.loads(bytes(document.structure)), document.tensors, MappingProxyType(meta))
 
 
 @lru_cache(maxsize=4)  # finding the newest checkpoint and loading it read the same header several times
@@ -249,29 +251,9 @@ def _decoded(data: bytes, preamble: Preamble) -> Header:
     try:
         header = header_of(data)
         _check(header, preamble)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, msgspec.DecodeError, RecursionError, MemoryError) as error:
         raise CorruptCheckpointError(f"its header makes no sense: {error!r}") from error
     return header
-
-
-def _entry(
-    name: str,
-    dtype: str,
-    shape: list[int],
-    offsets: list[int],
-    sizes: list[int],
-    offset_bytes: int,
-    size_bytes: int,
-    checksum: str,
-    is_shard: bool,
-) -> Entry:
-    if not (type(name) is type(dtype) is type(checksum) is str) or type(is_shard) is not bool:
-        raise TypeError(f"{name!r}: a word of its entry is none")
-    for number in (*shape, *offsets, *sizes, offset_bytes, size_bytes):
-        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
-            raise TypeError(f"{name!r}: {number!r} is no length or place")
-    box = Box(tuple(offsets), tuple(sizes))
-    return Entry(name, dtype, tuple(shape), box, offset_bytes, size_bytes, checksum, is_shard)
 
 
 def _check(header: Header, preamble: Preamble) -> None:
@@ -283,7 +265,7 @@ def _check(header: Header, preamble: Preamble) -> None:
     for entry in header.entries:
         dtype = dtype_named(entry.dtype)
         expected = math.prod(entry.box.sizes) * dtype.itemsize
-        if entry.dtype.startswith(("q", "bits")) or math.prod(size for size in entry.shape if size) >= _MAX_NUMBER:
+        if entry.dtype.startswith(("q", "bits")) or math.prod(size for size in entry.shape if size) >= _MOST_ELEMENTS:
             raise ValueError(f"no tensor {entry.dtype} of shape {entry.shape} is stored as {entry.name!r}")
         if entry.size_bytes != expected or not entry.box.fits_into(entry.shape):
             raise ValueError(f"{entry.name!r} has {entry.size_bytes} bytes, and {entry.box} of {entry.shape}")

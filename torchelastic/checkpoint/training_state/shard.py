@@ -7,10 +7,10 @@ numbers, buffers that nobody keeps equal) is in its shard, the structure of it i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import TRAINING_STATE as KIND
@@ -66,7 +66,7 @@ class ShardMaker:
         if parts := [named.name for named in flat.tensors if named.is_shard]:
             raise TypeError(f"{parts[0]!r} is a part of a tensor (a DTensor): save its full_tensor() or to_local()")
         begin = align(common.data_bytes, ALIGNMENT_BYTES)
-        own_entries = [replace(e, offset_bytes=e.offset_bytes + begin) for e in place(flat.tensors)]
+        own_entries = [structs.replace(e, offset_bytes=e.offset_bytes + begin) for e in place(flat.tensors)]
         devices = {named.name: named.tensor.device.type for named in flat.tensors if named.tensor.device.type != "cpu"}
         stated = {"kind": KIND, "version": VERSION, "rank": rank, "own": flat.structure, "devices": devices}
         header = Header(common.structure, (*common.entries, *own_entries), {**meta, **stated})
