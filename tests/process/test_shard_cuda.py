@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchelastic.checkpoint.shards import flatten, load_tree
-from torchelastic.checkpoint.shards.cuda import Pending, before_optimizer_step, copy_beside
+from torchelastic.checkpoint.shards.cuda import Pending, copy_beside
 from torchelastic.checkpoint.shards.header import Header, lay_out
 from torchelastic.checkpoint.shards.pool import SlotPool
 from torchelastic.checkpoint.shards.stage import Stage
@@ -43,33 +43,6 @@ def test_on_the_cpu_the_copy_is_complete_at_once(tmp_path: Path) -> None:
     assert torch.equal(finish(pool, stage, header, pending, tmp_path / "shard")["w"], torch.arange(5.0))
 
 
-def test_on_the_cpu_a_step_does_not_wait() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    handle = before_optimizer_step(optimizer, Pending())
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-    handle.remove()
-    assert torch.equal(parameter.detach(), torch.zeros(2))
-
-
-def test_each_step_holds_the_stream_until_the_handle_is_removed() -> None:
-    class Counted(Pending):
-        held = 0
-
-        def hold_current_stream(self) -> None:
-            self.held += 1
-
-    pending, parameter = Counted(), torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    handle = before_optimizer_step(optimizer, pending)
-    optimizer.step()
-    optimizer.step()
-    handle.remove()
-    optimizer.step()
-    assert pending.held == 2
-
-
 def test_a_source_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path)
     stage, _, _ = staged(pool, {"w": torch.zeros(5)})
@@ -78,7 +51,7 @@ def test_a_source_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @needs_gpu
-def test_a_step_that_follows_at_once_does_not_reach_the_copy(tmp_path: Path) -> None:
+def test_a_step_after_the_wait_does_not_reach_the_copy(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path, pinned=True)
     weights = [torch.nn.Parameter(torch.full((4 * 2**20,), 1.0, device="cuda")) for _ in range(8)]
     optimizer = torch.optim.SGD(weights, lr=1.0)
@@ -86,10 +59,9 @@ def test_a_step_that_follows_at_once_does_not_reach_the_copy(tmp_path: Path) -> 
     for weight in weights:
         weight.grad = torch.full_like(weight, 7.0)
     pending = copy_beside(stage, sources)
-    handle = before_optimizer_step(optimizer, pending)
+    pending.wait()
     optimizer.step()
     loaded = finish(pool, stage, header, pending, tmp_path / "shard")
-    handle.remove()
     assert all(torch.equal(tensor, torch.ones(4 * 2**20)) for tensor in loaded.values())
     assert all(bool((weight == -6).all()) for weight in weights)
     pool.close()

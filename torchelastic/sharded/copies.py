@@ -22,9 +22,10 @@ from msgspec import structs
 
 from torchelastic.checkpoint.memory.room import measure
 from torchelastic.checkpoint.replication.placement import partners
+from torchelastic.checkpoint.shards.cuda import Pending, copy_beside
 from torchelastic.checkpoint.shards.header import Entry, Header, encode_header, header_of, placed
 from torchelastic.checkpoint.shards.pool import SlotPool
-from torchelastic.checkpoint.shards.stage import Stage, copy_all
+from torchelastic.checkpoint.shards.stage import Stage
 from torchelastic.group.rank_group import begun
 from torchelastic.sharded.regions import Layout, Version, layout_of
 from torchelastic.text import bytes_text
@@ -150,7 +151,7 @@ class Copies:
         # of this rank's parts, and of others': these are of other sizes, and a slot that is too small is given back
         self._own: SlotPool | None = None
         self._others = SlotPool(None)
-        self._copied: torch.cuda.Event | None = None
+        self._pending = Pending()
         self._layout: Layout = {}  # of the last copy
         self._places: tuple[Entry, ...] = ()
 
@@ -211,22 +212,19 @@ class Copies:
         header = Header(None, self._places, {"version": structs.astuple(version)})
         self._own = self._own or SlotPool(None, pinned=is_cuda)
         stage = self._own.take(header)
-        self._fill(stage, list(tensors.values()), is_cuda=is_cuda)
-        own, partners, event = StateCopy(version, stage, layout, companions), self._partners, self._copied
+        self._pending = pending = copy_beside(stage, list(tensors.values()))
+        own, partners = StateCopy(version, stage, layout, companions), self._partners
         self._started, self._newest = self._started + 1, version
 
         def exchange() -> list[StateCopy]:
-            if event is not None:
-                event.synchronize()
+            pending.wait()
             return _exchanged(own, header, partners, self._others)
 
         self._exchange = _Exchange(own, begun(exchange))
 
     def wait_until_copied(self) -> None:
         """Return when the parts may be changed: a copy from a GPU goes on beside the step until its optimizer."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        self._pending.wait()
 
     def wait_until_received(self) -> None:
         """Return when the copy under way is whole here. Raises RuntimeError if a peer is lost."""
@@ -264,17 +262,6 @@ class Copies:
             if pool is not None and is_old(copy):
                 pool.give_back(copy.stage)
         self.held = [copy for copy in self.held if not is_old(copy)]
-
-    def _fill(self, stage: Stage, sources: Sequence[torch.Tensor], *, is_cuda: bool) -> None:
-        if not is_cuda:
-            copy_all(stage.places, sources)
-            return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types here
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(stream):
-            torch._foreach_copy_(list(stage.places), list(sources), non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
-            self._copied.record()
 
 
 def _exchanged(own: StateCopy, header: Header, partners: Partners, pool: SlotPool) -> list[StateCopy]:

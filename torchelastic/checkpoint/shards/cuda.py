@@ -1,18 +1,16 @@
-"""Copying a state from a GPU while training goes on: only the optimizer's step waits, and only for the copy.
+"""Copying a state from a GPU while training goes on: only what changes the state waits, and only for the copy.
 
 A copy runs on a stream of its own, into pinned memory. It begins behind what the training stream was given before, and
 the next forward and backward pass run beside it, since they change no parameter. What changes them is the optimizer's
-step; that waits, on the GPU, for the end of the copy.
+step: the training thread waits for the end of the copy before that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from torchelastic.checkpoint.shards.stage import Stage, copy_all
 from torchelastic.checkpoint.shards.tensors import copyable
@@ -39,7 +37,7 @@ class Pending:
         return all(event.query() for event in self._events.values())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Returns when all bytes are in the slot; for a background thread, before `Stage.seal`.
+        """Returns when all bytes are in the slot; on any thread, before the state changes or the slot is sealed.
 
         It waits for the copy alone, not for the device, and lets the interpreter lock go.
         """
@@ -47,18 +45,12 @@ class Pending:
             event.synchronize()
         self._sources = ()
 
-    def hold_current_stream(self) -> None:
-        """What is given to the current stream from here on runs after the copy; the calling thread does not wait."""
-        for device, event in self._events.items():
-            torch.cuda.current_stream(device).wait_event(event)
-
 
 def copy_beside(stage: Stage, sources: Sequence[torch.Tensor]) -> Pending:
     """Begins to copy a state into a slot and returns at once; tensors on the CPU are copied before it returns.
 
-    Call it on the training thread between two steps, on every rank that saves, and have the next change of the sources
-    wait: see `before_optimizer_step`. Batch norm's running statistics change in the forward pass: copy those with
-    `Pending.hold_current_stream` called at once, or accept that they may be those of the next step.
+    Call it on the training thread between two steps, and `Pending.wait` before anything changes the sources. Batch
+    norm's running statistics change in the forward pass: wait before that, or accept those of the next step.
 
     Args:
         stage: of a slot with `pinned=True`; from other memory the copies would not run beside anything.
@@ -78,19 +70,6 @@ def copy_beside(stage: Stage, sources: Sequence[torch.Tensor]) -> Pending:
         for device in {source.device for _, source in on_gpu}
     }
     return Pending(events, [source for _, source in on_gpu])
-
-
-def before_optimizer_step(optimizer: torch.optim.Optimizer, pending: Pending) -> RemovableHandle:
-    """Has the next steps of an optimizer wait for a copy, on the GPU; the training thread never waits.
-
-    Returns:
-        A handle; call its `remove()` when the copy is complete (`Pending.done`). Until then the wait costs nothing.
-    """
-
-    def hold(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        pending.hold_current_stream()
-
-    return optimizer.register_step_pre_hook(hold)
 
 
 def _copy_from(device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
