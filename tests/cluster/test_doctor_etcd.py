@@ -16,9 +16,9 @@ import pytest
 
 from tests.cluster.secured_etcd import PASSWORD, Authority, guard
 from tests.hosts import Lab
-from torchelastic.doctor import Finding, Level
 from torchelastic.doctor.etcd_facts import check, gather_etcd, open_store
 from torchelastic.doctor.etcd_rules import judge_etcd
+from torchelastic.doctor.findings import Finding, Level
 from torchelastic.doctor.meeting import Meeting
 from torchelastic.doctor.meeting_rules import MeetingFacts, judge_meeting
 from torchelastic.processes.background import side_by_side

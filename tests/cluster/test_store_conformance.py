@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import etcd3
 import pytest
 
+from tests.memory_store import MemoryStore
 from torchelastic.rendezvous.etcd import EtcdStore
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.store import (
     CompactedError,

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from tests.memory_store import MemoryStore
 from torchelastic.agent.membership import Membership
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, Standing, encode_round
 from torchelastic.rendezvous.store import StoreUnavailableError
 from torchelastic.rendezvous.view import Settings

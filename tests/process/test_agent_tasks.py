@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.memory_store import MemoryStore
 from tests.process.test_agent_membership import KEYS, TWO, Agent, form, until, with_agents
 from torchelastic.agent import tasks
 from torchelastic.agent.tasks import keep_running
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.protocol import advance
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.store import StoreUnavailableError

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.process.memory_jobs import dead_job, living_job, tmpfs_folder
-from torchelastic.doctor import Finding, Level, Question
 from torchelastic.doctor.accelerators import gather_accelerators, judge_accelerators
-from torchelastic.doctor.examination import Check, checks, run_checks
+from torchelastic.doctor.examination import Check, Question, checks, run_checks
+from torchelastic.doctor.findings import Finding, Level
 from torchelastic.doctor.folder import gather_folder, judge_folder
 from torchelastic.doctor.host import (
     _most_processes,
@@ -330,11 +330,6 @@ def test_a_variable_that_is_wrong_is_told(
     assert found[0].level == level
     assert variable in found[0].what + found[0].because
     assert capfd.readouterr().err == ""
-
-
-def test_deadlines_are_not_asked_for_on_the_main_thread() -> None:
-    with pytest.raises(RuntimeError, match="another thread"):
-        gather_lifetime({})
 
 
 def test_this_hosts_clock_and_packages_are_seen() -> None:

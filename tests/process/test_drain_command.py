@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.memory_store import MemoryStore
 from torchelastic.launch.drain import choose, drained
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.usage import UsageError
 

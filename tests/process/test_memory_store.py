@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from torchelastic.rendezvous.memory import MemoryStore
+from tests.memory_store import MemoryStore
 from torchelastic.rendezvous.store import (
     Compare,
     LeaseLostError,

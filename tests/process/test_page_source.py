@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.memory_store import MemoryStore
 from tests.process.page_clients import TOKEN, get
 from tests.pure.status_runs import NOW_S, a_host
 from torchelastic.agent.dashboard import Dashboard
@@ -24,7 +25,6 @@ from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.page.document import About, document_of
 from torchelastic.page.listening import PageOptions, listening
 from torchelastic.page.source import RunSource
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.store import StoreUnavailableError
 from torchelastic.rendezvous.url import parse_url

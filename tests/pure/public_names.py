@@ -45,7 +45,6 @@ PUBLIC_MODULES = (
     "torchelastic.metrics",
     "torchelastic.ledger",
     "torchelastic.status",
-    "torchelastic.doctor",
     "torchelastic.testing",
 )
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.memory_store import MemoryStore
+from tests.simulation.tree import Tree, check_txn
 from torchelastic.rendezvous.credentials import Credentials, CredentialsError
 from torchelastic.rendezvous.host import Host
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import NO_ROUND, Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.requests import Ask, EndWatches, Message, Receive, Sleep, get
@@ -28,7 +29,6 @@ from torchelastic.rendezvous.store import (
     StoreError,
     StoreEvent,
 )
-from torchelastic.rendezvous.tree import Tree, check_txn
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.rendezvous.view import MembersChanged, RoundPublished, Settings, View, absorb, is_waiting
 from torchelastic.rendezvous.wire import MAX_LINE_BYTES, WireError, decode, encode, who

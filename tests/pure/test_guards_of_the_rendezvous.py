@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.memory_store import MemoryStore
 from tests.pure.test_corners_of_the_rendezvous import KEYS, Stage
 from tests.pure.test_membership_protocol import Leader, at_step, ended, member, running
 from tests.pure.test_simulation import trained, transition
@@ -19,7 +20,6 @@ from tests.simulation.training import Pace
 from tests.simulation.transitions import prepare, run_while
 from tests.simulation.world import World
 from torchelastic.rendezvous.dead_agents import Predecessor
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.protocol import advance
 from torchelastic.rendezvous.records import Member, Round, RoundState, decode_member, encode_member, encode_round
 from torchelastic.rendezvous.requests import EndWatches, Receive, Sleep

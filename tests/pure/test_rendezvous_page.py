@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchelastic.rendezvous.diagram import mermaid
+from tests.simulation.diagram import mermaid
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import RoundState
 
@@ -12,9 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "rendezvous.md"
 
 
 def test_the_diagram_on_the_page_is_that_of_the_table_of_rules() -> None:
-    assert f"```mermaid\n{mermaid()}```" in PAGE.read_text(), (
-        "python -m torchelastic.rendezvous.diagram prints the new one"
-    )
+    assert f"```mermaid\n{mermaid()}```" in PAGE.read_text(), "python -m tests.simulation.diagram prints the new one"
 
 
 def test_every_state_has_its_rules_and_only_the_last_one_has_none() -> None:

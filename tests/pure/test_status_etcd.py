@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchelastic.rendezvous.memory import MemoryStore
+from tests.memory_store import MemoryStore
 from torchelastic.rendezvous.records import Keys, Member, Round, RoundState, encode_member, encode_round
 from torchelastic.rendezvous.store import (
     Compare,

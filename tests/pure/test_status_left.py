@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.memory_store import MemoryStore
 from tests.pure.status_runs import NOW_S, a_host, a_run
 from torchelastic.ledger.events import End, LedgerEvent, Save, StoreOutage
 from torchelastic.ledger.figures import Seen, step_efficiency
 from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.rendezvous.memory import MemoryStore
 from torchelastic.rendezvous.records import Keys, Round, RoundState, encode_round
 from torchelastic.rendezvous.url import parse_url
 from torchelastic.status.event_lines import newest

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tests.simulation.engine import Engine
 from tests.simulation.training import Group, Worker
+from tests.simulation.tree import Tree
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import (
     NO_ROUND,
@@ -19,7 +20,6 @@ from torchelastic.rendezvous.records import (
     decode_round,
 )
 from torchelastic.rendezvous.store import EventKind, StoreEvent
-from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
 
 #: Which state may follow which, as the protocol's own table says; a running round is always a new one.

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from tests.simulation.engine import Engine
+from tests.simulation.tree import MIN_TTL_S, Tree, check_key, check_txn
 from torchelastic.rendezvous.delivery import check_start_revision, check_ttl
 from torchelastic.rendezvous.store import (
     CompactedError,
@@ -26,7 +27,6 @@ from torchelastic.rendezvous.store import (
     TxnResult,
     Watch,
 )
-from torchelastic.rendezvous.tree import MIN_TTL_S, Tree, check_key, check_txn
 
 #: Leases are looked at this often.
 LEASE_TICK_S = 0.5

@@ -15,9 +15,9 @@ from tests.simulation.invariants import Invariants
 from tests.simulation.network import Weather
 from tests.simulation.store import SimulatedStore
 from tests.simulation.training import Group, Pace, Worker, fresh_member
+from tests.simulation.tree import Tree
 from torchelastic.rendezvous.dead_agents import Predecessor
 from torchelastic.rendezvous.records import Keys, Round, RoundState
-from torchelastic.rendezvous.tree import Tree
 from torchelastic.rendezvous.view import Settings
 from torchelastic.rendezvous.worker_rules import Contact, is_left_behind
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 import logging
 import os
 from collections.abc import Callable
@@ -36,7 +35,7 @@ def connect(
 
     if is_ours:
         del os.environ[_VERBOSITY_VARIABLE]
-    if credentials.user is not None and credentials.ca_cert is None and not _all_on_this_host(url):
+    if credentials.user is not None and credentials.ca_cert is None and not url.is_on_this_host:
         log.warning(
             "the password of user %r goes to etcd at %s unencrypted, for everybody on that network to read: use TLS "
             "(cacert=FILE)",
@@ -75,14 +74,3 @@ def say_if_unfit(endpoint: str, version: str, *, is_own: bool) -> None:
             version,
             etcd_versions.GOOD,
         )
-
-
-def _all_on_this_host(url: RendezvousUrl) -> bool:
-    return all(host == "localhost" or _is_loopback(host) for host, _port in url.endpoints)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name

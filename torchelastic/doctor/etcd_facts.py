@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 import ssl
@@ -82,7 +81,7 @@ def gather_etcd(url: RendezvousUrl, credentials: Credentials) -> EtcdFacts:
         user=credentials.user,
         has_certificate=credentials.cert_cert is not None,
         asks_for_login=asks_for_login,
-        is_here=all(_is_here(host) for host, _ in url.endpoints),
+        is_here=url.is_on_this_host,
     )
 
 
@@ -188,13 +187,6 @@ def _revoke(store: CoordinationStore, lease_id: int) -> None:
         store.revoke_lease(lease_id)
     except StoreError:
         pass  # it ends by itself
-
-
-def _is_here(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False  # a name
 
 
 def check(url: RendezvousUrl, credentials: CredentialsOrReason) -> Sequence[Finding]:

@@ -43,14 +43,10 @@ class Finding:
             raise ValueError(f"{self.check}: {self.what!r} has no remedy: say what to do about it")
 
 
-def worst(findings: Iterable[Finding]) -> Level:
-    """The highest level among them; `OK` where there are none."""
-    return max((finding.level for finding in findings), default=Level.OK)
-
-
 def exit_code(findings: Iterable[Finding], *, strict: bool = False) -> int:
     """1 if there is an error, with `strict` also if there is a warning; else 0."""
-    return int(worst(findings) >= (Level.WARNING if strict else Level.ERROR))
+    least = Level.WARNING if strict else Level.ERROR
+    return int(any(finding.level >= least for finding in findings))
 
 
 def list_text(names: Iterable[str]) -> str:

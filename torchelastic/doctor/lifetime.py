@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torchelastic.doctor.findings import Finding, Level
@@ -77,29 +77,18 @@ def _judge_source(source: DeadlineSource) -> Finding:
 
 
 def gather_lifetime(environment: Mapping[str, str]) -> LifetimeFacts:
-    """Detect the sources and ask each once. Not on the main thread: there `detect` would handle signals.
-
-    Raises:
-        RuntimeError: this is the main thread.
-    """
-    if threading.current_thread() is threading.main_thread():
-        raise RuntimeError("ask for deadlines on another thread: on the main one they handle signals")
-    polls = _AskedOnce()
-    with _Warnings() as complaints:
+    """Detect the sources and ask each once. Not on the main thread: there `detect` would handle signals."""
+    with _complaints() as complaints:
         try:
             grace_s = term_grace_s(environment)
             _check_signals(environment.get(SIGNALS_VARIABLE, "").strip(), grace_s)
             without_signals = {name: value for name, value in environment.items() if name != SIGNALS_VARIABLE}
-            deadlines = detect(without_signals, poller=polls)
+            deadlines = detect(without_signals, poller=_AskedOnce())
         except ValueError as error:
             return LifetimeFacts(failure=str(error))
-        try:
-            for poll in polls.added:
-                poll()
-            sources = tuple(_source(deadline) for deadline in deadlines)
-        finally:
-            close_all(deadlines)
-    return LifetimeFacts(sources, grace_s, tuple(complaints.texts))
+        sources = tuple(_source(deadline) for deadline in deadlines)
+        close_all(deadlines)
+    return LifetimeFacts(sources, grace_s, tuple(complaints))
 
 
 def _check_signals(text: str, grace_s: float) -> None:
@@ -115,45 +104,36 @@ def _source(deadline: Deadline) -> DeadlineSource:
 
 
 class _AskedOnce(Poller):
-    """Starts no thread: keeps what is to be asked, to be asked once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added: list[Poll] = []
+    """Starts no thread: what is to be asked now is asked, once."""
 
     def add(self, poll: Poll, after_s: float = 0.0) -> None:
         if after_s == 0.0:
-            self.added.append(poll)
-
-    def remove(self, poll: Poll) -> None:
-        pass
+            poll()
 
 
-class _Warnings(logging.Handler):
-    """Collects what the sources warn of on this thread, inside of a `with` block."""
+class _Collected(logging.Handler):
+    """Keeps what the sources warn of; what one announces is shown with the source."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
-        self._thread = threading.get_ident()
-        self._logger = logging.getLogger("torchelastic.lifetime")
-        self._level, self._propagates = self._logger.level, self._logger.propagate
-
-    def __enter__(self) -> _Warnings:
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.WARNING)
-        self._logger.propagate = False
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.setLevel(self._level)
-        self._logger.propagate = self._propagates
 
     def emit(self, record: logging.LogRecord) -> None:
-        # what a source announces is shown with the source
-        if record.thread == self._thread and record.name != Notices.__module__:
+        if record.name != Notices.__module__:
             self.texts.append(record.getMessage())
+
+
+@contextmanager
+def _complaints() -> Iterator[list[str]]:
+    logger, collected = logging.getLogger("torchelastic.lifetime"), _Collected()
+    level = logger.level
+    logger.addHandler(collected)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield collected.texts
+    finally:
+        logger.removeHandler(collected)
+        logger.setLevel(level)
 
 
 def check() -> Sequence[Finding]:

@@ -10,7 +10,8 @@ import re
 import sys
 from urllib.parse import urlencode
 
-from torchelastic.doctor import Question, examine, exit_code
+from torchelastic.doctor.examination import Question, examine
+from torchelastic.doctor.findings import exit_code
 from torchelastic.doctor.screen import show
 from torchelastic.launch.run_address import access, without_password
 from torchelastic.network.choice import IFACE_VARIABLE

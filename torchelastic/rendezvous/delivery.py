@@ -1,4 +1,4 @@
-"""What the stores have in common: how a watch's callbacks are called, and which arguments are refused."""
+"""How the callbacks of a watch are called, and which arguments are refused: for etcd, and for the tests' own stores."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
+from torchelastic.network.interfaces import is_loopback
 from torchelastic.rendezvous.credentials import PASSWORD_VARIABLE, AccessParameters
 from torchelastic.rendezvous.view import Settings
 
@@ -76,6 +77,11 @@ class RendezvousUrl:
     def endpoints_text(self) -> str:
         """The endpoints as HOST:PORT,HOST:PORT for people."""
         return ",".join(f"{host}:{port}" for host, port in self.endpoints)
+
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether all endpoints are addresses of this host alone, which no name but localhost is taken for."""
+        return all(host == "localhost" or is_loopback(host) for host, _ in self.endpoints)
 
     def __str__(self) -> str:
         query: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""What tests of elastic code need: a clock that obeys, stores and disks that fail on command, a real etcd."""
+"""What tests of elastic code need: a clock that obeys, a disk that fails on command, a real etcd."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torchelastic.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.memory import MemoryStore
     from torchelastic.testing.clock import FakeClock
     from torchelastic.testing.disk_faults import FaultyDisk, fail_at, full_at, kill_at, pause_at, short_write_at
     from torchelastic.testing.etcd import python_protobuf_env, running_etcd
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "FakeClock": "torchelastic.testing.clock",
     "FaultyDisk": "torchelastic.testing.disk_faults",
-    "MemoryStore": "torchelastic.rendezvous.memory",
     "fail_at": "torchelastic.testing.disk_faults",
     "full_at": "torchelastic.testing.disk_faults",
     "kill_at": "torchelastic.testing.disk_faults",
@@ -28,7 +26,6 @@ _MODULE_OF = {
 __all__ = [
     "FakeClock",
     "FaultyDisk",
-    "MemoryStore",
     "fail_at",
     "full_at",
     "kill_at",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
+from tests.simulation.tree import MIN_TTL_S, Tree, check_key, check_txn
 from torchelastic.rendezvous.delivery import WatchCallbacks, check_start_revision, check_ttl
 from torchelastic.rendezvous.store import (
     CompactedError,
@@ -33,7 +34,6 @@ from torchelastic.rendezvous.store import (
     TxnResult,
     Watch,
 )
-from torchelastic.rendezvous.tree import MIN_TTL_S, Tree, check_key, check_txn
 
 
 class _MemoryWatch(Watch):
