@@ -29,6 +29,10 @@ _VARIABLES = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A machine may say that Python is to keep no bytecode. Then every worker of xdist would rewrite the asserts of all
+    # test files anew, 40 s, and each of the thousands of processes that tests start would compile this package again.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.stash[_VARIABLES] = dict(os.environ)
     # some hundred lines from the import of etcd3's generated code, which nobody here can change
     config.addinivalue_line("filterwarnings", "ignore:Call to deprecated create function:DeprecationWarning")

@@ -23,7 +23,7 @@ SAVED = 1234
 
 def run(*lines: tuple[str, str, Path, int]) -> list[dict[str, Any]]:
     """Does it all in one process, which ends before this returns."""
-    (answer,) = values(run_ranks(do, lines, preload=("tests.contracts.facades",)))
+    (answer,) = values(run_ranks(do, lines))
     return list(answer)
 
 

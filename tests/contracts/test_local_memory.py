@@ -16,7 +16,6 @@ from torchelastic.checkpoint import CheckpointError
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.testing import FaultyDisk, fail_at
 
-PRELOAD = ("tests.contracts.local_ranks",)
 MIB = local_ranks.MIB
 STATE_MIB = 5
 
@@ -30,22 +29,20 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_resumed_manager_needs_no_more_room_than_a_fresh_one(small: Path) -> None:
     for steps in ([1, 2, 3], [4, 5, 6, 7]):  # fresh, then resumed
-        (ended,) = values(
-            run_ranks(local_ranks.resume_and_save, small, (STATE_MIB * MIB * 95) // 100, steps, preload=PRELOAD)
-        )
+        (ended,) = values(run_ranks(local_ranks.resume_and_save, small, (STATE_MIB * MIB * 95) // 100, steps))
         assert ended == ["saved"] * len(steps)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_managers_that_are_dropped_without_close_leave_nothing(tmp_path: Path, ranks: int) -> None:
     count = 6
-    for seen in values(run_ranks(local_ranks.drop_managers, tmp_path, count, ranks=ranks, preload=PRELOAD)):
+    for seen in values(run_ranks(local_ranks.drop_managers, tmp_path, count, ranks=ranks)):
         for what, numbers in seen.items():
             assert max(numbers[2:]) <= numbers[1], f"{what} grow: {numbers}"
 
 
 def test_quick_asynchronous_saves_do_not_take_ever_more_room(tmp_path: Path) -> None:
-    (most,) = values(run_ranks(local_ranks.save_quickly, tmp_path, 20, preload=PRELOAD))
+    (most,) = values(run_ranks(local_ranks.save_quickly, tmp_path, 20))
     assert most <= 5, "kept, two that are written, one that is begun, and headers"
 
 

@@ -10,53 +10,51 @@ import pytest
 from tests.contracts import local_ranks
 from tests.process.forked_ranks import run_ranks, values
 
-PRELOAD = ("tests.contracts.local_ranks",)
-
 
 def test_a_job_of_cliques_of_two_goes_on_with_three_ranks_of_four(tmp_path: Path) -> None:
-    values(run_ranks(local_ranks.save, tmp_path, 7, ranks=4, preload=PRELOAD))
+    values(run_ranks(local_ranks.save, tmp_path, 7, ranks=4))
     shutil.rmtree(tmp_path / "host-3")  # its shard has a copy at host 2
-    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3, preload=PRELOAD))
+    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3))
     assert [(one["found"], one["loaded"]) for one in told] == [(7, 7)] * 3
     shutil.rmtree(tmp_path)
-    values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3, preload=PRELOAD))
+    values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3))
     assert [len(list(tmp_path.glob(f"host-{rank}/*/step-*"))) for rank in range(3)] == [2, 2, 2], "own and one copy"
     for lost in range(3):  # whichever is lost, its shard has a copy
         shutil.rmtree(tmp_path / f"host-{lost}")
-        told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3, preload=PRELOAD))
+        told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3))
         assert [(one["found"], one["loaded"]) for one in told] == [(8, 8)] * 3
-        values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3, preload=PRELOAD))
+        values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3))
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_hosts_of_unequal_size_keep_copies_for_each_other(tmp_path: Path, lost: str) -> None:
     hosts = "aab"
-    values(run_ranks(local_ranks.save_as_if_on, tmp_path, hosts, 7, ranks=3, preload=PRELOAD))
+    values(run_ranks(local_ranks.save_as_if_on, tmp_path, hosts, 7, ranks=3))
     for rank, host in enumerate(hosts):
         if host == lost:
             shutil.rmtree(tmp_path / f"host-{rank}")
-    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3, preload=PRELOAD))
+    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3))
     assert [(one["found"], one["loaded"]) for one in told] == [(7, 7)] * 3
 
 
 def test_the_copies_that_were_lost_with_a_host_are_made_again_when_the_job_resumes(tmp_path: Path) -> None:
-    values(run_ranks(local_ranks.save, tmp_path, 7, ranks=2, preload=PRELOAD))
+    values(run_ranks(local_ranks.save, tmp_path, 7, ranks=2))
     shutil.rmtree(tmp_path / "host-1")
-    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=2, preload=PRELOAD))
+    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=2))
     assert [one["loaded"] for one in told] == [7, 7]
     shutil.rmtree(tmp_path / "host-0")
-    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=2, preload=PRELOAD))
+    told = values(run_ranks(local_ranks.resume, tmp_path, ranks=2))
     assert [one["loaded"] for one in told] == [7, 7], "the other host was lost before there was a save"
 
 
 def test_what_is_found_is_what_is_loaded_also_after_damage(tmp_path: Path) -> None:
-    values(run_ranks(local_ranks.save_two, tmp_path, preload=PRELOAD))
+    values(run_ranks(local_ranks.save_two, tmp_path))
     (newest,) = tmp_path.glob("host-0/0/step-000000002*")
     with newest.open("r+b") as file:
         file.seek(-100, 2)
         byte = file.read(1)
         file.seek(-100, 2)
         file.write(bytes([byte[0] ^ 1]))
-    (told,) = values(run_ranks(local_ranks.resume, tmp_path, preload=PRELOAD))
+    (told,) = values(run_ranks(local_ranks.resume, tmp_path))
     assert told["loaded"] == 1, "the damage was noticed, and the older one taken"
     assert told["found"] == told["loaded"]

@@ -12,17 +12,16 @@ from tests.contracts.memory_ranks import folder_of
 from tests.process.forked_ranks import run_ranks, values
 
 OLDER, NEWER = 5, 9
-PRELOAD = ("tests.contracts.memory_ranks",)
 
 
 @pytest.mark.parametrize(("hosts", "found"), [((0,), NEWER), ((0, 1), OLDER)], ids=["one host", "all hosts"])
 def test_two_shards_that_have_changed_their_names_are_replaced_or_all_ranks_step_down(
     tmp_path: Path, hosts: tuple[int, ...], found: int
 ) -> None:
-    values(run_ranks(memory_ranks.save, tmp_path, OLDER, ranks=2, preload=PRELOAD))
+    values(run_ranks(memory_ranks.save, tmp_path, OLDER, ranks=2))
     for host in (0, 1):
         shutil.copytree(folder_of(tmp_path, host, OLDER), tmp_path / f"older-{host}")
-    values(run_ranks(memory_ranks.save, tmp_path, NEWER, ranks=2, preload=PRELOAD))
+    values(run_ranks(memory_ranks.save, tmp_path, NEWER, ranks=2))
     for host in (0, 1):
         if not folder_of(tmp_path, host, OLDER).exists():
             shutil.copytree(tmp_path / f"older-{host}", folder_of(tmp_path, host, OLDER))
@@ -31,4 +30,4 @@ def test_two_shards_that_have_changed_their_names_are_replaced_or_all_ranks_step
         first.rename(tmp_path / "aside")
         second.rename(first)
         (tmp_path / "aside").rename(second)
-    assert values(run_ranks(memory_ranks.recover, tmp_path, ranks=2, preload=PRELOAD)) == [(found, True)] * 2
+    assert values(run_ranks(memory_ranks.recover, tmp_path, ranks=2)) == [(found, True)] * 2

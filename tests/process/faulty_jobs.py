@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,30 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.process.forked_ranks import answer_with, answers_of
+from tests.process.fork_server import fork_server
+from tests.process.forked_ranks import Ended, answer_with, answers_of
 
 #: How long the others are waited for when a rank was killed or stopped.
 ENDING_S = 40.0
 GROUP_S = 20.0
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a rank has ended.
-
-    Attributes:
-        value: what its function returned; None if it did not return.
-        error: what it raised; None if it raised nothing.
-        exit_code: of the process; negative: the signal that killed it.
-    """
-
-    value: Any
-    error: str | None
-    exit_code: int | None
-
-    @property
-    def was_killed(self) -> bool:
-        return self.exit_code == -signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -65,16 +47,12 @@ class Stop:
 
 
 class Nursery:
-    """Forks jobs.
+    """Forks jobs."""
 
-    Args:
-        modules: what is imported once.
-    """
-
-    def __init__(self, *modules: str) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self) -> None:
+        context = fork_server()
         self._end, there = context.Pipe()
-        self._process = context.Process(target=_be_nursery, args=(there, modules))
+        self._process = context.Process(target=_be_nursery, args=(there,))
         self._process.start()
         there.close()
 
@@ -111,9 +89,9 @@ class Nursery:
         self._process.kill()
 
 
-def _be_nursery(end: Connection, modules: Sequence[str]) -> None:
+def _be_nursery(end: Connection) -> None:
     torch.set_num_threads(1)
-    answer_with(end, modules, _fork)
+    answer_with(end, _fork)
 
 
 def _fork(function: Callable[..., Any], arguments: Any, ranks: int, group_s: float, stop: Stop | None) -> list[Ended]:

@@ -1,16 +1,15 @@
 """Ranks that may be killed: each run gets fresh processes, and what takes long to import is imported once.
 
-They are forked by a process that has imported the packages and done nothing else, as Python's fork server does; that
-one cannot be used, because whatever test starts it first decides what it imports.
+They are forked by a process that has imported what the functions of earlier runs need, and has done nothing else.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
-import importlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -21,9 +20,9 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.process.fork_server import fork_server
+
 ANSWER_S = 60
-#: What is imported once, for all files of tests.
-PRELOAD = ("tests.process.hugging_face_runs", "tests.process.accelerate_runs")
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,16 @@ class Ended:
     error: str | None
     exit_code: int | None
 
+    @property
+    def was_killed(self) -> bool:
+        return self.exit_code == -signal.SIGKILL
+
 
 def run_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     ranks: int = 1,
     environments: Sequence[Mapping[str, str]] = (),
-    preload: tuple[str, ...] = PRELOAD,
 ) -> list[Ended]:
     """Runs a module's function on each rank of a new gloo group; with one rank there is no group.
 
@@ -57,9 +59,8 @@ def run_ranks(
         arguments: for it.
         ranks: how many.
         environments: further variables for each rank.
-        preload: the modules that are imported once, by the process that all runs with the same ones are forked from.
     """
-    nursery = _nursery(preload)
+    nursery = _nursery()
     nursery.send((function, arguments, ranks, environments))
     assert nursery.poll(2 * ANSWER_S), "the processes do not end"
     answer = nursery.recv()
@@ -70,28 +71,22 @@ def run_ranks(
 
 
 @cache
-def _nursery(preload: tuple[str, ...]) -> Connection:
-    """The process that has imported everything. It ends when this one does."""
-    context = multiprocessing.get_context("spawn")
+def _nursery() -> Connection:
+    """The process that the ranks are forked from. It ends when this one does."""
+    context = fork_server()
     here, there = context.Pipe()
-    process = context.Process(target=_be_nursery, args=(there, preload))
+    process = context.Process(target=answer_with, args=(there, _fork))
     process.start()
     there.close()
     atexit.register(here.close)  # before multiprocessing waits for it
     return here
 
 
-def _be_nursery(end: Connection, preload: tuple[str, ...]) -> None:
-    answer_with(end, preload, _fork)
-
-
-def answer_with(end: Connection, modules: Sequence[str], fork: Callable[..., Any]) -> None:
-    """What a process does that has imported everything and forks the others: it answers until the other end closes."""
-    for name in modules:
-        importlib.import_module(name)
+def answer_with(end: Connection, fork: Callable[..., Any]) -> None:
+    """What a process does that forks the others: it answers until the other end closes."""
     while True:
         try:
-            request = end.recv()
+            request = end.recv()  # which imports the module of the function
         except EOFError:
             return
         try:

@@ -1,21 +1,16 @@
-"""Two ranks, one of which stops or dies in the middle of a message of 64 MiB: for test_abortable_group.py.
-
-Usage: half_transferred.py RANK PORT SURVIVOR OPERATION SIGNAL; the survivor prints JSON.
-"""
+"""Two ranks, one of which stops or dies in the middle of a message of 64 MiB: for test_abortable_group.py."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -121,12 +116,9 @@ def moved_bytes() -> int:
     return total
 
 
-def main() -> None:
-    rank, port, survivor = map(int, sys.argv[1:4])
-    operation, number = sys.argv[4], signal.Signals[sys.argv[5]]
-    if operation in ("ddp", "functional", "reduction"):
-        importlib.import_module("torch.distributed._functional_collectives")  # which takes seconds, like torch._dynamo
-        importlib.import_module("torch._dynamo")
+def be_rank(rank: int, port: int, survivor: int, operation: str, signal_name: str, answer: Connection) -> None:
+    """A process of the pair; the survivor answers how it went."""
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     torch.set_num_threads(1)
     server = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if rank == survivor else None
     store = PrefixStore(
@@ -136,10 +128,9 @@ def main() -> None:
     groups.form(store, rank, 2)
     dist.all_reduce(torch.ones(1))
     if rank != survivor:
-        be_victim(store, operation, number)
+        be_victim(store, operation, signal.Signals[signal_name])
     store.wait(["victim"])
-    report = survive(groups, int(store.get("victim")), operation)
-    print(json.dumps(report), flush=True)
+    answer.send(survive(groups, int(store.get("victim")), operation))
     del server
     os._exit(0)
 
@@ -191,7 +182,3 @@ def survive(groups: ProcessGroups, victim: int, operation: str) -> dict[str, obj
         "released_after_s": time.monotonic() - destroyed_s,
         "longest_pause_s": longest_pause_s,
     }
-
-
-if __name__ == "__main__":
-    main()

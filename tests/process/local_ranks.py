@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.process.fork_server import fork_server
 
 ANSWER_S = 60
 
@@ -36,12 +38,12 @@ class Crew:
     """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         self._ends: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for _ in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there, dict(os.environ)), daemon=True)
             process.start()
             self._ends.append(here)
             self._processes.append(process)
@@ -79,7 +81,9 @@ def succeeded(answers: list[Any]) -> list[Any]:
     return answers
 
 
-def _serve(end: Connection) -> None:
+def _serve(end: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     while True:
         function, arguments, rank, ranks, store = end.recv()

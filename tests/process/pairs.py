@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import traceback
@@ -15,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.process.fork_server import fork_server
+
 
 def survivor_of(folder: Path, survivor: Callable[[Path], Any], victim: Callable[[Path], None]) -> Any:
     """Run two functions of a module as ranks 0 and 1; returns what the survivor returned.
 
     Raises AssertionError if it raised, or if the victim was not killed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     here, there = context.Pipe(duplex=False)
     processes = [
         context.Process(target=_member, args=(rank, function, folder, there))

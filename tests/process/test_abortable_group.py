@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.process.half_transferred import OPERATIONS, TIMEOUT_S
+from tests.process.fork_server import fork_server
+from tests.process.half_transferred import OPERATIONS, TIMEOUT_S, be_rank
 from torchelastic.network.ports import unused_ports
-from torchelastic.processes import dies_with_parent
 
-ROOT = Path(__file__).parents[2]
 #: The target is 50 ms on a quiet machine; gloo alone takes most of TIMEOUT_S.
 FREE_S = 1.0
 #: On a busy machine the victim may go when all has arrived already.
@@ -25,24 +19,20 @@ ATTEMPTS = 5
 
 def run(operation: str, survivor: int, signal_name: str) -> dict[str, Any]:
     (port,) = unused_ports("127.0.0.1")
-    ranks = []
-    for rank in (0, 1):
-        arguments = [str(rank), str(port), str(survivor), operation, signal_name]
-        command = dies_with_parent([sys.executable, "-m", "tests.process.half_transferred", *arguments])
-        environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
-        ranks.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+    here, there = fork_server().Pipe()
+    ranks = [
+        fork_server().Process(target=be_rank, args=(rank, port, survivor, operation, signal_name, there), daemon=True)
+        for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    there.close()
     try:
-        out, errors = ranks[survivor].communicate(timeout=90)
+        assert here.poll(90), "the survivor says nothing"
+        report: dict[str, Any] = here.recv()
     finally:
         for process in ranks:
             process.kill()
-        ranks[1 - survivor].communicate()
-    assert out, errors[-3000:]
-    report: dict[str, Any] = json.loads(out)
     return report
 
 

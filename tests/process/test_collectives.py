@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import subprocess
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.process.forked_ranks import run_ranks, values
 from torchelastic import distributed
 from torchelastic.distributed import collectives
 
@@ -69,34 +67,13 @@ def everything(rank: int) -> dict[str, Any]:
     }
 
 
-def member(rank: int, directory: str) -> None:
-    path = Path(directory)
-    try:
-        where, limit = f"file://{path}/store", timedelta(seconds=30)
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD_SIZE, timeout=limit)
-        result: object = everything(rank)
-        dist.destroy_process_group()
-    except BaseException:
-        result = traceback.format_exc()
-    (path / f"result{rank}").write_bytes(pickle.dumps(result))
+def told() -> bytes:
+    return pickle.dumps(everything(dist.get_rank()))
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("gloo")
-    # one import of torch for all three, in a process that has no threads yet
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    processes = [context.Process(target=member, args=(rank, str(directory))) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    answers = [pickle.loads((directory / f"result{rank}").read_bytes()) for rank in range(WORLD_SIZE)]
-    for answer in answers:
-        assert isinstance(answer, dict), answer
-    return answers
+def results() -> list[dict[str, Any]]:
+    return [pickle.loads(one) for one in values(run_ranks(told, ranks=WORLD_SIZE))]
 
 
 def test_every_process_knows_its_rank(results: list[dict[str, Any]]) -> None:

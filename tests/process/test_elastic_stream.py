@@ -23,8 +23,6 @@ from torchelastic.data import ElasticStream, EpochStream
 from torchelastic.data.shares import SecondDeal, units_of_rank
 from torchelastic.ledger import Account, this_worker
 
-PRELOAD = ("tests.process.test_elastic_stream",)
-
 
 class Placed(Iterator[int]):
     """Knows its place, and nothing else does: a new one needs the position."""
@@ -288,12 +286,6 @@ def test_worker_processes_outlive_rollbacks_epochs_and_other_worlds() -> None:
     stream.close()
 
 
-def test_spawned_workers_read_the_same() -> None:
-    stream = make(5, 3, num_workers=1, multiprocessing_context="spawn")
-    assert rest_of(stream) == plain_batches((5, 3), 2)
-    stream.close()
-
-
 def test_the_wait_for_data_is_counted() -> None:
     def slow(_shard: int, _num_shards: int, position: int) -> Iterator[int]:
         for number in range(position, 9):
@@ -481,7 +473,7 @@ def test_any_number_of_ranks_share_the_same_batches_and_one_takes_over_where_ano
     expected = plain_batches(lengths, 2) * 2
     state, step = None, 0
     for world in (3, 1, 4, 2, 5):
-        answers = values(run_ranks(drawn_by_rank, lengths, state, 7, placed, ranks=world, preload=PRELOAD))
+        answers = values(run_ranks(drawn_by_rank, lengths, state, 7, placed, ranks=world))
         assert len({str(after) for _, after in answers}) == 1, "every rank knows the place of every shard"
         for shares in zip(*(found for found, _ in answers), strict=True):
             counted = [n for batch, local, _, _ in shares if local for n in batch]
@@ -522,9 +514,7 @@ def second_attempt(mode: str) -> Any:
 
 
 def test_what_is_left_of_a_lost_rank_is_read_by_another_one_and_nothing_of_it_twice() -> None:
-    (first, _, kept, rest), (lost, again, read, others) = values(
-        run_ranks(second_attempt, "recompute", ranks=2, preload=PRELOAD)
-    )
+    (first, _, kept, rest), (lost, again, read, others) = values(run_ranks(second_attempt, "recompute", ranks=2))
     assert (first, lost, again) == ([4, 5, 1004, 1005], [2004, 2005], [2004, 2005])
     assert kept == ((), ((0, 4, 2), (1, 4, 2)), 6, 0.0)
     assert read == (((2, 4, 2),), (), 6, 2 / 6)
@@ -532,7 +522,7 @@ def test_what_is_left_of_a_lost_rank_is_read_by_another_one_and_nothing_of_it_tw
 
 
 def test_what_is_dropped_comes_in_the_batches_after_it() -> None:
-    (_, padding, kept, rest), (_, _, read, others) = values(run_ranks(second_attempt, "drop", ranks=2, preload=PRELOAD))
+    (_, padding, kept, rest), (_, _, read, others) = values(run_ranks(second_attempt, "drop", ranks=2))
     assert len(padding) == 2
     assert kept == ((), ((0, 4, 2), (1, 4, 2)), 4, 0.0)
     assert read == ((), (), 4, 0.0)
@@ -551,7 +541,7 @@ def out_of_step() -> str:
 
 
 def test_ranks_that_are_not_at_the_same_batch_are_told() -> None:
-    for text in values(run_ranks(out_of_step, ranks=2, preload=PRELOAD)):
+    for text in values(run_ranks(out_of_step, ranks=2)):
         assert "not at the same batch" in text
 
 
@@ -564,7 +554,7 @@ def late_ranks() -> str:
 
 
 def test_ranks_beyond_the_shards_that_come_in_the_middle_of_a_run_have_nothing_to_read() -> None:
-    assert values(run_ranks(late_ranks, ranks=2, preload=PRELOAD)) == ["[2, 3] 1", "[0, 1] 0"]
+    assert values(run_ranks(late_ranks, ranks=2)) == ["[2, 3] 1", "[0, 1] 0"]
 
 
 @settings(max_examples=60, deadline=None)

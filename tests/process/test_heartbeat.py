@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from tests.process.fork_server import fork_server
 from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
 
@@ -116,25 +117,25 @@ def test_a_group_whose_store_cannot_be_reached_holds_no_note_of_the_next_group_u
     assert time.monotonic() - began_s < 20.0
 
 
-SERVER = """
-import time
-from torch._C._distributed_c10d import TCPStore
-store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
+def serve(end: Connection) -> None:
+    store = make_store()
+    end.send(store.port)
+    time.sleep(600)
 
 
 @contextmanager
-def server_and_client() -> Iterator[tuple[subprocess.Popen[str], TCPStore]]:
-    """A store's server in a process of its own, which can be stopped, and a connection to it."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            port = int(server.stdout.readline())
-            yield server, TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
-        finally:
-            server.kill()
+def server_and_client() -> Iterator[tuple[int, TCPStore]]:
+    """A store's server in a process of its own, which can be stopped: its pid, and a connection to it."""
+    here, there = fork_server().Pipe()
+    server = fork_server().Process(target=serve, args=(there,), daemon=True)
+    server.start()
+    try:
+        assert here.poll(20.0)
+        port, pid = here.recv(), server.pid
+        assert pid is not None
+        yield pid, TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
@@ -143,13 +144,13 @@ def test_nobody_waits_for_notes_of_a_group_that_has_ended(is_connected: bool) ->
         notes = StoreMailbox(PrefixStore("round", of_group), answer_s=600.0)
         if is_connected:
             notes.post("key", b"words")
-        server.send_signal(signal.SIGSTOP)
+        os.kill(server, signal.SIGSTOP)
         began_s = time.monotonic()
         notes.end(0.2)
         with pytest.raises(RuntimeError):
             notes.look("key")
         assert time.monotonic() - began_s < 20.0, "who waited was freed"
-        server.send_signal(signal.SIGCONT)
+        os.kill(server, signal.SIGCONT)
         with pytest.raises(RuntimeError, match="given up"):
             notes.post("key", b"new words")
 
@@ -161,12 +162,12 @@ def test_notes_do_not_wait_for_a_store_whose_host_is_silent_and_reach_it_when_it
         notes = StoreMailbox(PrefixStore("round", of_group), answer_s=0.5)
         if is_connected:
             notes.post("key", b"words")
-        server.send_signal(signal.SIGSTOP)
+        os.kill(server, signal.SIGSTOP)
         began_s = time.monotonic()
         with pytest.raises(RuntimeError):
             notes.look("key")
         assert time.monotonic() - began_s < 10.0, "and not until the kernel gives up"
-        server.send_signal(signal.SIGCONT)
+        os.kill(server, signal.SIGCONT)
         notes.post("key", b"new words")
         assert notes.look("key") == b"new words"
         assert of_group.check(["round/note/key"]), "the connection of the group was left alone"

@@ -48,7 +48,7 @@ from torchelastic.checkpoint.store.save_id import file_name_of
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
-    made = Nursery("tests.process.memory_fault_ranks")
+    made = Nursery()
     yield made
     made.close()
 

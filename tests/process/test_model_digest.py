@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import multiprocessing
 import pickle
 import random
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
 import torchelastic
+from tests.process.forked_ranks import run_ranks, values
 from torchelastic.model import digest as digests
 from torchelastic.model.digest import PIECE_BYTES, ReplicaComparison, digest, leaves_of
 from torchelastic.rendezvous.records import Standing
@@ -284,40 +282,21 @@ def gradients_without_and_with_exchange(rank: int) -> list[torch.Tensor]:
     return seen
 
 
-def member(rank: int, directory: str) -> None:
-    path = Path(directory)
-    logging.basicConfig(filename=path / f"log{rank}", level=logging.INFO)
-    torch.set_num_threads(1)
-    try:
-        where, limit = f"file://{path}/store", timedelta(seconds=60)
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD_SIZE, timeout=limit)
-        result: object = everything(rank)
-        dist.destroy_process_group()
-    except BaseException:
-        result = traceback.format_exc()
-    (path / f"result{rank}").write_bytes(pickle.dumps(result))
+def told(folder: Path) -> bytes:
+    rank = dist.get_rank()
+    logging.basicConfig(filename=folder / f"log{rank}", level=logging.INFO, force=True)
+    return pickle.dumps(everything(rank))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("gloo")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    processes = [context.Process(target=member, args=(rank, str(directory))) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-        assert process.exitcode == 0
-    return directory
+    """Where each rank has a log."""
+    return tmp_path_factory.mktemp("logs")
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    answers = [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(WORLD_SIZE)]
-    for answer in answers:
-        assert isinstance(answer, dict), answer
-    return answers
+    return [pickle.loads(one) for one in values(run_ranks(told, folder, ranks=WORLD_SIZE))]
 
 
 def test_after_a_sync_that_brought_somebody_level_every_byte_was_compared(results: list[dict[str, Any]]) -> None:

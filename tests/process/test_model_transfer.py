@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from pathlib import Path
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.process.forked_ranks import run_ranks, values
 from torchelastic.model import transfer
 from torchelastic.model.extras import copied
 
@@ -29,31 +29,22 @@ def tree(seed: int) -> dict[str, Any]:
     }
 
 
-def member(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+def told() -> bytes:
+    rank = dist.get_rank()
     where: dict[str, Any] = {"source": SOURCE, "rank": rank, "world_size": WORLD_SIZE, "device": torch.device("cpu")}
     mine = tree(seed=rank)
     received = [transfer.synchronize(mine, stale=stale, **where) for stale in ([2], [0, 2])]
-    torch.save({"mine": mine, "received": received}, f"{folder}/{rank}.pt")
-    dist.barrier()
+    return pickle.dumps({"mine": mine, "received": received})
 
 
 def assert_same(left: Any, right: Any) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-def test_what_is_received_is_what_the_source_has(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=member, args=(rank, str(tmp_path))) for rank in range(WORLD_SIZE)]
-    for process in members:
-        process.start()
-    for process in members:
-        process.join(60)
-        assert process.exitcode == 0
-    told = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+def test_what_is_received_is_what_the_source_has() -> None:
     expected = tree(seed=SOURCE)
     plain = expected.pop("plain")
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(map(pickle.loads, values(run_ranks(told, ranks=WORLD_SIZE)))):
         assert_same(
             {k: v for k, v in one["mine"].items() if k != "plain"},
             {k: v for k, v in tree(seed=rank).items() if k != "plain"},

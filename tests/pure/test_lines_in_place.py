@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchelastic.agent import control_sequences
 from torchelastic.agent.control_sequences import last_state, plain_text, shown_of, without_sequences
 from torchelastic.agent.terminal import Terminal
 from torchelastic.agent.worker_environment import memory_variables, terminal_variables, thread_variables
@@ -28,10 +26,6 @@ class Seen:
             below=self.below.append,
             can_move=one_worker,
         )
-
-
-def test_the_examples_hold() -> None:
-    assert doctest.testmod(control_sequences).failed == 0
 
 
 def test_a_bar_is_one_line_below_the_others_and_then_its_last_state() -> None:

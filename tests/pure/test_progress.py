@@ -31,7 +31,7 @@ def test_the_time_left_follows_from_the_share_of_the_work(done_s: float, all_s: 
     assert line(30, 4000, done_s, all_s, 65.0) == said
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", "1"], ids=["alone", "xdist"])
 def test_a_run_says_how_far_it_is_and_still_names_what_fails(tmp_path: Path, workers: str) -> None:
     (tmp_path / "conftest.py").write_text("import tests.progress\ntests.progress._EVERY_S = 0.0\n")
     (tmp_path / "test_them.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n")

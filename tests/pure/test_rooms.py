@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -75,13 +76,14 @@ def room_named(module: str) -> str:
     return module if module in FLOORS else module.split(".")[0]
 
 
-def imports_of(path: Path) -> set[str]:
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
     """What a module imports, also inside functions, but not for types only."""
-    found = set()
-    tree = ast.parse(path.read_text())
-    for_types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    found: set[str] = set()
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    for_types = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     left_out = {id(inner) for node in for_types for statement in node.body for inner in ast.walk(statement)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in left_out:
             continue
         if isinstance(node, ast.Import):
@@ -89,7 +91,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             bare_package = node.module == "torchelastic"
             found |= {f"torchelastic.{alias.name}" for alias in node.names} if bare_package else {node.module}
-    return found
+    return frozenset(found)
 
 
 def test_imports_point_inwards() -> None:

@@ -54,6 +54,7 @@ def without_warnings_about_our_own_faults() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.long
 def test_a_million_events_with_all_faults_break_no_promise() -> None:
     command = [sys.executable, "-m", "tests.simulation", "--seed=1", "--events=1000000"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
