@@ -34,9 +34,9 @@ def _state(step: int, size_bytes: int = 4000) -> BasicTensorAwareStateDict:
     return BasicTensorAwareStateDict({"weights": torch.full((size_bytes // 4,), float(step)), "rank": _rank()})
 
 
-def save(root: Path, step: int) -> None:
+def save(root: Path, step: int, **options: Any) -> None:
     """Save a step."""
-    _manager(root).save(_state(step), step)
+    _manager(root, **options).save(_state(step), step)
 
 
 def save_as_if_on(root: Path, hosts: str, step: int) -> None:
@@ -92,7 +92,7 @@ def drop_managers(root: Path, count: int) -> dict[str, list[int]]:
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
-        hidden = list(root.glob("host-*/*/.tmp-*"))
+        hidden = list(root.rglob(".tmp-*"))
         seen["descriptors"].append(len(list(Path("/proc/self/fd").iterdir())))
         seen["threads"].append(threading.active_count())
         seen["hidden"].append(len(hidden))

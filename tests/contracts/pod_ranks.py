@@ -24,8 +24,7 @@ def local(root: Path, rank: int) -> dict[str, Any]:
         root / f"pod-{rank}", repl_strategy=CliqueReplicationStrategy.from_replication_params(1, 2), timeout_s=30
     )
     manager.save(BasicTensorAwareStateDict({"weights": torch.full((1000,), float(rank))}), 7)
-    files = [path.name for path in manager.local_ckpt_dir.iterdir()]
-    return {"shards": sum(name.startswith("step-") for name in files)}
+    return {"shards": len(list(manager.local_ckpt_dir.rglob("*.shard")))}
 
 
 def memory(root: Path, rank: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.contracts import local_ranks
 from tests.process.forked_ranks import run_ranks, values
 from tests.process.small_tmpfs import small_tmpfs
 from torchelastic.checkpoint import CheckpointError
+from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.testing import FaultyDisk, fail_at
 
@@ -46,13 +47,25 @@ def test_quick_asynchronous_saves_do_not_take_ever_more_room(tmp_path: Path) -> 
     assert most <= 5, "kept, two that are written, one that is begun, and headers"
 
 
+def begun(folder: Path, disk: FaultyDisk) -> tuple[LocalCheckpointManager, AsyncRequest]:
+    """A save of which nothing but the background's part is left."""
+    manager = LocalCheckpointManager(folder, disk=disk)
+    request = manager.save(BasicTensorAwareStateDict({"weights": torch.zeros(1000)}), 7, is_async=True)
+    assert request is not None
+    return manager, request
+
+
 @pytest.mark.parametrize("call", ["sync", "sync_folder"])
 def test_what_a_write_in_the_background_has_begun_goes_when_it_fails(tmp_path: Path, call: str) -> None:
     """Before and after it has its name; without another call of the manager, which may never come."""
-    manager = LocalCheckpointManager(tmp_path, disk=FaultyDisk(fail_at(call, errno.EIO)))
-    request = manager.save(BasicTensorAwareStateDict({"weights": torch.zeros(1000)}), 7, is_async=True)
-    assert request is not None
+    disk = FaultyDisk()
+    manager, request = begun(tmp_path / "undisturbed", disk)
+    number = len(disk.calls)
+    request.work()
+    manager.close()
+    number += disk.calls[number:].index(call)
+    manager, request = begun(tmp_path / "disturbed", FaultyDisk(fail_at(number, errno.EIO)))
     with pytest.raises(CheckpointError, match="Input/output error"):
         request.execute_sync()
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [*(tmp_path / "disturbed").rglob("*.shard"), *(tmp_path / "disturbed").rglob(".tmp-*")] == []
     manager.close()

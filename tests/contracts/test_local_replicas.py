@@ -18,7 +18,9 @@ def test_a_job_of_cliques_of_two_goes_on_with_three_ranks_of_four(tmp_path: Path
     assert [(one["found"], one["loaded"]) for one in told] == [(7, 7)] * 3
     shutil.rmtree(tmp_path)
     values(run_ranks(local_ranks.save, tmp_path, 8, ranks=3))
-    assert [len(list(tmp_path.glob(f"host-{rank}/*/step-*"))) for rank in range(3)] == [2, 2, 2], "own and one copy"
+    assert [len(list(tmp_path.glob(f"host-{rank}/step-*/shard-*"))) for rank in range(3)] == [2, 2, 2], (
+        "own and one copy"
+    )
     for lost in range(3):  # whichever is lost, its shard has a copy
         shutil.rmtree(tmp_path / f"host-{lost}")
         told = values(run_ranks(local_ranks.resume, tmp_path, ranks=3))
@@ -49,7 +51,7 @@ def test_the_copies_that_were_lost_with_a_host_are_made_again_when_the_job_resum
 
 def test_what_is_found_is_what_is_loaded_also_after_damage(tmp_path: Path) -> None:
     values(run_ranks(local_ranks.save_two, tmp_path))
-    (newest,) = tmp_path.glob("host-0/0/step-000000002*")
+    (newest,) = tmp_path.glob("host-0/step-000000002*/shard-*")
     with newest.open("r+b") as file:
         file.seek(-100, 2)
         byte = file.read(1)

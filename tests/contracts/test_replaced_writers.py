@@ -9,12 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.cluster.conftest import jobs as jobs
 from tests.cluster.harness import Job, pause, process_tree, resume, wait_until
-from tests.contracts import memory_ranks
-from torchelastic.checkpoint import FileSystemCheckpointManager
+from tests.contracts import local_ranks, memory_ranks
+from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
+from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.rendezvous import EtcdServer
 from torchelastic.testing.disk_faults import FaultyDisk
 from torchelastic.testing.faults import Fault
@@ -58,7 +60,7 @@ def test_a_host_that_was_paused_in_its_save_does_not_publish_the_newest_checkpoi
     job.wait()
 
 
-OTHERS = """
+IN_MEMORY = """
 import sys
 from pathlib import Path
 from tests.contracts import memory_ranks
@@ -66,29 +68,65 @@ root = Path(sys.argv[1])
 assert memory_ranks.recover(root) == (5, True)
 memory_ranks.save(root, 10)
 """
+LOCAL = """
+import sys
+from pathlib import Path
+from tests.contracts import local_ranks
+root = Path(sys.argv[1])
+assert local_ranks.resume(root) == {"found": 5, "loaded": 5}
+local_ranks.save(root, 10)
+"""
 
 
 class StoppedBeforeItPublishes(FaultyDisk):
-    """The process does nothing from the moment before its checkpoint is complete until others have saved one."""
+    """The process does nothing from the moment before a file is renamed until others have saved a checkpoint."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, others: str, file: str) -> None:
         super().__init__()
-        self._root = root
+        self._root, self._others, self._file = root, others, file
         self.is_replaced = False
 
     def rename(self, source: Path, target: Path) -> None:
-        if target.name == "commit.shard" and not self.is_replaced:
-            self.is_replaced = True
-            subprocess.run([sys.executable, "-c", OTHERS, str(self._root)], check=True)
+        self.stop_before(target)
         super().rename(source, target)
+
+    def stop_before(self, target: Path) -> None:
+        if target.name == self._file and not self.is_replaced:
+            self.is_replaced = True
+            subprocess.run([sys.executable, "-c", self._others, str(self._root)], check=True)
+
+
+class StoppedBeforeItsShard(StoppedBeforeItPublishes):
+    """The same where the file is published."""
+
+    def publish(self, source: Path, target: Path) -> None:
+        self.stop_before(target)
+        super().publish(source, target)
 
 
 def test_a_writer_into_memory_that_was_replaced_in_the_moment_before_it_publishes_leaves_no_checkpoint(
     tmp_path: Path,
 ) -> None:
     memory_ranks.save(tmp_path, 5)
-    disk = StoppedBeforeItPublishes(tmp_path)
+    disk = StoppedBeforeItPublishes(tmp_path, IN_MEMORY, "commit.shard")
     with pytest.raises(CheckpointException, match="was replaced"):
         memory_ranks.save(tmp_path, 20, disk)
     assert disk.is_replaced
     assert memory_ranks.candidates(tmp_path) == ["step-10_ckpt"]
+
+
+def test_a_writer_of_local_checkpoints_that_was_replaced_before_it_publishes_leaves_none(tmp_path: Path) -> None:
+    local_ranks.save(tmp_path, 5)
+    disk = StoppedBeforeItsShard(tmp_path, LOCAL, "shard-00000-of-00001.shard")
+    with pytest.raises(CheckpointError, match="was replaced"):
+        local_ranks.save(tmp_path, 20, disk=disk)
+    assert disk.is_replaced
+    assert local_ranks.resume(tmp_path) == {"found": 10, "loaded": 10}, "as one of epoch 0, that of 20 would be newer"
+    assert len(list(tmp_path.glob("host-0/step-*"))) == 1
+
+
+def test_who_only_loads_local_checkpoints_replaces_nobody(tmp_path: Path) -> None:
+    manager = LocalCheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(BasicTensorAwareStateDict({"weights": torch.zeros(3)}), step)
+        assert LocalCheckpointManager(tmp_path).load()[1].iteration == step

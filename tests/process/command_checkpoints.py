@@ -16,8 +16,9 @@ from torchelastic.checkpoint.command.main import main
 from torchelastic.checkpoint.local.names import header_meta
 from torchelastic.checkpoint.shards import ShardOf, save_tree
 from torchelastic.checkpoint.store import Manifest, SaveId
-from torchelastic.checkpoint.store.save_id import ShardId, file_name_of
-from torchelastic.checkpoint.store.writing import begin, commit, write_shard
+from torchelastic.checkpoint.store.reading import record_in
+from torchelastic.checkpoint.store.save_id import ShardId, shard_file_name
+from torchelastic.checkpoint.store.writing import begin, commit, write_manifest, write_shard
 
 Capture = pytest.CaptureFixture[str]
 
@@ -48,16 +49,18 @@ def add_streams(root: Path, count: int) -> None:
 
 
 def add_local(root: Path, generation: int, ranks: int = 2, holders: int | None = None) -> list[Path]:
-    """A save of `LocalCheckpointManager` in which each rank has a state of its own."""
-    save = SaveId(0, 0, generation, 10 * generation, f"{generation:08x}")
-    paths = []
-    for rank in range(ranks if holders is None else holders):
-        shard = ShardId(save, rank, ranks)
-        folder = root / "session" / str(rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_tree(folder / file_name_of(shard), {"mine": torch.tensor([rank])}, meta=header_meta(shard, "session"))
-        paths.append(folder / file_name_of(shard))
-    return paths
+    """A save of `LocalCheckpointManager` in which each rank has a state of its own; on the host of the first ranks."""
+    save = SaveId(1, 1, generation, 10 * generation, f"{generation:08x}")
+    folder = root / "session" / save.folder_name
+    folder.mkdir(parents=True)
+    paths = [folder / shard_file_name(rank, ranks) for rank in range(ranks)]
+    for rank, path in enumerate(paths):
+        save_tree(path, {"mine": torch.tensor([rank])}, meta=header_meta(ShardId(save, rank, ranks), "session"))
+    records = tuple(record_in(path, rank) for rank, path in enumerate(paths))
+    write_manifest(folder, Manifest(save, "session", ranks, records, saved_s=1000.0 + generation))
+    for path in paths[holders:] if holders is not None else ():
+        path.unlink()
+    return paths[:holders]
 
 
 def flip(path: Path, position: int) -> None:

@@ -155,16 +155,16 @@ def test_a_local_save_is_no_durable_one(tmp_path: Path) -> None:
     assert isinstance(trainer.checkpoint_callback, ModelCheckpoint), "the trainer still adds its own"
     trainer.fit(Model(), data())
     assert global_step_of(trainer.checkpoint_callback.best_model_path) == STEPS
-    (files,) = {tuple(sorted(path.name for path in (tmp_path / "local" / "0").iterdir()))}
+    (files,) = {tuple(sorted(path.name for path in (tmp_path / "local").glob("[!.]*")))}
     plugin_of(trainer).remove_checkpoint(trainer.checkpoint_callback.best_model_path)
     assert not Path(trainer.checkpoint_callback.best_model_path).exists()
-    assert tuple(sorted(path.name for path in (tmp_path / "local" / "0").iterdir())) == files
+    assert tuple(sorted(path.name for path in (tmp_path / "local").glob("[!.]*"))) == files
 
 
 def test_a_damaged_local_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     durable = ModelCheckpoint(tmp_path / "durable", every_n_train_steps=4, save_top_k=-1)
     trainer_at(tmp_path, LocalCheckpointCallback(6), durable).fit(Model(), data())
-    for path in (tmp_path / "local" / "0").glob("*.shard"):
+    for path in (tmp_path / "local").rglob("*.shard"):
         content = bytearray(path.read_bytes())
         content[-5000:] = bytes(5000)
         path.write_bytes(content)
@@ -188,8 +188,8 @@ def test_by_time_the_clock_decides(tmp_path: Path) -> None:
     assert latest(tmp_path) == 12
     manager = LocalCheckpointManager(tmp_path / "local")
     assert manager.load()[0].to_tree()["global_step"] == 12
-    (file,) = manager.local_ckpt_dir.glob("*.shard")
-    assert ".g3." in file.name, "it was saved at steps 3, 6, 9 and 12"
+    (folder,) = manager.local_ckpt_dir.glob("[!.]*")
+    assert ".g3." in folder.name, "it was saved at steps 3, 6, 9 and 12"
 
 
 def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:
@@ -248,4 +248,4 @@ def train_distributed(folder: Path, ckpt_path: str | None, max_steps: int) -> li
     assert ckpt_path is None or model.seen[0] == 6
     manager = plugin_of(trainer).local_ckpt_manager
     assert isinstance(manager, LocalCheckpointManager)
-    return [manager.latest_iteration, len(list(manager.local_ckpt_dir.glob("*.shard")))]
+    return [manager.latest_iteration, len(list(manager.local_ckpt_dir.rglob(f"shard-{rank:05d}-of-00002.shard")))]

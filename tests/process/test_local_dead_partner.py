@@ -72,7 +72,7 @@ def save(manager: LocalCheckpointManager, iteration: int, rank: int, is_async: b
 
 
 def shards(root: Path, host: int, iteration: int, of_rank: int) -> list[Path]:
-    return sorted((root / f"host-{host}").glob(f"session/*/step-{iteration:09d}.*.shard-{of_rank:05d}-of-*.shard"))
+    return sorted((root / f"host-{host}").glob(f"session/step-{iteration:09d}.*/shard-{of_rank:05d}-of-*.shard"))
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def test_a_save_succeeds_on_all_ranks_without_the_replica_of_an_unreachable_part
     assert other_took_s < BOUND_S
     (warning,) = warnings
     save_id, rest = warning.removeprefix("the shard of rank 0 of ").split(" ", 1)
-    assert save_id.startswith("step-000000004.e0.r0.g1.")
+    assert save_id.startswith("step-000000004.e1.r1.g1.")
     assert rest.startswith(f"has no replica on rank 1 at 127.0.0.1:{relay.port}")
     assert (failures, other_warnings, other_failures) == (1, [], 0)
     assert loaded == other_loaded == [4, 4, True], "saved, found and loaded"
@@ -308,7 +308,7 @@ def test_an_asynchronous_save_survives_its_partner_that_is_killed_in_the_middle_
         assert told["found"] == (4, 4), "every shard is somewhere: that of rank 1 on rank 0"
         assert told["loaded"] == [0, 1, 2, 3]
     of_rank_0 = " ".join(answers[0]["warnings"])
-    assert "the shard of rank 0 of step-000000004.e0.r0.g1." in of_rank_0
+    assert "the shard of rank 0 of step-000000004.e1.r1.g1." in of_rank_0
     assert "has no replica on rank 1 at 127.0.0.1:" in of_rank_0
     assert all("no replica" not in " ".join(told["warnings"]) for told in answers[1:])
 
@@ -340,6 +340,3 @@ def test_a_synchronous_save_names_the_killed_rank_on_all_others_and_keeps_what_i
         assert told["own"] == (iteration == 4)
         assert told["found"] == (iteration, 4)
         assert told["loaded"] == [0, 1, 2, 3]
-
-
-# What still fails a save

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,7 @@ def save(root: Path, iterations: list[int], factor: int = 2, is_async: bool = Fa
         queue.maybe_finalize_async_calls(blocking=True)
     dist.barrier()
     manager.close()
-    return sorted(path.name for path in manager.local_ckpt_dir.iterdir())
+    return sorted(path.name for path in manager.local_ckpt_dir.iterdir() if not path.name.startswith("."))
 
 
 def load(root: Path, hosts: list[int] | None = None, strategy: LazyCliqueReplicationStrategy | None = None) -> Any:
@@ -118,7 +119,7 @@ def parts(iteration: int, ranks: int) -> list[Any]:
 def shards(root: Path, host: int, iteration: int = 0, of_rank: int | None = None) -> list[Path]:
     rank = "?????" if of_rank is None else f"{of_rank:05d}"
     step = f"{iteration:09d}" if iteration else "*"
-    return sorted((root / f"host-{host}").glob(f"session/*/step-{step}.*.shard-{rank}-of-*.shard"))
+    return sorted((root / f"host-{host}").glob(f"session/step-{step}.*/shard-{rank}-of-*.shard"))
 
 
 def flip_a_bit(path: Path) -> None:
@@ -135,17 +136,13 @@ def lose(root: Path, host: int) -> None:
 # Saving and losing
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_rank_whose_files_are_removed_under_it_gets_its_part_from_the_clique(
-    crew: Crew, tmp_path: Path, shared: bool
-) -> None:
-    """With folders of their own, and on one host, with one folder for both."""
-    assert succeeded(crew.run(lose_and_load, tmp_path, shared, ranks=2)) == [(True, 5), (True, 5)]
+def test_a_rank_whose_files_are_removed_under_it_gets_its_part_from_the_clique(crew: Crew, tmp_path: Path) -> None:
+    assert succeeded(crew.run(lose_and_load, tmp_path, ranks=2)) == [(True, 5), (True, 5)]
 
 
-def lose_and_load(root: Path, shared: bool) -> tuple[bool, int]:
+def lose_and_load(root: Path) -> tuple[bool, int]:
     rank = dist.get_rank()
-    manager = manager_at(root, 0 if shared else rank, repl_strategy=cliques())
+    manager = manager_at(root, repl_strategy=cliques())
     for iteration in (4, 5):
         manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration)
     if rank == 1:
@@ -321,7 +318,29 @@ def save_broken(root: Path) -> tuple[list[str], str]:
     except CheckpointError as error:
         text = str(error)
     manager.close()
-    return sorted(path.name[:14] for path in manager.local_ckpt_dir.iterdir()), text
+    return sorted(path.name[:14] for path in manager.local_ckpt_dir.glob("[!.]*")), text
+
+
+class NoRoomForOthers(Disk):
+    """Nothing can be received."""
+
+    def allocate(self, descriptor: int, size_bytes: int, path: Path) -> None:
+        if threading.current_thread().name.startswith("replica-"):
+            raise CheckpointError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        super().allocate(descriptor, size_bytes, path)
+
+
+def test_a_partner_without_room_costs_its_copy_and_not_the_save(crew: Crew, tmp_path: Path) -> None:
+    assert succeeded(crew.run(save_beside_a_full_partner, tmp_path, ranks=2)) == [5, 5]
+    assert [len(shards(tmp_path, 0)), len(shards(tmp_path, 1))] == [2, 1]
+
+
+def save_beside_a_full_partner(root: Path) -> int:
+    rank = dist.get_rank()
+    manager = manager_at(root, repl_strategy=cliques(), disk=NoRoomForOthers() if rank == 1 else Disk())
+    manager.save(BasicTensorAwareStateDict(state_of(rank, 5)), 5)
+    manager.close()
+    return manager.latest_iteration
 
 
 # Out of step

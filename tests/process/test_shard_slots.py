@@ -154,6 +154,25 @@ def test_a_header_that_outgrows_its_slot_moves_to_a_larger_one(tmp_path: Path) -
     pool.close()
 
 
+def test_a_slot_whose_file_somebody_else_has_replaced_is_given_back_and_not_used_again(tmp_path: Path) -> None:
+    """As another process of the host does with a damaged shard: what has its name then is not the slot."""
+    pool, other = SlotPool(tmp_path), SlotPool(tmp_path)
+    before = psutil.Process().num_fds()
+    for number in range(2):
+        save(pool, tmp_path / str(number), state(number))
+    (tmp_path / "0").unlink()
+    (tmp_path / "1").unlink()
+    save(other, tmp_path / "1", state(7))
+    pool.retire(tmp_path / "1")
+    assert names(tmp_path) == []
+    save(pool, tmp_path / "2", state(2))
+    assert load_tree(tmp_path / "2")["n"] == 2
+    other.close()
+    gc.collect()
+    assert psutil.Process().num_fds() == before + 2, "one slot: its file and its map"
+    pool.close()
+
+
 def test_left_overs_of_the_living_stay(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path)
     stage = filled(pool, state(0))

@@ -60,14 +60,14 @@ def test_a_record_of_no_shard_is_refused(rank: int, size_bytes: int, digest: str
 
 
 def test_a_local_shard_says_which_it_is_in_its_header() -> None:
-    shard = ShardId(SaveId(epoch=0, round=0, generation=7, step=40, nonce="0a1b2c3d"), 2, 4)
+    shard = ShardId(SaveId(epoch=1, round=2, generation=7, step=40, nonce="0a1b2c3d"), 2, 4)
     assert header_meta(shard, "session") == {
+        "kind": "local state",
         "session": "session",
+        "checkpoint": "step-000000040.e1.r2.g7.0a1b2c3d",
         "iteration": 40,
         "rank": 2,
         "world_size": 4,
-        "generation": 7,
-        "save_id": "0a1b2c3d",
     }
 
 

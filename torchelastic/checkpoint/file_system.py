@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 
 from torchelastic.checkpoint.api import Checkpoint, CheckpointManager
 from torchelastic.checkpoint.errors import CheckpointError, FencedError, explained
-from torchelastic.checkpoint.kinds import Kind, is_foreign, require_own_folder
+from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.output_stream import OutputStream
 from torchelastic.checkpoint.staging import (
     fsync_folder,
@@ -289,8 +289,7 @@ class FileSystemCheckpointManager(CheckpointManager):
     def list_candidates(self) -> list[FileSystemCheckpoint]:
         """Returns the checkpoints, newest first, whether complete or damaged."""
         checkpoints = (FileSystemCheckpoint(sequence_id, self._dir) for sequence_id in _ids(self._dir))
-        # what a rank of LocalCheckpointManager has in a folder `0` is not a damaged checkpoint of ours
-        return [one for one in checkpoints if not one.is_new and not is_foreign(one.path, Kind.STREAMS)]
+        return [one for one in checkpoints if not one.is_new]
 
     def _delete_oldest(self) -> None:
         if self._keep is None:

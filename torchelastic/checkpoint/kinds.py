@@ -17,8 +17,10 @@ from torchelastic.checkpoint.store.save_id import SaveId, find_shard
 
 log = logging.getLogger(__name__)
 
-#: What the headers of `BCPState` state; tiers name their folders alike, and their headers state something else.
+#: What the headers of `BCPState` and of `LocalCheckpointManager` state; those of tiers, which name their folders
+#: alike, state something else.
 TRAINING_STATE = "training state"
+LOCAL_STATE = "local state"
 
 _SHARD_SUFFIX = ".shard"
 
@@ -33,6 +35,9 @@ class Kind(Enum):
     TRAINING_STATE = "BCPState"
     LOCAL = "LocalCheckpointManager"
     MEMORY = "torchelastic.checkpoint.memory"
+
+
+_STATED = {TRAINING_STATE: Kind.TRAINING_STATE, LOCAL_STATE: Kind.LOCAL}
 
 
 class ForeignCheckpointsError(CheckpointError):
@@ -71,16 +76,13 @@ def kind_of(
     <Kind.STREAMS: 'FileSystemCheckpointManager'>
     >>> kind_of("7", ["readme.txt"], open)
     """
-    has_flat_names = any(find_shard(file) for file in files)
     if CheckpointContainerId.parse_version_container_step(folder) is not None:
-        return Kind.MEMORY if has_flat_names or COMMIT_FILE in files else None
-    if has_flat_names:
-        return Kind.LOCAL
+        return Kind.MEMORY if COMMIT_FILE in files or any(find_shard(file) for file in files) else None
     if SaveId.find(folder) is not None:
         stated = _first_stated(files, opened)
         if stated is None:
             return None
-        return Kind.TRAINING_STATE if stated == TRAINING_STATE else Kind.TIERED
+        return _STATED.get(stated, Kind.TIERED)
     return Kind.STREAMS if _STREAM in files or MANIFEST_NAME in files else None
 
 

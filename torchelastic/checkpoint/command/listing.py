@@ -8,7 +8,6 @@ from pathlib import Path
 from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.foreign import dcp, safetensors_file, torch_file
 from torchelastic.checkpoint.command.format import Format, FoundCheckpoint
-from torchelastic.checkpoint.command.local_shards import LocalShards
 from torchelastic.checkpoint.command.memory_steps import MemorySteps
 from torchelastic.checkpoint.command.screen import complain, say_json, table
 from torchelastic.checkpoint.command.shard_folder import FolderOfShards
@@ -17,7 +16,7 @@ from torchelastic.checkpoint.command.streams import StreamFolder
 from torchelastic.text import age_text, bytes_text
 
 #: In the order in which they are looked for and listed.
-FORMATS: tuple[Format, ...] = (ShardFile(), FolderOfShards(), LocalShards(), MemorySteps(), StreamFolder())
+FORMATS: tuple[Format, ...] = (ShardFile(), FolderOfShards(), MemorySteps(), StreamFolder())
 
 #: What it is, how to tell it, how to read it. The first bytes of safetensors can look like a pickle's, not the reverse.
 FOREIGN = (

@@ -61,10 +61,10 @@ def prune(path: Path, policy: KeepPolicy, *, metric: str | None = None, dry_run:
 
 
 def decisions_for(found: Sequence[FoundCheckpoint], policy: KeepPolicy) -> list[tuple[FoundCheckpoint, KeepDecision]]:
-    """What becomes of each checkpoint, each kind for itself, oldest first; pure."""
+    """What becomes of each checkpoint, each kind in each folder for itself, oldest first; pure."""
     decided: list[tuple[FoundCheckpoint, KeepDecision]] = []
-    for kind in dict.fromkeys(one.format for one in found):
-        ours = [one for one in reversed(found) if one.format is kind]
+    for kind, folder in dict.fromkeys((one.format, one.path.parent) for one in found):
+        ours = [one for one in reversed(found) if one.format is kind and one.path.parent == folder]
         answers = iter(policy.decide([_candidate(place, one) for place, one in enumerate(ours) if one.is_complete]))
         decided += [(one, next(answers) if one.is_complete else _left_alone(one)) for one in ours]
     return decided

@@ -1,4 +1,7 @@
-"""Checkpoints of several shards with a manifest, one folder each; see `torchelastic.checkpoint.store`."""
+"""Checkpoints of several shards with a manifest, one folder each; see `torchelastic.checkpoint.store`.
+
+Tiers, `BCPState` and `LocalCheckpointManager` write them; of the last one each session has a folder of them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torchelastic.checkpoint.command.errors import CheckpointCommandError
 from torchelastic.checkpoint.command.format import FoundCheckpoint, still_there
-from torchelastic.checkpoint.command.shards import ShardFormat, described_part
+from torchelastic.checkpoint.command.shards import ShardFormat, described_part, opened_shards
 from torchelastic.checkpoint.errors import CheckpointError, explained
+from torchelastic.checkpoint.kinds import LOCAL_STATE, Kind, kind_in
+from torchelastic.checkpoint.shards.loading import read_tree
 from torchelastic.checkpoint.store.inventory import describe_cut
 from torchelastic.checkpoint.store.manifest import MANIFEST_NAME, Manifest
 from torchelastic.checkpoint.store.pruning import remove_checkpoint
@@ -22,13 +28,24 @@ class FolderOfShards(ShardFormat):
     kind = "shards"
 
     def find(self, path: Path) -> list[FoundCheckpoint]:
-        """One folder of shards, or all that are in a folder."""
+        """One folder of shards, or all that are in a folder, local ones of all sessions there."""
         if not path.is_dir():
             return []
         if SaveId.find(path.name) is not None or _has_manifest(path):
             return [self._look_at(path)]
-        names = sorted(filter(None, map(SaveId.find, names_in(path))), reverse=True)
-        return still_there([path / name.folder_name for name in names], self._look_at)
+        return still_there(_checkpoints_in(path) + _sessions_in(path), self._look_at)
+
+    def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
+        """Put together from all shards; of local checkpoints if they are parts, and not each a state of its own."""
+        with opened_shards(found) as shards:
+            is_local = any(shard.header.meta.get("kind") == LOCAL_STATE for shard in shards)
+            are_parts = any(entry.is_shard for shard in shards for entry in shard.header.entries)
+            if is_local and len(shards) > 1 and not are_parts:
+                raise CheckpointCommandError(
+                    f"in {found.name} each of {len(shards)} ranks has saved a state of its own: give the shard of one "
+                    f"rank, such as {found.shards[0]}"
+                )
+            return read_tree(shards, allow_pickles=allow_pickles)
 
     def remove(self, found: FoundCheckpoint) -> None:
         """Hidden first, then removed; a reader that has it open can go on."""
@@ -66,6 +83,19 @@ class FolderOfShards(ShardFormat):
             facts=facts,
             metrics=manifest.metrics if manifest else {},
         )
+
+
+def _checkpoints_in(path: Path) -> list[Path]:
+    """The folders of shards in a folder, newest first."""
+    names = sorted(filter(None, map(SaveId.find, names_in(path))), reverse=True)
+    return [path / name.folder_name for name in names]
+
+
+def _sessions_in(path: Path) -> list[Path]:
+    """The local checkpoints of all sessions that have a folder in this one."""
+    names = [name for name in sorted(names_in(path)) if not name.startswith(".") and SaveId.find(name) is None]
+    sessions = [path / name for name in names if (path / name).is_dir()]
+    return [one for session in sessions for one in _checkpoints_in(session) if kind_in(one) is Kind.LOCAL]
 
 
 def _what_is_here(folder: Path, manifest: Manifest, sizes: dict[str, int | None]) -> tuple[str | None, str | None]:

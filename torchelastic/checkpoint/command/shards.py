@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ class ShardFormat(Format):
 
     def verify(self, found: FoundCheckpoint, advance: Advance) -> list[str]:
         """Compares each header and each tensor, and the headers with the manifest; goes on behind what is damaged."""
-        lines = damages_of([opener for copies in _openers(found, all_of_it=True) for opener in copies], advance)
+        lines = damages_of(_openers(found, all_of_it=True), advance)
         return lines or ([] if found.damage is None else [found.damage])
 
     def load(self, found: FoundCheckpoint, *, allow_pickles: bool) -> Any:
@@ -58,7 +57,7 @@ class ShardFile(ShardFormat):
             return []
         with explained("look at the checkpoint", path):
             status = path.stat()
-        meta, damage = stated_in([path])
+        meta, damage = _stated_in(path)
         one = FoundCheckpoint(
             format=self,
             path=path,
@@ -122,29 +121,18 @@ def described_part(ranks: Iterable[int], world_size: int) -> str | None:
     return f"only the shards of rank(s) {', '.join(map(str, here)) or 'none'} of {world_size} are here"
 
 
-def copies_of(paths: Iterable[Path]) -> list[list[Path]]:
-    """The files of each rank's shard; equal names are copies of each other."""
-    by_name: dict[str, list[Path]] = defaultdict(list)
-    for path in paths:
-        by_name[path.name].append(path)
-    return list(by_name.values())
-
-
-def stated_in(copies: Iterable[Path]) -> tuple[dict[str, Any], str | None]:
-    """What the header of a shard says, in the first copy that can be read; and why none can."""
-    damage = None
-    for path in copies:
-        try:
-            with ShardReader(path) as shard:
-                return dict(shard.header.meta), None
-        except CheckpointError as error:
-            damage = str(error)
-    return {}, damage
+def _stated_in(path: Path) -> tuple[dict[str, Any], str | None]:
+    """What the header of a shard says; and why it cannot be read."""
+    try:
+        with ShardReader(path) as shard:
+            return dict(shard.header.meta), None
+    except CheckpointError as error:
+        return {}, str(error)
 
 
 @contextmanager
 def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator[list[ShardReader]]:
-    """Opens its shards, of each the first copy that can be opened.
+    """Opens its shards.
 
     Args:
         found: the checkpoint.
@@ -154,28 +142,19 @@ def opened_shards(found: FoundCheckpoint, *, all_of_it: bool = True) -> Iterator
         CheckpointError: a shard cannot be opened, or is not what the manifest says.
     """
     with ExitStack() as opened:
-        yield [opened.enter_context(_open_readable(copies)) for copies in _openers(found, all_of_it=all_of_it)]
+        yield [opened.enter_context(opener()) for opener in _openers(found, all_of_it=all_of_it)]
 
 
-def _openers(found: FoundCheckpoint, *, all_of_it: bool) -> list[list[_Opener]]:
-    """How to open each shard, and each copy of it; with `all_of_it` also those that the manifest has and are not here.
+def _openers(found: FoundCheckpoint, *, all_of_it: bool) -> list[_Opener]:
+    """How to open each shard; with `all_of_it` also those that the manifest has and are not here.
 
     What the manifest says of a shard is compared when it is opened.
     """
     if found.manifest is None:
-        return [[partial(ShardReader, path) for path in copies] for copies in copies_of(found.shards)]
+        return [partial(ShardReader, path) for path in found.shards]
     records = found.manifest.shards
     wanted = [record for record in records if all_of_it or found.path / record.file in found.shards]
-    return [[partial(open_shard, found.path, record)] for record in wanted]
-
-
-def _open_readable(copies: Sequence[_Opener]) -> ShardReader:
-    for opener in copies[:-1]:
-        try:
-            return opener()
-        except CheckpointError:
-            continue
-    return copies[-1]()
+    return [partial(open_shard, found.path, record) for record in wanted]
 
 
 def _damage_of(shard: ShardReader, advance: Advance) -> list[str]:

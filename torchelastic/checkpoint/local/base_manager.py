@@ -14,7 +14,6 @@ from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError, OutOfStepError
 from torchelastic.checkpoint.local.choice import LocalCandidate, shards_of
 from torchelastic.checkpoint.local.names import CkptID, check_iteration, check_session_id
-from torchelastic.checkpoint.local.shard_folder import HeldShard
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.restore_plan import Held, candidates
@@ -72,7 +71,7 @@ class BaseCheckpointManager(ABC):
         self._world: object = _NOBODY
         self._formation = 0  # how many groups there were
         self._found: dict[SaveId, LocalCandidate] = {}  # the newest first
-        self._complete: dict[SaveId, float] = {}
+        self._complete: set[SaveId] = set()
         self._unreadable: dict[SaveId, str] = {}  # and why
         self._pending: dict[SaveId, int] = {}  # begun and not finalised; how many later ones were finalised since
         self._generation = -1
@@ -80,7 +79,7 @@ class BaseCheckpointManager(ABC):
     # --- what a subclass does -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _my_ckpt_ids(self) -> Sequence[HeldShard]:
+    def _my_ckpt_ids(self) -> Sequence[ShardId]:
         """The parts that this rank holds, its own and those of others."""
 
     @abstractmethod
@@ -98,6 +97,9 @@ class BaseCheckpointManager(ABC):
     def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
         """Takes the snapshot, and returns what is left to be done in the background (without finalize functions)."""
 
+    def _commit(self, save: SaveId, saved_s: float) -> None:  # noqa: B027 - most need not
+        """All ranks have written their parts of a save: makes it count, on all of them or, with an error, on none."""
+
     @abstractmethod
     def _cleanup(self, save: SaveId) -> None:
         """A save is complete on all ranks: removes what is not to be kept beside it."""
@@ -112,6 +114,10 @@ class BaseCheckpointManager(ABC):
 
     def _discard(self, prepared: Any) -> None:  # noqa: B027 - most have nothing to undo
         """Undoes `_prepare`: another rank has failed."""
+
+    def _fencing_token(self, call: str) -> tuple[int, int]:  # noqa: ARG002 - it names a collective
+        """Who saves, as ever greater numbers: the epoch of the job, and the round of the group. Collective."""
+        return 0, 0
 
     def _arrive(self, call: str) -> None:  # noqa: B027 - most need nobody's address
         """The ranks are new to each other: the process group was formed (anew), or this is the first call."""
@@ -213,6 +219,7 @@ class BaseCheckpointManager(ABC):
         """
         call = f"save(iteration={iteration}, is_async={bool(is_async)})"
         self._begin(call, look=False)
+        token = self._fencing_token(call)
         prepared: list[Any] = []
 
         def prepare() -> list[Any]:
@@ -227,8 +234,8 @@ class BaseCheckpointManager(ABC):
                 self._discard(each)
             raise
         self._generation = max(int(generation) for generation, _, _ in answers) + 1
-        _, token, saved_s = answers[0]
-        save = SaveId(0, 0, self._generation, check_iteration(iteration), str(token))
+        _, nonce, saved_s = answers[0]
+        save = SaveId(*token, self._generation, check_iteration(iteration), str(nonce))
         self._pending[save] = 0
         request = self._save(prepared[0], ShardId(save, self.rank, self.world_size), float(saved_s), is_async=is_async)
         request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s), self._formation)])
@@ -257,23 +264,14 @@ class BaseCheckpointManager(ABC):
 
     def _look(self, call: str) -> None:
         """Has all ranks tell what they hold."""
-
-        def report() -> list[list[Any]]:
-            return [[str(held.shard), held.folder, held.saved_s] for held in self._my_ckpt_ids()]
-
-        reports = self._ranks.run_on_all(f"{call}, looking", report)
-        known = [
-            [(ShardId.parse(name), str(folder), float(saved_s)) for name, folder, saved_s in each] for each in reports
-        ]
-        held = [
-            [Held(one.name, range(one.world_size), [one.rank], folder) for one, folder, _ in each] for each in known
-        ]
+        reports = self._ranks.run_on_all(f"{call}, looking", lambda: list(map(str, self._my_ckpt_ids())))
+        known = [list(map(ShardId.parse, each)) for each in reports]
+        held = [[Held(one.name, range(one.world_size), [one.rank]) for one in each] for each in known]
         self._found = {candidate.save: candidate for candidate in candidates(held)}
         self._generation = max([self._generation, *(save.generation for save in self._found)])
-        saved_s = {shard.name: saved_s for each in known for shard, _, saved_s in each}
-        self._complete = {save: saved_s[save] for save in self._found if self._is_loadable(save)}
+        self._complete = {save for save in self._found if self._is_loadable(save)}
         self.globally_available_ids = {
-            rank: sorted({self._ckpt_id(shard) for shard, _, _ in each}) for rank, each in enumerate(known)
+            rank: sorted({self._ckpt_id(shard) for shard in each}) for rank, each in enumerate(known)
         }
         newest = self._newest()
         for save, candidate in self._found.items():
@@ -327,7 +325,7 @@ class BaseCheckpointManager(ABC):
         def pass_over(save: SaveId, error: CorruptCheckpointError) -> None:
             log.warning("%s cannot be loaded (%s); looking for an older one", save, error)
             self._unreadable[save] = f"{save} is damaged ({error})"
-            del self._complete[save]
+            self._complete.remove(save)
 
         found = newest_readable(sorted(self._complete, reverse=True), read, pass_over)
         self.latest_iteration = -1 if found is None else found[0].step
@@ -355,13 +353,20 @@ class BaseCheckpointManager(ABC):
             finalize_fn()
 
     def _finalize(self, save: SaveId, saved_s: float, formation: int) -> None:
-        """All ranks of the present group have written it. Called on the thread that trains."""
+        """All ranks of the present group have written it. Called on the thread that trains, by all of them."""
         self._pending.pop(save, None)
         if formation != self._formation or self._world is not self._ranks.source:
             # a rank that is not in the group any more may have died before it wrote its shard: nothing older may go
             log.warning("the process group was re-formed during %s: find_latest() finds out if it is complete", save)
             return
-        self._complete[save] = saved_s
+        try:
+            self._commit(save, saved_s)
+        except OutOfStepError:
+            raise  # as where it is written
+        except BaseException:
+            self._cleanup_failed_save(save)
+            raise
+        self._complete.add(save)
         self.latest_iteration = max(self._complete).step
         for older in [older for older in self._pending if older < save]:
             self._pending[older] += 1

@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +16,10 @@ from torchelastic.checkpoint.async_ckpt import AsyncRequest
 from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from torchelastic.checkpoint.kinds import Kind, require_own_folder
 from torchelastic.checkpoint.local.base_manager import BaseCheckpointManager
-from torchelastic.checkpoint.local.choice import folders_of, lost_copies, nearness, shards_of, to_prune
+from torchelastic.checkpoint.local.choice import elsewhere, lost_copies, nearness, shards_of
+from torchelastic.checkpoint.local.host_folder import HostFolder
 from torchelastic.checkpoint.local.names import CkptID, described, header_meta
-from torchelastic.checkpoint.local.shard_folder import HeldShard, ShardFolder
-from torchelastic.checkpoint.local.shard_write import ShardWrite, write_shard
+from torchelastic.checkpoint.local.shard_write import ShardWrite
 from torchelastic.checkpoint.local.state_dict import TensorAwareStateDict, decode, encode, plain_basic
 from torchelastic.checkpoint.policy import KeepLast, KeepPolicy
 from torchelastic.checkpoint.replication.topology import PeerTopology, ReplicationRetryConfig, meet, root_id
@@ -30,7 +30,10 @@ from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk, is_in_memory
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.layout import RecurringLayout
 from torchelastic.checkpoint.shards.stage import Stage
+from torchelastic.checkpoint.store.manifest import Manifest, ShardRecord
+from torchelastic.checkpoint.store.reading import record_in
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId
+from torchelastic.checkpoint.store.tier import TierContext, agree_epoch
 from torchelastic.group.naming import listed
 from torchelastic.group.rank_group import RankGroup
 
@@ -101,18 +104,21 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._root = Path(root_local_ckpt_dir).absolute() / session_id
         self._keep = keep if isinstance(keep, KeepPolicy) else KeepLast(keep)
         self._allow_pickles, self._replica_host, self._disk = allow_pickles, replica_host, disk
-        self._folder: ShardFolder | None = None
+        self._folder: HostFolder | None = None
         self._server: ReplicaServer | None = None
         self._peers = PeerTopology(0, ("",))
         self._roots: list[str] = [""]
+        self._epoch: int | None = None
+        self._round = 0
+        self._entered = 0  # which of the formations has its epoch and round
         self._layout = RecurringLayout(allow_pickles=allow_pickles)
         self._dropped = _when_dropped(self, self._ranks)
         disk.make_folder(self._root)
 
     @property
     def local_ckpt_dir(self) -> Path:
-        """The folder of this rank: its own parts, and the copies that it keeps for others."""
-        return self._root / str(self.rank)
+        """The folder of this host, which its ranks share: their own parts, and the copies that they keep for others."""
+        return self._root
 
     def load_all(self) -> list[tuple[TensorAwareStateDict, CkptID]]:
         """Reads the parts of all ranks that saved the newest complete checkpoint, on every rank. Called on all ranks.
@@ -173,7 +179,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """
         self._dropped.detach()
         _let_go(self._server, self._folder)
-        self._server = self._folder = None
+        self._server = self._folder = self._epoch = None
         super().close()
 
     # --- meeting ------------------------------------------------------------------------------------------------------
@@ -182,20 +188,17 @@ class LocalCheckpointManager(BaseCheckpointManager):
         if self._server is not None:
             self._server.close()
             self._server = None
-        if self._folder is not None and self._folder.rank != self.rank:
-            self._folder.close()
-            self._folder = None
 
         def open_folder() -> str:
             require_own_folder(self._root, Kind.LOCAL)
-            self._folder = self._folder or ShardFolder(self._root, self.rank, self.session_id, self._disk)
+            self._folder = self._folder or HostFolder(self._root, self._keep, self._disk)
             return root_id(self._root)
 
         silence_s = min(_SILENCE_PART * self._timeout_s, _MOST_SILENCE_S)
         self._peers, self._server, self._roots = meet(
             self._ranks,
             call,
-            lambda: self._files,
+            lambda: self._files.shelf,
             ReplicationRetryConfig(timeout_seconds=silence_s),
             tell=open_folder,
             choose=self._partners,
@@ -204,6 +207,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._dropped.detach()
         self._dropped = _when_dropped(self, self._server, self._folder, self._ranks)
         hosts, partners = self._peers.hosts, self._peers.partners
+        self._peers = replace(self._peers, partners_of=elsewhere(self._roots, self._peers.partners_of))
         if self.repl_strategy is not None and not partners:
             log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
         clique = sorted([self.rank, *partners])
@@ -215,13 +219,27 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return sorted({*clique} - {self.rank})
 
     @property
-    def _files(self) -> ShardFolder:
+    def _files(self) -> HostFolder:
         if self._folder is None:
             raise CheckpointError("this manager was closed while it was in use")
         return self._folder
 
-    def _folders(self) -> list[int]:
-        return folders_of(self.rank, self._roots, self._files.folders())
+    def _fencing_token(self, call: str) -> tuple[int, int]:
+        """Agreed before the first save of each group; who only loads fences nobody off."""
+        if self._entered != self._formation:
+            files, own = self._files, self._epoch
+
+            def told() -> tuple[int | None, int, int]:
+                return own, self._round, files.known_epoch(self.session_id) if own is None else 0
+
+            epochs, rounds, known = zip(*self._ranks.run_on_all(f"{call}, entering", told), strict=True)
+            self._epoch = agree_epoch(max((one for one in epochs if one is not None), default=None), known)
+            self._round = max(rounds) + 1
+            context = TierContext(self.session_id, self._epoch, self._round, self.rank, self.world_size)
+            self._ranks.run_on_all(f"{call}, preparing", lambda: files.prepare(context))
+            self._entered = self._formation
+        assert self._epoch is not None
+        return self._epoch, self._round
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -229,16 +247,16 @@ class LocalCheckpointManager(BaseCheckpointManager):
         # the others wait for `timeout_s` to hear how it went
         self._files.wait_for_turn(self._timeout_s / 2)
         header, sources = encode(state_dict, self._layout)
-        stage = self._files.take(header)
+        stage = self._files.stage(header)
         try:
             stage.require_fitting(sources)
         except BaseException:
-            self._files.give_back(stage)
+            self._files.pool.give_back(stage)
             raise
         return _Prepared(stage, header, sources)
 
     def _discard(self, prepared: Any) -> None:
-        self._files.give_back(prepared.stage)
+        self._files.pool.give_back(prepared.stage)
 
     def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
         stage: Stage = prepared.stage
@@ -251,11 +269,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
             else:
                 header = header.with_checksums(stage.copy_and_hash(prepared.sources))
         except BaseException:
-            self._files.give_back(stage)
+            self._files.pool.give_back(stage)
             raise
         write = ShardWrite(
             hidden=stage.slot.path or Path(),
-            target=self._files.path_of(shard, self.rank),
+            target=self._files.path_of(shard),
             data_offset=stage.data_offset,
             header=header,
             shard=shard,
@@ -264,18 +282,18 @@ class LocalCheckpointManager(BaseCheckpointManager):
             stage=stage,
         )
         self._files.begin(shard, stage, write)
-        return AsyncRequest(write_shard, (write,), [])
+        return AsyncRequest(ShardWrite.run, (write,), [])
 
-    def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest in `_complete`, or older and superfluous
-        if self._folder is None:
-            return  # closed meanwhile; the next save prunes
-        files = self._files
+    def _commit(self, save: SaveId, saved_s: float) -> None:
+        files, own = self._files, self._files.path_of(ShardId(save, self.rank, self.world_size))
         files.settle()
-        folders = self._folders()
-        held = files.saves_in(folders)
-        doomed = to_prune(self._keep, self._complete, held, {*self._pending, *files.busy})
-        files.prune(doomed, folders)
-        self._complete = {kept: saved_s for kept, saved_s in self._complete.items() if kept not in doomed}
+        told = self._ranks.run_on_all(f"committing {save}", lambda: astuple(record_in(own, self.rank)))
+        records = tuple(ShardRecord(*record) for record in told)
+        manifest = Manifest(save, self.session_id, self.world_size, records, saved_s=saved_s)
+        self._ranks.run_on_all(f"publishing {save}", lambda: files.commit(manifest))
+
+    def _cleanup(self, save: SaveId) -> None:  # noqa: ARG002 - it is the newest, or older and superfluous
+        self._files.tidy(set(self._unreadable), set(self._pending))
 
     def _cleanup_failed_save(self, save: SaveId) -> None:
         if self._folder is not None:
@@ -283,8 +301,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def _my_ckpt_ids(self) -> Sequence[HeldShard]:
-        return self._files.held(self._folders())
+    def _my_ckpt_ids(self) -> Sequence[ShardId]:
+        return self._files.held()
 
     def _load(self, shard: ShardId) -> TensorAwareStateDict:
         return self._read(shard, keep=True)
@@ -323,22 +341,22 @@ class LocalCheckpointManager(BaseCheckpointManager):
         files, peers, roots = self._files, self._peers, self._roots
         held = self._found[shard.name].sources
         sources = plan_reads(held, {self.rank: [shard.rank]}, distance=nearness(roots))[self.rank][shard.rank]
+        here = [source for source in sources if roots[source.rank] == roots[self.rank]]
 
         def take(source: ShardSource) -> Used:
-            is_here = roots[source.rank] == roots[self.rank]
-            client = None if is_here else peers.client(source.rank, peers.retry.timeout_seconds)
-            reader = files.open_copy(shard, int(source.place), client, keep=keep)
+            client = None if source in here else peers.client(source.rank, peers.retry.timeout_seconds)
+            reader = files.open_copy(shard, client, keep=keep)
             try:
                 return use(reader)
             except CorruptCheckpointError:
                 reader.close()
                 raise
 
-        return first_good_copy(described(shard), sources, take)
+        return first_good_copy(described(shard), [*here[:1], *sources[len(here) :]], take)
 
 
 def _when_dropped(
-    manager: LocalCheckpointManager, *held: ReplicaServer | ShardFolder | RankGroup | None
+    manager: LocalCheckpointManager, *held: ReplicaServer | HostFolder | RankGroup | None
 ) -> weakref.finalize[Any, LocalCheckpointManager]:
     """Lets everything go with the last reference to a manager; not when the interpreter ends, which frees it all."""
     dropped = weakref.finalize(manager, _let_go, *held)
@@ -346,7 +364,7 @@ def _when_dropped(
     return dropped
 
 
-def _let_go(*held: ReplicaServer | ShardFolder | RankGroup | None) -> None:
+def _let_go(*held: ReplicaServer | HostFolder | RankGroup | None) -> None:
     for one in held:
         if one is not None:
             one.close()

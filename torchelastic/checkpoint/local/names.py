@@ -1,8 +1,4 @@
-"""Pure: how the shards of local checkpoints are called, on the disk and by their users.
-
-After a rollback the same iteration is saved again, so a save is told apart by more than that: it has a generation, a
-counter that all ranks agree on and that never falls, and a nonce. Epochs and rounds are not known here, and 0.
-"""
+"""Pure: how local checkpoints are called by their users, and what the headers of their shards state."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ import operator
 import re
 from typing import Any, NamedTuple, SupportsIndex
 
+from torchelastic.checkpoint.kinds import LOCAL_STATE
 from torchelastic.checkpoint.store.save_id import ShardId
 
-SUFFIX = ".shard"
 MAX_NUMBER = 10**12
 
 _SESSION = re.compile(r"(?! )[A-Za-z0-9_.:=@+, -]{0,128}(?<! )")
@@ -40,12 +36,12 @@ def described(shard: ShardId) -> str:
 def header_meta(shard: ShardId, session_id: str) -> dict[str, Any]:
     """What the header says of a shard, covered by its digest."""
     return {
+        "kind": LOCAL_STATE,
         "session": session_id,
+        "checkpoint": str(shard.name),
         "iteration": shard.name.step,
         "rank": shard.rank,
         "world_size": shard.world_size,
-        "generation": shard.name.generation,
-        "save_id": shard.name.nonce,
     }
 
 

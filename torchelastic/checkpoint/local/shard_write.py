@@ -27,6 +27,7 @@ from torchelastic.checkpoint.replication.topology import PeerTopology
 from torchelastic.checkpoint.shards.disk import Disk
 from torchelastic.checkpoint.shards.header import Header
 from torchelastic.checkpoint.shards.stage import Stage, seal
+from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.save_id import ShardId
 from torchelastic.metrics import publish_metric
 
@@ -34,8 +35,8 @@ log = logging.getLogger(__name__)
 
 #: For how long a save tries to reach a peer that is lost, before it goes on without that replica.
 PUSH_RETRY_S = 3.0
-#: The peer is dead, unreachable, replaced by another process, or still busy with a broken transfer. Anything else (it
-#: has no room, the content changed under the transfer) fails the save.
+#: The peer is dead, unreachable, replaced by another process, still busy with a broken transfer, or without room.
+#: Anything else (the content changed under the transfer) fails the save.
 _UNREACHABLE = (PeerLostError, PeerStalledError, AuthenticationError, ReplicaBusyError)
 
 
@@ -45,7 +46,7 @@ class ShardWrite:
 
     Attributes:
         hidden: the file that the tensors were copied into.
-        target: the name that it gets.
+        target: the name that it gets, in the folder of its save.
         data_offset: where the data begins in it, in bytes.
         header: of the shard; checksums that it lacks are computed here.
         shard: which it is.
@@ -69,22 +70,25 @@ class ShardWrite:
     def run(self) -> None:
         """Does it all; when it returns, the shard is here, and at all peers that could be reached.
 
-        A peer that cannot be reached costs its replica and not the save: a warning names it, and the metric
-        checkpoint.replication.failures counts it. It is retried for `PUSH_RETRY_S` at most, and no wait for it takes
-        longer than they may be silent.
+        A peer that cannot be reached or has no room costs its replica and not the save: a warning names it, and the
+        metric checkpoint.replication.failures counts it. It is retried for `PUSH_RETRY_S` at most, and no wait for it
+        takes longer than they may be silent.
 
         Raises:
-            CheckpointError: the disk failed, or a peer refused the replica. The shard is removed here; peers may have
+            FencedError: another job has taken the session over meanwhile.
+            CheckpointError: the disk failed, or the shard changed while it was sent. It is removed here; peers may have
                 it.
         """
         try:
             self._seal_and_send()
-        except BaseException:
+        except BaseException as error:
             for path in (self.hidden, self.target):
                 try:
                     self.disk.remove(path)
                 except CheckpointError:
                     pass  # the first error is the one to see; the next save removes what is left
+            if isinstance(error, CheckpointError):  # whoever has taken over may have removed the folder: say so
+                Fence(self.target.parent.parent, self.disk).check(*self.shard.name.token)
             raise
 
     def _seal_and_send(self) -> None:
@@ -94,6 +98,7 @@ class ShardWrite:
             with self._view(descriptor) as view:
                 size_bytes = self._seal(view)
                 self.disk.sync(descriptor, self.hidden)
+                self.disk.make_folder(self.target.parent)
                 self.disk.publish(self.hidden, self.target)
                 self.disk.sync_folder(self.target.parent)
                 with view[:size_bytes] as content:
@@ -125,7 +130,8 @@ class ShardWrite:
             except _UNREACHABLE as error:
                 publish_metric("torchelastic", "checkpoint.replication.failures", 1)
                 log.warning(
-                    "%s has no replica on rank %d at %s, which could not be reached (%s): it is saved without",
+                    "%s has no replica on rank %d at %s, which could not be reached or has no room (%s): it is saved "
+                    "without",
                     described(self.shard),
                     rank,
                     client.peer,
@@ -135,8 +141,3 @@ class ShardWrite:
                 raise CheckpointError(
                     f"rank {rank} could not get a copy of {described(self.shard)}: {error}"
                 ) from error
-
-
-def write_shard(write: ShardWrite) -> None:
-    """The function of the asynchronous request: does a `ShardWrite`."""
-    write.run()

@@ -58,6 +58,7 @@ class SlotPool:
 
     def _warm(self, header: Header) -> Stage | None:
         self._free = [stage for stage in self._free if not _is_gone(stage.slot)]
+        self._published = {path: stage for path, stage in self._published.items() if not _is_gone(stage.slot)}
         for stage in self._free:
             if stage.fits(header):
                 self._free.remove(stage)
@@ -140,8 +141,8 @@ class SlotPool:
         """
         with self._lock:
             stage = self._published.pop(path, None)
-            if stage is None or self.folder is None:
-                self._disk.remove(path)
+            if stage is None or self.folder is None or _is_gone(stage.slot):
+                self._disk.remove(path)  # whatever has this name
                 return
             try:
                 is_free = stage.slot.withdraw(hidden_path(self.folder))
@@ -176,8 +177,8 @@ class SlotPool:
 
 
 def _is_gone(slot: Slot) -> bool:
-    """Whether somebody else has removed its file; then its memory is given back."""
-    if slot.path is None or slot.path.exists():
+    """Whether its file is not there any more; then its memory is given back."""
+    if not slot.is_gone:
         return False
     slot.close()
     return True

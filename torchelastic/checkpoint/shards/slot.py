@@ -19,7 +19,7 @@ from torchelastic.checkpoint.errors import explained
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.checkpoint.shards.header import PAGE_BYTES, align
 from torchelastic.checkpoint.shards.writing import share_lock
-from torchelastic.processes.file_locks import lock_file
+from torchelastic.processes.file_locks import is_file_at, lock_file
 
 
 class Slot:
@@ -75,6 +75,11 @@ class Slot:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)  # a first touch is several times as fast, and a recovery waits for it
         return memory
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody else has removed its file, or put another one in its place."""
+        return self.path is not None and not is_file_at(self.path, self._descriptor)
 
     def view(self) -> memoryview:
         """All of it as bytes, without a copy."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
@@ -84,7 +85,11 @@ class FolderTier(Tier):
             remove_hidden_files(info.folder, self._disk)
 
     def commit(self, manifest: Manifest) -> None:
-        """See `Tier`: what lies here must be what the manifest says, and this rank's shard must lie here."""
+        """See `Tier`: what lies here must be what the manifest says, and this rank's shard must lie here.
+
+        A writer that was paused behind the look at the fence may still publish; it counts as older than its successors.
+        """
+        self._fence.check(*manifest.name.token)
         folder = self._folder_of(manifest.name)
         sizes = sizes_in(folder)
         for record in manifest.shards:
@@ -124,12 +129,16 @@ class FolderTier(Tier):
             return []
         unwanted = {info.name for info in prunable_checkpoints(self.keep, infos)}
         unwanted |= {info.name for info in infos if info.manifest is None and info.name < committed[0].name}
-        for name in sorted(unwanted):
+        self._discard(unwanted)
+        return sorted(unwanted)
+
+    def _discard(self, names: Iterable[SaveId]) -> None:
+        """Removes checkpoints, whichever they are, as far as that is this rank's; see `prune`."""
+        for name in sorted(names):
             for path, rank in self._shards(name):
                 if self._may_remove(name, rank, path):
                     self._retire(path)
             self._remove_if_empty(name)
-        return sorted(unwanted)
 
     def close(self) -> None:
         """See `Tier`."""

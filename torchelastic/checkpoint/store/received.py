@@ -26,6 +26,7 @@ class ReceivedShards(SlotShelf):
     def destination(self, object_id: str, size_bytes: int) -> memoryview:
         """See `ReplicaShelf`."""
         ShardId.parse(object_id)
+        self._disk.make_folder(self._root)  # somebody may have removed it, with all that was in it
         return self.take(object_id, size_bytes)
 
     def received(self, object_id: str, digest: str | None) -> None:
