@@ -1,6 +1,8 @@
 """Whether this host can train: one finding for each thing that was checked, with its remedy; see docs/doctor.md.
 
-Names are loaded on first use (PEP 562); nothing here imports torch.
+Each subject is a file with facts (a frozen dataclass), `judge_*` (pure: facts in, findings out) and `gather_*` (asks
+the host). A new check is such a file, its `Check` in `examination.py`, and its row in docs/doctor.md. Names are
+loaded on first use (PEP 562); nothing here imports torch, a child is asked for it.
 """
 
 from __future__ import annotations
