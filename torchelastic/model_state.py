@@ -54,7 +54,7 @@ class ModelState(InCheckpoints, State):
         sampler: an `ElasticBatchSampler` or `ElasticStream`, or anything with state_dict/load_state_dict (and
             set_world, commit, weight).
         extra: your own values: rolled back, sent to newcomers, saved. Plain ones, tensors, and objects with
-            state_dict/load_state_dict (a GradScaler, an EMA), which stay the same objects; see docs/batteries.md.
+            state_dict/load_state_dict (a GradScaler, an EMA), which stay the same objects; see docs/state.md.
         snapshot: "commit" or "full", see above.
         on_unlevel: after each sync digests are compared; if members differ where they must not, "log" an error or
             "raise" a NonRetryableException on every rank.

@@ -1,6 +1,7 @@
 """Puts the differences between the scripts into the pages: `python -m examples.migrating.diffs`.
 
-Each page of `PAGES` has one block of a diff, between `before.py` and `after.py` of its folder here.
+Each page of `PAGES` has one block of a diff, between `before.py` and `after.py` of its folder here. The pages of the
+other folders link to the two scripts, which have few lines in common.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ DOCS = SCRIPTS.parents[1] / "docs" / "migrating"
 #: Folder here: page.
 PAGES = {
     "ddp": "ddp.md",
-    "horovod": "horovod.md",
     "torchelastic_0_1": "torchelastic-0.1.md",
-    "torchft": "torchft.md",
     "torchrun": "torchrun.md",
 }
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 READ_IN_ORDER = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [*READ_IN_ORDER, *sorted((ROOT / "torchelastic").rglob("README.md")), *sorted(ROOT.glob("*/*/README.md"))]
+PAGES = [*READ_IN_ORDER, *sorted(ROOT.glob("*/*/README.md"))]
 
 #: README's script is run under the launcher, as it says.
 UNDER_THE_LAUNCHER = {ROOT / "README.md"}

@@ -67,9 +67,9 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 def wanted_files() -> set[str]:
-    """Modules, the type marker, the rooms' READMEs, the live page's files and the report's templates."""
+    """Modules, the type marker, the live page's files and the report's templates."""
     package = ROOT / "torchelastic"
-    found = [*package.rglob("*.py"), *package.rglob("README.md"), package / "py.typed"]
+    found = [*package.rglob("*.py"), package / "py.typed"]
     found += [*package.glob("page/static/*"), *package.glob("report/templates/*")]
     return {str(path.relative_to(ROOT)) for path in found}
 

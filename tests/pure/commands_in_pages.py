@@ -15,7 +15,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(ROOT.glob("examples/**/README.md")),
     *sorted(ROOT.glob("deploy/**/README.md")),
-    *sorted(ROOT.glob("torchelastic/**/README.md")),
     ROOT / "benchmarks" / "README.md",
 ]
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md against the code."""
+"""docs/observing.md against the code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def is_told(name: str, page: str) -> bool:
     return fixed in page or any("`." + ".".join(parts[at:]) in page for at in range(1, len(parts)))
 
 
-def test_every_metric_stands_on_the_page_of_metrics() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+def test_every_metric_stands_on_the_page_on_observing() -> None:
+    page = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
     names = names_in_the_code()
     assert len(names) > 10
     assert [name for name in sorted(names) if not is_told(name, page)] == []

@@ -1,4 +1,4 @@
-"""The page on rendezvous shows the protocol as it is."""
+"""CONTRIBUTING.md shows the protocol of the rendezvous as it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.simulation.diagram import mermaid
 from torchelastic.rendezvous.protocol import RULES
 from torchelastic.rendezvous.records import RoundState
 
-PAGE = Path(__file__).parents[2] / "docs" / "rendezvous.md"
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 def test_the_diagram_on_the_page_is_that_of_the_table_of_rules() -> None:

@@ -1,5 +1,19 @@
 """Durable checkpoints: what is saved where, and how it is found again.
 
+Below it: `policy` (when to save, what to keep), `shards` (one file format, read by any number of ranks), `store`
+(what makes a checkpoint, and the places for it), `replication` (copies on other hosts). On these stand the kinds of
+checkpoints: `tiered`, `training_state` (velastic's names), `memory` (for DCP, with ML Flashpoint's names), `local`
+and `async_ckpt` (NVRx's names); and `command`. For all of them `restore_plan.py` decides which checkpoint is
+restored, and who gets which shard from whom.
+
+`FileSystemCheckpointManager`, in this package itself, has torchelastic 0.1's names. It knows no ranks and calls no
+collective: the train loop calls `save` on the one rank that saves, and `load_latest` on the one that restores. Files
+are written and fsynced in a hidden folder, which one rename publishes; ids only grow, and nothing is overwritten. A
+stream is opened after its size and SHA-256 were compared; what `state.load` raises on intact bytes propagates
+unchanged. A hidden folder is removed when its writer is a dead process of this host, or nothing in it has changed for
+a day. Of a folder of 0.1, which has no manifest, the file `default` has to be one that
+`torch.load(weights_only=True)` can read.
+
 Names are loaded on first use (PEP 562), so that importing this package costs nothing and never imports torch.
 """
 

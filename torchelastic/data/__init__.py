@@ -1,6 +1,14 @@
 """Data for elastic training: each sample of an epoch exactly once, whatever happens to the world.
 
-The names are loaded on first use, so that importing this package does not import torch.
+With an index, the order of an epoch is one permutation, fixed by (seed, epoch), and cut into global batches of
+constant size; each rank takes a contiguous part of each batch. A stream is a fixed number of logical shards, of each
+of which a batch takes the same number of samples; every rank knows the place of every shard. In both, another world
+size changes who reads what, never the batches. Local batches differ in size by at most one (64 over 3 ranks: 22, 21,
+21), so gradients are weighted by `sampler.weight`, local over global samples.
+
+Random numbers that a dataset draws in a DataLoader's worker process depend on what that process did before, and do
+not repeat after a rollback; those drawn in the training process do, if its random state is rolled back. The names are
+loaded on first use, so that importing this package does not import torch.
 """
 
 from __future__ import annotations

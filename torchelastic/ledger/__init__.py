@@ -1,6 +1,8 @@
 """Where every second of every worker went; see docs/ledger.md.
 
-Names are loaded on first use (PEP 562); importing this package imports no torch.
+The training thread counts into memory that it shares with its agent (`meter.py`, `page.py`); the agent keeps the
+ledger and writes the journal (`keeper.py`, `journal.py`), so a worker's death loses nothing. The rest is pure. Names
+are loaded on first use (PEP 562); importing this package imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
 """Metrics: publish numbers under a group and a name, and choose with a handler where they go.
 
-Importing this package imports neither torch nor prometheus_client; `MetricsRegistry` (for the agent) loads the latter
-on first use.
+Nothing is published anywhere until `configure` is called. What a handler raises is logged once, with its traceback,
+and counted (`failure_count`); it never disturbs training, while in torchelastic 0.1 a `RuntimeError` there rolled
+back a good step. A profiled call with the default handler is not timed, and costs about 0.1 microseconds. Prometheus
+keeps at most 1000 names: put no step number into one.
+
+`profile` measures by the monotonic clock, in fractions of a millisecond; `get_elapsed_time_ms` takes a reading of
+`time.monotonic()`, and as in 0.1 one of `time.time()`. Importing this package imports neither torch nor
+prometheus_client; `MetricsRegistry` (for the agent) loads the latter on first use.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `advance(view, event, now_s)` returns the new view and what the leader has to do. No clock, socket, log or random number
 is in here, so that a simulator can drive exactly what runs in production. Times are seconds of any one monotonic clock.
 
-The rules (DESIGN, section 4; docs/rendezvous.md says them with their reasons):
+The rules (docs/rendezvous.md says what follows from them for a user):
 
 * At most `max_workers` are on the roster, and a multiple of `multiple_of`; who is over, a survivor maybe (`choice.py`),
   waits as a spare and is no reason to stop anybody. Newcomers are one where they make the roster larger. While others
@@ -303,7 +303,7 @@ def _last_group_ended_s(view: View) -> float:
 
 
 #: The protocol as a table: in each state these rules are asked, in this order; the first that wants something decides.
-#: The diagram in docs/rendezvous.md is made from it, and the simulator holds every history to it.
+#: The diagram in CONTRIBUTING.md is made from it, and the simulator holds every history to it.
 RULES: Mapping[RoundState, tuple[Rule, ...]] = {
     RoundState.RUNNING: (
         Rule("the store has lost data: wait", _wait_for_all_who_register_again),

@@ -1,6 +1,7 @@
-"""When to save and what to keep, as small values that `|` and `&` combine; see docs/checkpoint-policies.md.
+"""When to save and what to keep, as small values that `|` and `&` combine; see docs/checkpoint.md.
 
-Nothing in here has a clock, a file, a socket or a memory. Names are loaded on first use (PEP 562).
+Nothing in here has a clock, a file, a socket or a memory. That the newest checkpoint stays is enforced in
+`KeepPolicy.decide` and nowhere else. Names are loaded on first use (PEP 562).
 """
 
 from __future__ import annotations

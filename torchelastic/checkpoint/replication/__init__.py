@@ -1,6 +1,9 @@
 """Replicas of checkpoints on other hosts: who keeps them, how they get there, and who gives them back.
 
-Names are loaded on first use (PEP 562). Nothing here but the strategies and the manager imports torch.
+It knows nothing of what is in an object. Nothing is visible before it is whole: the digest of all bytes is compared,
+and the fence checked once more, under the lock that `fence` takes. Every wait has a bound. Bytes are not copied on
+their way: they are received where the owner wants the object, and sent from where it lies. Names are loaded on first
+use (PEP 562). Nothing here but the strategies and the manager imports torch.
 """
 
 from __future__ import annotations
