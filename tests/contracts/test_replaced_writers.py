@@ -12,8 +12,9 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.cluster.conftest import jobs as jobs
-from tests.cluster.harness import Job, pause, process_tree, resume, wait_until
+from tests.cluster.harness import Job, pause, process_tree, resume
 from tests.contracts import memory_ranks
+from tests.waiting import wait_until
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.rendezvous import EtcdServer
 from torchelastic.testing.disk_faults import FaultyDisk
