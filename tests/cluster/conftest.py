@@ -13,6 +13,8 @@ import pytest
 from tests.cluster.harness import Job
 from tests.cluster.shell import Shell, launcher
 from tests.hosts import Lab, why_impossible
+from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.testing.etcd import running_etcd
 from torchelastic.testing.faults import Fault
 
 
@@ -55,6 +57,13 @@ def at_terminal(host_folder: Path) -> Iterator[AtTerminal]:
     yield run
     for shell in started:
         shell.kill()
+
+
+@pytest.fixture
+def own_etcd() -> Iterator[EtcdServer]:
+    """A server that the test may break."""
+    with running_etcd() as server:
+        yield server
 
 
 @pytest.fixture

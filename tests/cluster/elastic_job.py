@@ -6,6 +6,7 @@ Each process appends JSON lines to its own file in --out; a line is written in o
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -371,4 +372,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    importlib.import_module("no_compiler")  # beside this file, which is started by its path
     main()

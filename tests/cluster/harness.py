@@ -24,6 +24,7 @@ import torch
 
 from tests.cluster.elastic_job import make_dataset, make_model
 from tests.hosts import Host
+from tests.waiting import wait_until
 from torchelastic.data import ElasticBatchSampler
 from torchelastic.data.order import epoch_order
 from torchelastic.rendezvous.records import Keys
@@ -34,18 +35,6 @@ JOB = Path(__file__).with_name("elastic_job.py")
 ROOT = Path(__file__).parents[2]
 
 Event = dict[str, Any]
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Wait for a condition, not for seconds; returns its value."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.02)
 
 
 class Job:

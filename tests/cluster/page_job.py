@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import time
@@ -70,4 +71,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    importlib.import_module("no_compiler")  # beside this file, which is started by its path
     main()

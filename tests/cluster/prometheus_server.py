@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness import wait_until
+from tests.waiting import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.processes import dies_with_parent
 

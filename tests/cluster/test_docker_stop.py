@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import wait_until
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 GRACE_S = 10.0

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import ROOT, Job, process_tree, wait_until
+from tests.cluster.harness import ROOT, Job, process_tree
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 MakeJob = Callable[..., Job]

@@ -10,7 +10,6 @@ import base64
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,13 +40,6 @@ BACK_S = 5.0
 #: After a loss of the data nobody counts as lost for so long.
 DOUBT_S = max(TTL_S, COME_BACK_S)
 SETTINGS = Settings(2, 3, last_call_s=30.0, ttl_s=TTL_S)
-
-
-@pytest.fixture
-def own_etcd() -> Iterator[EtcdServer]:
-    """A server that the test may break."""
-    with EtcdServer() as server:
-        yield server
 
 
 def hosts_of(etcd: EtcdServer, records: RunRecords, count: int = 3) -> list[LightHost]:

@@ -14,7 +14,8 @@ import pytest
 
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
-from tests.cluster.harness import Job, RunRecords, is_alive, process_tree, wait_until
+from tests.cluster.harness import Job, RunRecords, is_alive, process_tree
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 #: Long enough for nobody to wait for it, and for its end to be no explanation of anything.

@@ -40,13 +40,6 @@ BACK_S = 10.0
 SETTINGS = Settings(2, 3, last_call_s=30.0, ttl_s=TTL_S)
 
 
-@pytest.fixture
-def own_etcd() -> Iterator[EtcdServer]:
-    """A server that the test may break."""
-    with EtcdServer() as server:
-        yield server
-
-
 def hosts_of(endpoint: tuple[str, int], records: RunRecords, settings: Settings = SETTINGS) -> list[LightHost]:
     make = partial(LightHost, [endpoint], records.keys, settings)
     return [make(f"host-{number}") for number in range(3)]

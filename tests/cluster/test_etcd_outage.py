@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Event, Job, RunRecords, pause, resume, wait_until
+from tests.cluster.harness import Event, Job, RunRecords, pause, resume
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.view import COME_BACK_S
 
@@ -21,13 +21,6 @@ TTL_S = 2.0
 #: Until an agent has found out that etcd is back: pauses between two sessions grow up to 1.5 s, and a busy machine.
 BACK_S = 10.0
 RUN_ID = "outage"
-
-
-@pytest.fixture
-def own_etcd() -> Iterator[EtcdServer]:
-    """A server that the test may break."""
-    with EtcdServer() as server:
-        yield server
 
 
 def start(job: Job, etcd: EtcdServer, *options: str, nproc: int = 3) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, wait_until
+from tests.cluster.harness import Job
 from tests.cluster.secured_etcd import PASSWORD, Authority, Pair, etcdctl, guard
+from tests.waiting import wait_until
 from torchelastic.agent.etcd_connection import connect
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore

@@ -10,26 +10,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous import server as server_module
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import BINARY_VARIABLE, EtcdServer, find_etcd_binary
 
 PATIENCE_S = 60.0
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:
@@ -131,7 +124,7 @@ def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path) -> None:
     assert not is_gone(pid)
     owner.kill()
     owner.wait()
-    wait_until(lambda: is_gone(pid), "etcd ends with its owner")
+    wait_until(lambda: is_gone(pid), what="etcd ends with its owner")
 
 
 def test_it_is_stopped_and_cleaned_up_by_an_owner_that_just_ends(tmp_path: Path) -> None:

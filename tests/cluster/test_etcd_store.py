@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.proxy import Proxy
 from torchelastic.rendezvous import etcd_connection
 from torchelastic.rendezvous.credentials import Credentials
 from torchelastic.rendezvous.etcd import EtcdStore
@@ -34,17 +35,10 @@ from torchelastic.rendezvous.store import (
     StoreUnavailableError,
     Target,
 )
-from torchelastic.testing.etcd import python_protobuf_env, running_etcd
+from torchelastic.testing.etcd import python_protobuf_env
 
 PATIENCE_S = 60.0
 PASSWORD = "hunter2-must-stay-secret"
-
-
-@pytest.fixture
-def own_etcd() -> Iterator[EtcdServer]:
-    """A server that the test may break."""
-    with running_etcd() as server:
-        yield server
 
 
 @pytest.fixture
@@ -77,46 +71,10 @@ class Watched:
             self.events.put(event)
 
 
-class OneWayProxy:
-    """Forwards TCP to an etcd; with `swallow_answers` it still carries requests there, but nothing back."""
-
-    def __init__(self, server: EtcdServer) -> None:
-        self.swallow_answers = False
-        self._target = (server.host, server.port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._sockets = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(self._target)
-            self._sockets += [client, server]
-            threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
-            threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
-        try:
-            while data := source.recv(65536):
-                if not (is_answer and self.swallow_answers):
-                    sink.sendall(data)
-        except OSError:
-            pass  # closed by the test or by a peer
-
-    def close(self) -> None:
-        for one in self._sockets:
-            one.close()
-
-
 @pytest.fixture
-def proxy(etcd: EtcdServer) -> Iterator[OneWayProxy]:
-    made = OneWayProxy(etcd)
-    yield made
-    made.close()
+def proxy(etcd: EtcdServer) -> Iterator[Proxy]:
+    with Proxy((etcd.host, etcd.port)) as made:
+        yield made
 
 
 # Outages ------------------------------------------------------------------------------------------------------------
@@ -256,11 +214,11 @@ def test_the_next_endpoint_serves_when_the_first_dies(etcd: EtcdServer, own_etcd
 
 
 def test_a_read_that_got_no_answer_is_repeated_at_the_next_endpoint(
-    etcd: EtcdServer, proxy: OneWayProxy, run_id: str
+    etcd: EtcdServer, proxy: Proxy, run_id: str
 ) -> None:
-    store = EtcdStore([("127.0.0.1", proxy.port), (etcd.host, etcd.port)], timeout_s=2.0)
+    store = EtcdStore([proxy.endpoint, (etcd.host, etcd.port)], timeout_s=2.0)
     store.put(f"{run_id}/key", b"1")
-    proxy.swallow_answers = True
+    proxy.lose_answer_of(lambda _sent: True)
     kv = store.get(f"{run_id}/key")
     assert kv is not None
     assert kv.value == b"1"
@@ -268,11 +226,11 @@ def test_a_read_that_got_no_answer_is_repeated_at_the_next_endpoint(
 
 
 def test_a_write_whose_answer_was_lost_is_reported_and_not_repeated(
-    etcd: EtcdServer, proxy: OneWayProxy, run_id: str
+    etcd: EtcdServer, proxy: Proxy, run_id: str
 ) -> None:
-    store = EtcdStore([("127.0.0.1", proxy.port), (etcd.host, etcd.port)], timeout_s=1.0)
+    store = EtcdStore([proxy.endpoint, (etcd.host, etcd.port)], timeout_s=1.0)
     assert store.get(f"{run_id}/key") is None
-    proxy.swallow_answers = True
+    proxy.lose_answer_of(lambda _sent: True)
     absent = Compare(f"{run_id}/key", Target.VERSION, 0)
     with pytest.raises(StoreUnavailableError, match="may or may not"):
         store.txn([absent], [Put(f"{run_id}/key", b"mine")])

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MakeJob, MakeLab
-from tests.cluster.harness import Job, run_standalone, wait_until
+from tests.cluster.harness import Job, run_standalone
+from tests.waiting import wait_until
 from torchelastic.p2p.watchdog import EXIT_CODE
 from torchelastic.testing.faults import Fault
 

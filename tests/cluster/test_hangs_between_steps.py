@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 @pytest.mark.parametrize(
     ("phase", "rank", "named"),
     [
-        ("form", 1, "forming the group"),
+        pytest.param("form", 1, "forming the group", marks=pytest.mark.long),
         # rank 0 serves the store of the round: the others may be on the way to it, or connected already
         pytest.param("form", 0, "forming the group", marks=pytest.mark.long),
         pytest.param("sync", 1, "bringing the states in sync", marks=pytest.mark.long),

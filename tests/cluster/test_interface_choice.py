@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import MakeJob, MakeLab
-from tests.cluster.harness import ROOT, Job, wait_until
+from tests.cluster.harness import ROOT, Job
 from tests.hosts import Host, Lab
+from tests.waiting import wait_until
 
 NAMES = ("a", "b")
 #: The interface on the second network has another name on each host.

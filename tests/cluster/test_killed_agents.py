@@ -11,8 +11,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, RunRecords, is_alive, process_tree, wait_until
+from tests.cluster.harness import Job, RunRecords, is_alive, process_tree
 from tests.cluster.test_without_launcher import agent_of
+from tests.waiting import wait_until
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import EtcdServer
 

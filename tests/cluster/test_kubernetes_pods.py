@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import MakeJob, MakeLab
-from tests.cluster.harness import ROOT, Job, wait_until
+from tests.cluster.harness import ROOT, Job
 from tests.cluster.pods import Pods, end, write_image
 from tests.hosts import Lab
 from tests.process.manifests import PAGE, container_of, secrets_of_the_page, the
+from tests.waiting import wait_until
 from torchelastic.rendezvous.records import Keys
 from torchelastic.rendezvous.url import DEFAULT_PREFIX
 

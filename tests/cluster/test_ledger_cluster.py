@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, wait_until
+from tests.cluster.harness import Job
+from tests.waiting import wait_until
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.figures import figures_of, seen
 from torchelastic.ledger.host_ledger import HostLedger

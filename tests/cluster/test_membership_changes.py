@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import Job, run_standalone, wait_until
+from tests.cluster.harness import Job, run_standalone
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from examples.migrating.ddp.after import GLOBAL_BATCH_SIZE, make_dataset, make_model
-from tests.cluster.harness import wait_until
+from tests.waiting import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import wait_until
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 

@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import AtTerminal
-from tests.cluster.harness import ROOT, wait_until
+from tests.cluster.harness import ROOT
 from tests.cluster.ordinary_script import script
 from tests.cluster.shell import launcher
 from tests.process.small_tmpfs import small_tmpfs
+from tests.waiting import wait_until
 
 # --- start, watch, stop, start again ----------------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import MakeJob, MakeLab
-from tests.cluster.harness import ROOT, Job, RunRecords, wait_until
+from tests.cluster.harness import ROOT, Job, RunRecords
 from tests.hosts import ETCD, Lab
+from tests.waiting import wait_until
 from torchelastic.testing.faults import Fault
 
 #: The shortest time to live that etcd grants.

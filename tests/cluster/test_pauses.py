@@ -11,7 +11,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, RunRecords, pause, process_tree, resume, rounds_published, wait_until
+from tests.cluster.harness import Job, RunRecords, pause, process_tree, resume, rounds_published
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 MakeJob = Callable[..., Job]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.framework_scripts import LIGHTNING_SHARDED
-from tests.cluster.harness import wait_until
+from tests.waiting import wait_until
 from torchelastic.network.ports import unused_ports
 from torchelastic.rendezvous.server import EtcdServer
 

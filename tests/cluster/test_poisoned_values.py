@@ -12,7 +12,8 @@ import pytest
 
 from tests.cluster.conftest import MakeJob
 from tests.cluster.etcd_cluster import ask_etcd
-from tests.cluster.harness import ROOT, RunRecords, process_tree, wait_until
+from tests.cluster.harness import ROOT, RunRecords, process_tree
+from tests.waiting import wait_until
 from torchelastic.agent.predecessors import ProcessRecord
 from torchelastic.processes.identity import Process, this_place
 from torchelastic.rendezvous.records import Member, encode_member

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, RunRecords, is_alive, process_tree, wait_until
+from tests.cluster.harness import Job, RunRecords, is_alive, process_tree
+from tests.waiting import wait_until
 
 MakeJob = Callable[..., Job]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, wait_until
+from tests.cluster.harness import Job
 from tests.cluster.prometheus_server import (
     DEPLOYED,
     PATIENCE_S,
@@ -21,6 +21,7 @@ from tests.cluster.prometheus_server import (
     running_prometheus,
     why_impossible,
 )
+from tests.waiting import wait_until
 from torchelastic.launch.main import main
 from torchelastic.ledger.accounts import Account, by_label
 from torchelastic.ledger.figures import figures_of

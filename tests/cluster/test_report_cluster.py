@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import ROOT, Job, is_alive, wait_until
+from tests.cluster.harness import ROOT, Job, is_alive
+from tests.waiting import wait_until
 from torchelastic.ledger.keeper import COUNTS_EVERY_NS
 
 #: The step in which all are killed, a save before it, and one in which the new processes wait to be looked at.

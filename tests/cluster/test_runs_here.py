@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import wait_until
+from tests.waiting import wait_until
 
 #: Trains until the file `stop` is there.
 SCRIPT = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import wait_until
+from tests.waiting import wait_until
 from torchelastic.agent.signal_forwarding import catches, forward
 
 SCRIPT = """

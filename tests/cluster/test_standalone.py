@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, is_alive, process_tree, wait_until
+from tests.cluster.harness import Job, is_alive, process_tree
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import find_etcd_binary
 
 #: Until it is started again and the agent has found it, on a busy machine.

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import ROOT, wait_until
+from tests.cluster.harness import ROOT
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.harness import Job, wait_until
+from tests.cluster.harness import Job
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 #: The gate of the job, and its last step.

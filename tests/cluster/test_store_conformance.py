@@ -12,6 +12,7 @@ import etcd3
 import pytest
 
 from tests.memory_store import MemoryStore
+from tests.waiting import wait_until
 from torchelastic.rendezvous.etcd import EtcdStore
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.rendezvous.store import (
@@ -135,13 +136,6 @@ class Recorder:
         with self._changed:
             assert self._changed.wait_for(lambda: bool(self.errors), PATIENCE_S), "no error came"
             return self.errors[0]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.02)
 
 
 def read(store: CoordinationStore, key: str) -> KeyValue:
@@ -656,4 +650,4 @@ def test_no_thread_of_a_watch_is_left_after_close(backend: Backend, run_id: str)
 
     assert len(mine()) == 2
     client.close()
-    wait_until(lambda: not mine(), "the watch threads end")
+    wait_until(lambda: not mine(), what="the watch threads end")

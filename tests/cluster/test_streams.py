@@ -16,8 +16,9 @@ import psutil
 import pytest
 import torch
 
-from tests.cluster.harness import Job, wait_until
+from tests.cluster.harness import Job
 from tests.cluster.stream_job import BATCH, EPOCHS, LENGTHS, SAMPLES_PER_SHARD, Shards
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 

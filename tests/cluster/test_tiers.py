@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.cluster.conftest import MakeJob
-from tests.cluster.harness import Job, is_alive, run_standalone, wait_until
+from tests.cluster.harness import Job, is_alive, run_standalone
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 

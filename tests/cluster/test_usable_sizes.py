@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.harness import Job, wait_until
+from tests.cluster.harness import Job
 from tests.cluster.test_status_run import Watcher
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 from torchelastic.testing.faults import Fault
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.harness import Job, is_alive, wait_until
+from tests.cluster.harness import Job, is_alive
+from tests.waiting import wait_until
 from torchelastic.rendezvous.server import EtcdServer
 
 MakeJob = Callable[..., Job]

@@ -13,8 +13,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.cluster.conftest import jobs as jobs
-from tests.cluster.harness import Job, pause, process_tree, resume, wait_until
+from tests.cluster.harness import Job, pause, process_tree, resume
 from tests.contracts import local_ranks, memory_ranks
+from tests.waiting import wait_until
 from torchelastic.checkpoint import CheckpointError, FileSystemCheckpointManager
 from torchelastic.checkpoint.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from torchelastic.rendezvous import EtcdServer

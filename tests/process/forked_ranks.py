@@ -49,19 +49,19 @@ def run_ranks(
     *arguments: Any,
     ranks: int = 1,
     environments: Sequence[Mapping[str, str]] = (),
+    others_go_on: bool = False,
 ) -> list[Ended]:
     """Runs a module's function on each rank of a new gloo group; with one rank there is no group.
-
-    When a rank is killed, the others are killed too, as an agent does.
 
     Args:
         function: of an importable module; returns plain values (a tensor is sent by a process that has to live).
         arguments: for it.
         ranks: how many.
         environments: further variables for each rank.
+        others_go_on: when a rank is killed, the others are left alone; else they are killed too, as an agent does.
     """
     nursery = _nursery()
-    nursery.send((function, arguments, ranks, environments))
+    nursery.send((function, arguments, ranks, environments, others_go_on))
     assert nursery.poll(2 * ANSWER_S), "the processes do not end"
     answer = nursery.recv()
     if isinstance(answer, str):
@@ -96,7 +96,11 @@ def answer_with(end: Connection, fork: Callable[..., Any]) -> None:
 
 
 def _fork(
-    function: Callable[..., Any], arguments: Any, ranks: int, environments: Sequence[Mapping[str, str]]
+    function: Callable[..., Any],
+    arguments: Any,
+    ranks: int,
+    environments: Sequence[Mapping[str, str]],
+    others_go_on: bool,
 ) -> list[Ended]:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +117,7 @@ def _fork(
             ends.append(here)
             processes.append(process)
         try:
-            return _collect(ends, processes)
+            return _collect(ends, processes, others_go_on)
         finally:
             for process in processes:
                 process.kill()
@@ -134,12 +138,12 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def _collect(ends: list[Connection], processes: list[Any]) -> list[Ended]:
-    def kill_all() -> None:
-        for process in processes:
+def _collect(ends: list[Connection], processes: list[Any], others_go_on: bool) -> list[Ended]:
+    def on_killed() -> None:
+        for process in () if others_go_on else processes:
             process.kill()
 
-    answers = answers_of(dict(enumerate(ends)), ANSWER_S, on_killed=kill_all)
+    answers = answers_of(dict(enumerate(ends)), ANSWER_S, on_killed)
     for process in processes:
         process.join(20)
     return [Ended(*answers[rank], process.exitcode) for rank, process in enumerate(processes)]

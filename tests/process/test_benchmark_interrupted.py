@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.job.processes import Load
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100.0
@@ -32,13 +32,6 @@ def benchmark(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
     for left in running(list(psutil.process_iter()), str(tmp_path)):  # after a failure
         left.kill()
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.02)
 
 
 def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -70,17 +63,17 @@ def interrupt(process: subprocess.Popen[bytes], number: int) -> list[psutil.Proc
 def test_interrupted_while_the_workers_start_nothing_is_left(
     benchmark: subprocess.Popen[bytes], tmp_path: Path, number: int, exit_code: int
 ) -> None:
-    wait_until(lambda: len(running(descendants(benchmark), WORKERS)) >= 4, "the agent, two workers and the spares")
+    wait_until(lambda: len(running(descendants(benchmark), WORKERS)) >= 4, what="the agent, two workers and the spares")
     assert interrupt(benchmark, number) == []
     assert benchmark.returncode == exit_code
     assert list(tmp_path.iterdir()) == []
 
 
 def test_killed_it_takes_agent_workers_and_etcd_with_it(benchmark: subprocess.Popen[bytes]) -> None:
-    wait_until(lambda: len(running(descendants(benchmark), WORKERS)) >= 4, "the agent, two workers and the spares")
+    wait_until(lambda: len(running(descendants(benchmark), WORKERS)) >= 4, what="the agent, two workers and the spares")
     left = interrupt(benchmark, signal.SIGKILL)
     assert benchmark.returncode == -signal.SIGKILL
-    wait_until(lambda: not running(left), "their end")
+    wait_until(lambda: not running(left), what="their end")
 
 
 @pytest.mark.long
@@ -90,7 +83,7 @@ def test_interrupted_while_workers_are_killed_under_load_nothing_is_left(
     def has_recovered() -> bool:
         return any(b'"recovered"' in path.read_bytes() for path in tmp_path.glob("*/events-*.jsonl"))
 
-    wait_until(has_recovered, "the first recovery")
+    wait_until(has_recovered, what="the first recovery")
     assert running(descendants(benchmark), BUSY), "there was no load"
     assert interrupt(benchmark, signal.SIGTERM) == []
     assert list(tmp_path.iterdir()) == []
@@ -100,7 +93,7 @@ def test_the_load_is_busy_and_ends_with_an_error_in_its_block() -> None:
     def fail() -> None:
         with Load(2) as load:
             found.extend(map(psutil.Process, load.pids))
-            wait_until(lambda: all(sum(process.cpu_times()[:2]) > 0.1 for process in found), "that both are busy")
+            wait_until(lambda: all(sum(process.cpu_times()[:2]) > 0.1 for process in found), what="that both are busy")
             raise RuntimeError("in the block")
 
     found: list[psutil.Process] = []

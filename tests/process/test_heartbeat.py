@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,15 +15,9 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tests.process.fork_server import fork_server
+from tests.waiting import wait_until
 from torchelastic.group.store_mailbox import StoreMailbox
 from torchelastic.p2p.heartbeat import BEAT_S, Heartbeat
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def make_store() -> TCPStore:

@@ -6,23 +6,16 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from torchelastic.processes import dies_with_parent
 
 PATIENCE_S = 60.0
 FOREVER = ["sleep", "600"]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:
@@ -44,10 +37,10 @@ def test_the_command_dies_when_its_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    wait_until(lambda: psutil.Process(pid).name() == "sleep", "the wrapper becomes the command")
+    wait_until(lambda: psutil.Process(pid).name() == "sleep", what="the wrapper becomes the command")
     parent.kill()
     parent.wait()
-    wait_until(lambda: is_gone(pid), "the command dies")
+    wait_until(lambda: is_gone(pid), what="the command dies")
 
 
 def test_the_command_does_not_start_if_its_parent_is_another_than_expected() -> None:
@@ -62,7 +55,7 @@ def test_the_command_dies_with_the_thread_that_started_it() -> None:
 
     def start() -> None:
         started.append(subprocess.Popen(dies_with_parent(FOREVER)))
-        wait_until(lambda: psutil.Process(started[0].pid).name() == "sleep", "the wrapper becomes the command")
+        wait_until(lambda: psutil.Process(started[0].pid).name() == "sleep", what="the wrapper becomes the command")
 
     thread = threading.Thread(target=start)
     thread.start()

@@ -142,7 +142,7 @@ def test_an_epoch_goes_on_where_it_was_interrupted(folder: Path, data: Loader) -
     for epoch in range(EPOCHS):
         parts = [ids for _, ids, _ in whole[epoch * PER_EPOCH :][:PER_EPOCH]]
         assert sorted(chain.from_iterable(parts)) == list(range(SAMPLES))
-    for stop in (1, PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, 2 * PER_EPOCH, 3 * PER_EPOCH - 1):
+    for stop in (1, PER_EPOCH, PER_EPOCH + 1, 3 * PER_EPOCH - 1):
         assert fit(folder / f"{stop}", max_steps=stop, data=data).batches == whole[:stop]
         assert fit(folder / f"{stop}", data=data).batches == whole[stop:], f"interrupted after {stop} steps"
     assert fit(folder / "whole", data=data).batches == [], "it was over"

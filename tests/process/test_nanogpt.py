@@ -212,6 +212,7 @@ def kill_one_worker(launcher: subprocess.Popen[str], out: str, after: int) -> No
     raise AssertionError("there is no worker")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_sharded_run_that_loses_a_worker_has_the_losses_of_one_process(
     here: Path, capsys: pytest.CaptureFixture[str]

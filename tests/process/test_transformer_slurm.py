@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,11 +13,12 @@ import torch
 
 from examples.transformer_slurm import compare_weights, training
 from examples.transformer_slurm.model import next_token_loss
+from tests.process.forked_ranks import Ended, run_ranks, values
 from tests.process.local_ranks import Crew, crew_of, succeeded
 from tests.process.transformer_jobs import (
     LATEST,
     PARTS,
-    ROOT,
+    calls_of,
     command,
     experiment,
     fail,
@@ -142,17 +139,22 @@ def test_a_job_killed_at_any_call_to_the_disk_goes_on(kind: tuple[str, ...], ran
 
 
 def _sweep(ranks: int, every: int, corpus: Path, *more: str) -> None:
-    script = [sys.executable, "-m", "tests.process.transformer_jobs", str(ranks), str(every), str(corpus), *more]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["steps"] == 7
-    assert len(report["outcomes"]) >= 3
-    for outcome in report["outcomes"]:
-        assert -signal.SIGKILL in outcome["statuses"], outcome
-        assert outcome["after"] == [0] * ranks, outcome
-        assert outcome["equal"], outcome
-        assert outcome["left"] == [], outcome
+    """Kills a rank at every `every`-th call that its disk gets in a life."""
+    distributed = ["--distributed"] if ranks > 1 else []
+
+    def lives(name: str, killed: tuple[int, int] | None, *also: str) -> list[Ended]:
+        return run_ranks(calls_of, command(corpus, name, 7, *distributed, *more, *also), killed, ranks=ranks)
+
+    calls, whole = values(lives("whole", None)), losses(corpus, "whole")
+    assert len(whole) == 7
+    kills = [(rank, call) for rank in range(ranks) for call in range(1 + rank % every, calls[rank], every)]
+    assert len(kills) >= 3
+    for rank, call in kills:
+        name = f"killed{rank}-{call}"
+        assert lives(name, (rank, call))[rank].was_killed, name
+        values(lives(name, None, *LATEST))
+        assert losses(corpus, name) == whole, name
+        assert list(experiment(corpus, name).glob(".tmp*")) == [], name
 
 
 def test_a_clipped_run_is_another_one_than_an_unclipped_one(corpus: Path) -> None:

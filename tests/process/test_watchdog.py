@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from tests.waiting import wait_until
 from torchelastic.p2p.busy import BusySigns
 from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import DEFAULT_TIMEOUT_MS, WARM_UP_STEPS, HangPolicy, Place
@@ -23,13 +24,6 @@ from torchelastic.p2p.watchdog import Watchdog
 from torchelastic.rendezvous.loss import MissedProgress
 
 TIMEOUT_S = 60.0
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 MakeDog = Callable[..., tuple[Watchdog, threading.Event]]
@@ -121,7 +115,7 @@ def test_who_is_in_user_code_writes_its_stacks_once_and_cuts_nobody(
     monkeypatch.setattr(faulthandler, "dump_traceback", lambda *_, **__: dumps.append(True))
     dog, has_cut = dogs()
     wait_until(lambda: len(dumps) == 1)
-    assert "this worker is in user code, in test_watchdog.py:" in caplog.text
+    assert "this worker is in user code, in waiting.py:" in caplog.text
     time.sleep(0.5)  # several looks
     assert len(dumps) == 1
     assert not has_cut.is_set()

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
-import sys
-import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -264,52 +259,3 @@ def another_model_on_rank_1(folder: str) -> tuple[tuple[str, str], bool]:
     job = Job(Path(folder), "plain", wide=12 + dist.get_rank(), seed=2)
     before = job.digest()
     return attempt(job.state.load), job.digest() == before
-
-
-def in_child(work: Callable[[], Any], answer: Path | None = None) -> int:
-    """Runs it in a forked process; its exit status, negative: the signal."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            result = work()
-            if answer is not None:
-                answer.write_text(json.dumps(result))
-            status = 0
-        except BaseException as error:
-            print(f"process {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            os._exit(status)
-    return child
-
-
-def as_rank(rank: int, ranks: int, store: Path, work: Callable[[], Any]) -> Any:
-    if ranks > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
-        )
-    return work()
-
-
-def run(ranks: int, scratch: Path, work: Callable[[], Any]) -> tuple[list[int], list[Any]]:
-    """Runs it on forked ranks: exit statuses and answers. When one is killed, so are the others, as an agent does."""
-    scratch.mkdir()
-    answers = [scratch / f"answer{rank}" for rank in range(ranks)]
-    store = scratch / "store"
-    children = [
-        in_child(lambda rank=rank: as_rank(rank, ranks, store, work), answers[rank])  # type: ignore[misc]
-        for rank in range(ranks)
-    ]
-    left, statuses = set(children), {}
-    deadline_s = time.monotonic() + 60
-    while left:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            left.discard(pid)
-            statuses[pid] = os.waitstatus_to_exitcode(status)
-        if (pid and statuses[pid]) or time.monotonic() > deadline_s:
-            for other in left:
-                os.kill(other, 9)
-        time.sleep(0.002)
-    found = [json.loads(path.read_text()) if path.exists() else None for path in answers]
-    return [statuses[child] for child in children], found

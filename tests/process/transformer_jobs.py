@@ -1,26 +1,17 @@
-"""Lives of the transformer example, for test_transformer_slurm.py: in this process, and as ranks of a group.
-
-As a script it kills processes at calls that a save makes to the disk; see `main`.
-"""
+"""Lives of the transformer example, for test_transformer_slurm.py: in this process, and as ranks of a group."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
-import json
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from examples.transformer_slurm import train
 from examples.transformer_slurm.loss_log import read_losses
 from examples.transformer_slurm.make_dataset import write_parquet
-from tests.process.training_state_jobs import run
 from torchelastic.checkpoint.shards.disk import REAL_DISK, Disk
 from torchelastic.testing.disk_faults import FaultyDisk, kill_at
 
@@ -110,49 +101,10 @@ def torn(path: Path, how: str) -> None:
         shard.write_bytes(b"")
 
 
-def calls_of(arguments: list[str], killed_at: int | None) -> int:
-    """One life, which may kill itself at that call of its disk; how many calls the disk got."""
-    disk = FaultyDisk(*([] if killed_at is None else [kill_at(killed_at)]))
+def calls_of(arguments: list[str], killed: tuple[int, int] | None) -> int:
+    """One life of a rank, which kills itself at a call of its disk if it is meant (rank, call); how many it made."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    disk = FaultyDisk(*([kill_at(killed[1])] if killed is not None and killed[0] == rank else []))
     code, _, err = life(arguments, disk)
     assert code == 0, err
     return len(disk.calls)
-
-
-def main(ranks: int, every: int, scratch: Path, *more: str) -> None:
-    """Kills a rank at every `every`-th call that its disk gets in a life; prints how the losses after it compare."""
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # DDP does, which takes a second in each child
-    dataset(scratch)
-    distributed = ["--distributed"] if ranks > 1 else []
-
-    def run_life(name: str, trial: str, killed: tuple[int, int] | None, *also: str) -> tuple[list[int], list[Any]]:
-        arguments = command(scratch, name, 7, *distributed, *more, *also)
-
-        def work() -> int:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            return calls_of(arguments, killed[1] if killed is not None and killed[0] == rank else None)
-
-        return run(ranks, scratch / trial, work)
-
-    statuses, calls = run_life("whole", "life", None)
-    assert statuses == [0] * ranks, statuses
-    whole, outcomes = losses(scratch, "whole"), []
-    for rank in range(ranks):
-        for call in range(1 + rank % every, calls[rank], every):
-            name = f"killed{rank}-{call}"
-            killed, _ = run_life(name, f"trial-{name}", (rank, call))
-            after, _ = run_life(name, f"after-{name}", None, "--resume-from-checkpoint", "latest")
-            outcomes.append(
-                {
-                    "killed": [rank, call],
-                    "statuses": killed,
-                    "after": after,
-                    "equal": losses(scratch, name) == whole,
-                    "left": [path.name for path in (scratch / name / EXPERIMENT).glob(".tmp*")],
-                }
-            )
-    print(json.dumps({"steps": len(whole), "outcomes": outcomes}))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

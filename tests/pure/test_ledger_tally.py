@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tests.pure.ledger_amounts import amounts_of
 from torchelastic.ledger.accounts import Account, by_label
 from torchelastic.ledger.counters import Counters
-from torchelastic.ledger.events import Counted, from_dict, to_dict
 from torchelastic.ledger.meter import Meter
 from torchelastic.ledger.worker_lifetime import MOST_POINTS, ProgressCurve
 
@@ -97,13 +95,6 @@ def test_the_end_of_a_process_leaves_nothing_pending_and_never_adds_to_what_is_p
     assert ended.totals[Account.PRODUCTIVE] == tally.totals[Account.PRODUCTIVE]
 
 
-@given(LIVES)
-def test_counts_survive_json(life: list[tuple[str, int, int]]) -> None:
-    tally = lived(life)[0]
-    counted = Counted(at_ns=tally.since_ns, tally=tally)
-    assert from_dict(json.loads(json.dumps(to_dict(counted)))) == counted
-
-
 def test_only_what_commits_is_productive() -> None:
     tally = Counters.begun(0).entered(10, 1, 0, 2).level(30, 7).commits(130).undoes(180)
     assert by_label(tally.totals) == by_label(amounts_of(start_up=10, restore=20, productive=100, replayed=50))
@@ -165,12 +156,6 @@ def test_marks_are_bounded_and_never_say_more_than_there_was(grown: list[tuple[i
     if asked < step:
         assert back.last_step == asked
         assert back.productive_ns_at(asked) == marks.productive_ns_at(asked)
-
-
-def test_a_mark_of_an_older_step_changes_nothing() -> None:
-    marks = ProgressCurve(((0, 0), (10, 100)))
-    assert marks.with_point(5, 60) is marks
-    assert marks.with_point(-1, 60) is marks
 
 
 def test_of_very_many_marks_the_newest_are_kept_exactly_and_the_older_ones_thinned_evenly() -> None:
