@@ -6,7 +6,6 @@ Each process appends JSON lines to its own file in --out; a line is written in o
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import os
@@ -372,5 +371,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("no_compiler")  # beside this file, which is started by its path
     main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
 import time
@@ -71,5 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("no_compiler")  # beside this file, which is started by its path
     main()

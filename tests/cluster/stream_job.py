@@ -6,7 +6,6 @@ Which samples a step was trained on is read off its batch, and not off what the 
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import random
@@ -202,5 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("tests.cluster.no_compiler")
     main()
