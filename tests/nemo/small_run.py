@@ -218,7 +218,7 @@ def wrap(folder: Path, rank: int) -> None:
 
 def as_the_page_says(folder: Path, rank: int) -> None:
     """The recipe of the page on migrating from ML Flashpoint, with the names that it takes from the user's own."""
-    page = (Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md").read_text()
+    page = (Path(__file__).parents[1] / "guides" / "ml-flashpoint.md").read_text()
     code = re.findall(r"^```py\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1]
     run = Run(folder)
     trainer = trainer_of(run, rank)

@@ -101,7 +101,7 @@ def test_a_replaced_host_is_served_everything(crew: Crew, root: str, hosts: str,
 
 def test_the_snippet_of_the_guide_loads_from_memory_or_from_long_term_storage(crew: Crew, root: str) -> None:
     """As it stands on the page on migrating from ML Flashpoint."""
-    page = (Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md").read_text()
+    page = (Path(__file__).parents[1] / "guides" / "ml-flashpoint.md").read_text()
     code = re.findall(r"^```py\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[0]
     assert "MegatronLoadStrategy" in code
     succeeded(crew.run(work.save_plain, root, TWO, [1.0], ranks=2))

@@ -1,4 +1,4 @@
-"""The code of ML Flashpoint's user guide, as it stands on its page of docs/migrating, on several ranks and hosts."""
+"""The code of ML Flashpoint's user guide, with our import lines, on several ranks and hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from torchelastic.network.ports import unused_ports
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating" / "ml-flashpoint.md"
+PAGE = Path(__file__).parents[1] / "guides" / "ml-flashpoint.md"
 GUARD = 'if __name__ == "__main__":'
 
 #: After a restart: every rank reads what was saved, and says whether it came from memory.
