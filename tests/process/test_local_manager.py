@@ -213,7 +213,7 @@ class InMemory(BaseCheckpointManager):
     def _load(self, shard: ShardId) -> TensorAwareStateDict:
         return self.parts[shard]
 
-    def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
+    def _save(self, prepared: Any, shard: ShardId, *, is_async: bool) -> AsyncRequest:
         return AsyncRequest(self.parts.__setitem__, (shard, prepared), [])
 
     def _cleanup(self, save: SaveId) -> None:

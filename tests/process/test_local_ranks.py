@@ -201,6 +201,42 @@ def test_where_every_copy_is_damaged_all_ranks_take_the_older_one(crew: Crew, tm
     assert all("looking for an older one" in " ".join(messages) for *_, messages in answers)
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_ranks_of_one_host_share_its_folder_also_when_ranks_are_dealt_anew(
+    crew: Crew, tmp_path: Path, is_async: bool
+) -> None:
+    succeeded(crew.run(save_on, tmp_path, [0, 0, 1, 1], [3, 4, 5], is_async, ranks=4))
+    assert [len(shards(tmp_path, host)) for host in (0, 1)] == [4, 4], "of the newest, own ones and copies"
+    for of_rank in (0, 2):
+        flip_a_bit(*shards(tmp_path, 1, 5, of_rank))
+    answers = crew.run(load, tmp_path, [1, 0, 1, 0], ranks=4)
+    assert iterations_and_parts(answers) == parts(5, 4)
+    assert sum("damaged" in text for *_, messages in answers for text in messages) == 2
+    succeeded(crew.run(save_on, tmp_path, [1, 0, 1, 0], [6, 7], is_async, ranks=4))
+    for host in (0, 1):
+        assert shards(tmp_path, host) == shards(tmp_path, host, 7)
+        assert len(list((tmp_path / f"host-{host}" / "session").glob("step-*"))) == 1
+    again = crew.run(load, tmp_path, [0, 0, 1, 1], ranks=4)
+    assert iterations_and_parts(again) == parts(7, 4)
+    assert [messages for *_, messages in again] == [[]] * 4
+
+
+def save_on(root: Path, hosts: list[int], iterations: list[int], is_async: bool) -> None:
+    """With a copy of each shard on the other host."""
+    rank = dist.get_rank()
+    os.environ["TORCHELASTIC_FAILURE_DOMAIN"] = f"host-{hosts[rank]}"
+    manager = manager_at(root, hosts[rank], repl_strategy=cliques(2 if hosts[0] == hosts[1] else 1))
+    with AsyncCallsQueue(worker="thread", timeout_s=20) as queue:
+        for iteration in iterations:
+            request = manager.save(BasicTensorAwareStateDict(state_of(rank, iteration)), iteration, is_async=is_async)
+            if request is not None:
+                queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+    dist.barrier()
+    manager.close()
+    del os.environ["TORCHELASTIC_FAILURE_DOMAIN"]
+
+
 # Other ranks, other cliques, other worlds
 
 

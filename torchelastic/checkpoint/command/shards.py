@@ -20,7 +20,7 @@ from torchelastic.checkpoint.shards.tensors import dtype_named
 from torchelastic.checkpoint.store.reading import open_shard
 
 #: A file of this name that does not begin like a shard is a torn one.
-SUFFIX = ".shard"
+_SUFFIX = ".shard"
 _START = encode_preamble(b"", 0, 0)[:8]
 
 #: How a shard is opened.
@@ -81,7 +81,7 @@ def is_shard(path: Path) -> bool:
     """Whether a path is a shard file, also a torn one."""
     if not path.is_file():
         return False
-    if path.suffix == SUFFIX:
+    if path.suffix == _SUFFIX:
         return True
     with explained("read the file", path), path.open("rb") as file:
         return file.read(len(_START)) == _START

@@ -94,7 +94,7 @@ class BaseCheckpointManager(ABC):
         """This one was loaded, on all ranks: each fetches what it has lost of the others' parts."""
 
     @abstractmethod
-    def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
+    def _save(self, prepared: Any, shard: ShardId, *, is_async: bool) -> AsyncRequest:
         """Takes the snapshot, and returns what is left to be done in the background (without finalize functions)."""
 
     def _commit(self, save: SaveId, saved_s: float) -> None:  # noqa: B027 - most need not
@@ -214,6 +214,7 @@ class BaseCheckpointManager(ABC):
 
         Raises:
             TypeError, ValueError: the state or the iteration cannot be saved; nothing was done, on all ranks.
+            FencedError: another job has saved to this session since; this one must end.
             CheckpointError: a rank cannot save; nothing is left of it.
             OutOfStepError: see the class.
         """
@@ -237,7 +238,7 @@ class BaseCheckpointManager(ABC):
         _, nonce, saved_s = answers[0]
         save = SaveId(*token, self._generation, check_iteration(iteration), str(nonce))
         self._pending[save] = 0
-        request = self._save(prepared[0], ShardId(save, self.rank, self.world_size), float(saved_s), is_async=is_async)
+        request = self._save(prepared[0], ShardId(save, self.rank, self.world_size), is_async=is_async)
         request = request._replace(finalize_fns=[partial(self._finalize, save, float(saved_s), self._formation)])
         if is_async:
             return request

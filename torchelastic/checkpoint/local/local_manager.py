@@ -212,7 +212,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             log.warning("rank %d keeps no copies with others: its clique has no other member", self.rank)
         clique = sorted([self.rank, *partners])
         if partners and self.rank == clique[0] and len({hosts[rank] for rank in clique}) == 1:
-            log.warning("%s keep copies of each other on one host, and are lost with it", listed(clique))
+            log.warning("%s are to keep copies of each other, but are on one host, and lost with it", listed(clique))
 
     def _partners(self, peers: PeerTopology) -> list[int]:
         clique = [] if self.repl_strategy is None else self.repl_strategy.clique(self.rank, peers.hosts)
@@ -258,11 +258,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _discard(self, prepared: Any) -> None:
         self._files.pool.give_back(prepared.stage)
 
-    def _save(self, prepared: Any, shard: ShardId, saved_s: float, *, is_async: bool) -> AsyncRequest:
+    def _save(self, prepared: Any, shard: ShardId, *, is_async: bool) -> AsyncRequest:
         stage: Stage = prepared.stage
-        header: Header = replace(
-            prepared.header, meta={**prepared.header.meta, **header_meta(shard, self.session_id), "saved_s": saved_s}
-        )
+        header: Header = prepared.header
+        header = replace(header, meta={**header.meta, **header_meta(shard, self.session_id)})
         try:
             if is_async:
                 stage.copy(prepared.sources)

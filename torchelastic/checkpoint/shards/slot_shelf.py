@@ -49,11 +49,6 @@ class SlotShelf:
             self._incoming[key] = (stage, size_bytes)
         return stage.slot.view()[:size_bytes]
 
-    def incoming(self) -> dict[str, memoryview]:
-        """What is on its way, by key."""
-        with self._lock:
-            return {key: stage.slot.view()[:size_bytes] for key, (stage, size_bytes) in self._incoming.items()}
-
     def publish(self, key: str, path: Path, digest: str | None) -> None:
         """Gives what was received its name, or abandons it. What has that name already stays, being the same shard.
 
