@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float = 60.0, what: str = "it is so") -> T:
+def wait_until(condition: Callable[[], T | None], timeout_s: float = 60.0, what: str = "it is so") -> T:
     """Wait until something is true; returns it. Fails the test after `timeout_s`, with `what` was waited for."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):

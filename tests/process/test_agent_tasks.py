@@ -3,17 +3,85 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.memory_store import MemoryStore
-from tests.process.test_agent_membership import KEYS, TWO, Agent, form, until, with_agents
 from torchelastic.agent import tasks
+from torchelastic.agent.membership import Membership
 from torchelastic.agent.tasks import keep_running
 from torchelastic.rendezvous.protocol import advance
-from torchelastic.rendezvous.records import RoundState
+from torchelastic.rendezvous.records import Keys, Member, Round, RoundState
 from torchelastic.rendezvous.store import StoreUnavailableError
+from torchelastic.rendezvous.view import Settings
+
+KEYS = Keys("/torchelastic/test")
+
+
+class Agent:
+    """One agent's membership, and the rounds that it has told of."""
+
+    def __init__(self, store: MemoryStore, name: str, settings: Settings) -> None:
+        self.rounds: list[Round] = []
+        self.store = store.connect()
+        self.membership = Membership(
+            self.store,
+            KEYS,
+            replace(settings, ttl_s=2.0),
+            host=f"host-{name}",
+            agent_id=name,
+            on_round=self.rounds.append,
+            clock=time.monotonic,
+        )
+
+    @property
+    def round(self) -> Round:
+        return self.membership.round
+
+    def member(self, name: str, **fields: Any) -> None:
+        base = Member(name, "host", store_address="h:1", ready_for=self.round.number + 1)
+        self.membership.declare(replace(base, **fields))
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "not in time"
+        await asyncio.sleep(0.01)
+
+
+def with_agents(
+    count: int, scenario: Callable[[MemoryStore, list[Agent]], Awaitable[None]], settings: Settings
+) -> None:
+    """Run a scenario with so many agents on one store."""
+
+    async def run() -> None:
+        store = MemoryStore()
+        agents = [Agent(store, f"agent-{number}", settings) for number in range(count)]
+        for agent in agents:
+            await agent.membership.start(5.0)
+        try:
+            await scenario(store, agents)
+        finally:
+            for agent in agents:
+                await agent.membership.stop()
+            store.close()
+
+    asyncio.run(run())
+
+
+TWO = Settings(2, 2)
+
+
+async def form(agents: list[Agent]) -> None:
+    """Bring a round of one member per agent about."""
+    for number, agent in enumerate(agents):
+        agent.member(f"m{number}")
+    await until(lambda: all(agent.round.state is RoundState.RUNNING for agent in agents))
 
 
 class Fault:

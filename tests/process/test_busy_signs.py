@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore
 
-from tests.process.test_heartbeat import client_of, make_store, wait_until
+from tests.process.test_heartbeat import client_of, make_store
+from tests.waiting import wait_until
 from torchelastic.p2p.busy import BusySigns
 from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.heartbeat import Heartbeat

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.process.faulty_jobs import Ended, Nursery, Stop
+from tests.process.faulty_jobs import Nursery, Stop
+from tests.process.forked_ranks import Ended
 from tests.process.memory_fault_ranks import (
     EXTRA,
     NEW,
