@@ -7,10 +7,10 @@ time between failures, R the time to restore:
   own C and M. One over `exact_cost` is the attainable efficiency at a period.
 * For the best availability it is C + sqrt(2 (M + R) C + C^2) (Saxena et al., arXiv 2410.18124).
 * A copy of the state takes (b/6) F / (B T S) steps, and hides behind one where that is below 1: b bytes of state per
-  parameter, F operations per second of a worker, B bytes per second of the copy, T samples (tokens) per worker and step,
-  S workers that share the state.
-* Writers keep up with a save every Tw / (N q t) steps or more (PCcheck, ASPLOS 2025): Tw seconds until a save is durable,
-  N saves at once, q the slowdown that is allowed (1.05: 5 %), t seconds of a step.
+  parameter, F operations per second of a worker, B bytes per second of the copy, T samples (tokens) per worker and
+  step, S workers that share the state.
+* Writers keep up with a save every Tw / (N q t) steps or more (PCcheck, ASPLOS 2025): Tw seconds until a save is
+  durable, N saves at once, q the slowdown that is allowed (1.05: 5 %), t seconds of a step.
 
 Nothing in here has a clock, a file, a socket or a memory. That the newest checkpoint stays is enforced in
 `KeepPolicy.decide` and nowhere else. Names are loaded on first use (PEP 562).
