@@ -107,10 +107,10 @@ def push(each: Member, step: int, path: Path) -> int:
 
 
 def commit_of(world_size: int, step: int, generation: int) -> Commit:
-    files = tuple(shard_file(rank, world_size, step, generation) for rank in range(world_size))
+    files = [shard_file(rank, world_size, step, generation) for rank in range(world_size)]
     storage = {MetadataIndex(f"w{rank}"): StoredItem(file, "w") for rank, file in enumerate(files)}
     metadata = Metadata({}, storage_data=storage)
-    return Commit(save_of(step, generation), world_size, files, metadata, {"common.pt": b"common"})
+    return Commit(save_of(step, generation), world_size, metadata, {"common.pt": b"common"})
 
 
 def save(each: Member, step: int, generation: int, *, replicate: bool = True, spread: bool = True) -> None:

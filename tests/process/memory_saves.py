@@ -71,7 +71,7 @@ class Saving:
 
     def steps(self) -> list[int]:
         """The steps that are complete on this host, by what lies there."""
-        return sorted(step.step for step in self.container.steps() if step.commit is not None)
+        return sorted(one.name.step for one in self.container.entries() if one.is_committed)
 
     def files(self) -> list[str]:
         """The names of all shards and slots of this host's container."""

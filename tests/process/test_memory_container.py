@@ -18,6 +18,7 @@ from torchelastic.checkpoint.memory.ids import COMMIT_FILE
 from torchelastic.checkpoint.shards.header import lay_out
 from torchelastic.checkpoint.shards.tree import flatten
 from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
+from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.testing.disk_faults import FaultyDisk, full_at
 
 WRITER = """
@@ -53,12 +54,14 @@ def save(
     return name
 
 
-def commit(container: Container, step: int, *names: ShardId) -> Commit:
-    files = tuple(sorted(map(file_name_of, names)))
-    metadata = Metadata({}, storage_data={})
-    made = Commit(names[0].name, 2, files, metadata, {"common.pt": b"all of it"})
+def commit(container: Container, name: ShardId) -> Commit:
+    made = Commit(name.name, 2, Metadata({}, storage_data={}), {"common.pt": b"all of it"})
     container.write_commit(made)
     return made
+
+
+def committed(container: Container) -> list[int]:
+    return [one.name.step for one in container.entries() if one.is_committed]
 
 
 @pytest.fixture
@@ -80,12 +83,9 @@ def slots(base: Path) -> list[Path]:
 def test_a_step_is_complete_with_its_commit_and_not_before(base: Path) -> None:
     container = Container(base)
     name = save(container, 5)
-    (step,) = container.steps()
-    assert (step.step, step.commit, list(step.shards)) == (5, None, [name])
-    made = commit(container, 5, name)
-    (step,) = container.steps()
-    assert step.commit is not None
-    assert step.commit.files == made.files
+    assert container.entries() == [TierEntry(name.name, 2, (0,), is_committed=False)]
+    made = commit(container, name)
+    assert container.entries() == [TierEntry(name.name, 2, (0,))]
     assert read_commit(container.folder_of(5)) == made
     assert (container.folder_of(5) / "common.pt").read_bytes() == b"all of it"
 
@@ -94,16 +94,16 @@ def test_a_commit_replaces_the_older_step_and_its_memory_is_used_again(base: Pat
     container = Container(base)
     seen = set()
     for step in range(6):
-        commit(container, step, save(container, step))
+        commit(container, save(container, step))
         seen |= {path.stat().st_ino for path in base.rglob("*.shard-*")}
         assert container.tidy() == ([step - 1] if step else [])
-        assert [one.step for one in container.steps()] == [step]
+        assert [one.name.step for one in container.entries()] == [step]
     assert len(seen) == 2
 
 
 def test_a_newer_step_that_is_being_written_stays(base: Path) -> None:
     container = Container(base)
-    commit(container, 1, save(container, 1))
+    commit(container, save(container, 1))
     name = save(container, 2)
     assert container.tidy() == []
     assert (container.folder_of(2) / file_name_of(name)).exists()
@@ -113,15 +113,15 @@ def test_an_older_step_that_was_never_completed_goes(base: Path) -> None:
     container = Container(base)
     save(container, 9, generation=1)
     save(container, 1, generation=1)
-    commit(container, 2, save(container, 2))
+    commit(container, save(container, 2))
     assert container.tidy() == [9, 1]
 
 
 def test_a_commit_of_an_older_save_that_comes_late_replaces_nothing(base: Path) -> None:
     container = Container(base)
     late = save(container, 1, generation=1)
-    again = commit(container, 1, save(container, 1, generation=2))
-    commit(container, 1, late)
+    again = commit(container, save(container, 1, generation=2))
+    commit(container, late)
     assert read_commit(container.folder_of(1)) == again
 
 
@@ -130,9 +130,9 @@ def test_a_commit_of_an_older_epoch_that_comes_late_replaces_nothing(base: Path)
     container = Container(base)
     late = save(container, 1, generation=1)
     container.join("others", 2)
-    again = commit(container, 1, save(container, 1, generation=2, epoch=2))
+    again = commit(container, save(container, 1, generation=2, epoch=2))
     with pytest.raises(FencedError, match="was replaced"):
-        commit(container, 1, late)
+        commit(container, late)
     assert read_commit(container.folder_of(1)) == again
 
 
@@ -152,25 +152,25 @@ def test_a_commit_is_not_published_by_who_is_replaced_in_the_moment_before_its_r
     container = Container(base, disk=disk)
     name, disk.others = save(container, 1), Container(base)
     with pytest.raises(FencedError, match="was replaced"):
-        commit(container, 1, name)
-    assert container.steps()[0].commit is None
+        commit(container, name)
+    assert committed(container) == []
     assert not [path for path in slots(base) if path.is_dir()]
 
 
 @pytest.mark.parametrize("cut", [0, -1])
 def test_a_damaged_commit_is_none(base: Path, cut: int) -> None:
     container = Container(base)
-    commit(container, 1, save(container, 1))
+    commit(container, save(container, 1))
     path = container.folder_of(1) / COMMIT_FILE
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(CorruptCheckpointError):
         read_commit(container.folder_of(1))
-    assert container.steps()[0].commit is None
+    assert committed(container) == []
 
 
 def test_a_commit_in_the_folder_of_another_step_is_damage(base: Path) -> None:
     container = Container(base)
-    commit(container, 1, save(container, 1))
+    commit(container, save(container, 1))
     container.folder_of(1).rename(container.folder_of(9))
     with pytest.raises(CorruptCheckpointError, match="is the commit of step 1"):
         read_commit(container.folder_of(9))
@@ -183,10 +183,11 @@ def test_another_living_process_keeps_its_shards_and_a_dead_one_loses_them(base:
         assert writer.stdout.readline() == "saved\n"
         container = Container(base)
         theirs = ShardId(SaveId(1, 0, 1, 1, "00000007"), 1, 2)
-        commit(container, 1, theirs, save(container, 1))
-        commit(container, 2, save(container, 2))
+        save(container, 1)
+        commit(container, theirs)
+        commit(container, save(container, 2))
         assert container.tidy() == []
-        assert container.steps()[1].commit is None
+        assert committed(container) == [2]
         assert [path.name for path in container.folder_of(1).glob("*.shard-*")] == [file_name_of(theirs)]
         writer.send_signal(signal.SIGKILL)
         writer.wait()
@@ -205,13 +206,13 @@ def test_slots_of_a_dead_process_are_removed_when_the_folder_is_opened(base: Pat
 @pytest.mark.parametrize("call", ["create", "write_some", "rename"])
 def test_a_full_memory_leaves_the_older_commit(base: Path, call: str) -> None:
     container = Container(base)
-    commit(container, 1, save(container, 1))
+    commit(container, save(container, 1))
     name = save(container, 2)
     container.disk = disk = FaultyDisk(full_at(call))
     with pytest.raises(CheckpointError, match="full"):
-        commit(container, 2, name)
+        commit(container, name)
     disk.require_struck()
-    assert [one.step for one in container.steps() if one.commit] == [1]
+    assert committed(container) == [1]
     assert not [path for path in files(base) if path.endswith(".new")]
 
 
@@ -255,7 +256,7 @@ def test_an_attempt_of_the_same_generation_that_failed_goes(base: Path) -> None:
     (container.folder_of(4) / file_name_of(name)).rename(container.folder_of(4) / left)
     container.close()
     container = Container(base)
-    commit(container, 4, save(container, 4, generation=1))
+    commit(container, save(container, 4, generation=1))
     container.tidy()
     assert not (container.folder_of(4) / left).exists()
 

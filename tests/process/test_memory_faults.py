@@ -37,8 +37,8 @@ from tests.process.memory_fault_ranks import (
     restarted,
 )
 from tests.process.memory_ranks import JOB, base_of
-from tests.process.test_memory_container import commit, save
-from torchelastic.checkpoint.memory.commit import Commit
+from tests.process.test_memory_container import commit, committed, save
+from torchelastic.checkpoint.memory.commit import Commit, CommitHead
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName
 from torchelastic.checkpoint.memory.objects import CheckpointObjectManager
@@ -296,7 +296,7 @@ class Busy:
             assert content is not None
             self.receive(step, file_name_of(names[1]), content)
             del content
-            made = commit(self.partner, step, *names)
+            made = commit(self.partner, names[0])
             sealed = sealed_bytes(self.partner.folder_of(step) / COMMIT_FILE)
             assert sealed is not None
             self.commits.put((made, bytes(sealed)), timeout=30)
@@ -332,13 +332,14 @@ class Busy:
         """Something complete is always there, with all that it needs, unless it has just been replaced."""
         while not self.is_over.wait(0.0005):
             completed = self.completed
-            newest = next((one for one in self.here.steps() if one.commit), None)
-            assert completed == 0 or (newest is not None and newest.step >= completed)
-            if newest is not None and newest.commit is not None:
-                folder = self.here.folder_of(newest.step)
-                missing = [name for name in (*newest.commit.files, EXTRA) if not (folder / name).exists()]
-                now = next(one for one in self.here.steps() if one.commit)
-                assert not missing or now.step > newest.step, (newest, missing, now)
+            newest = next((one for one in self.here.entries() if one.is_committed), None)
+            assert completed == 0 or (newest is not None and newest.name.step >= completed)
+            if newest is not None:
+                folder = self.here.folder_of(newest.name.step)
+                files = CommitHead(newest.name, newest.world_size).files
+                missing = [name for name in (*files, EXTRA) if not (folder / name).exists()]
+                now = next(one for one in self.here.entries() if one.is_committed)
+                assert not missing or now.name > newest.name, (newest, missing, now)
                 self.looks += 1
 
 
@@ -358,4 +359,4 @@ def test_threads_that_save_receive_complete_and_tidy_up_at_once_remove_nothing_t
     assert warnings == []
     assert busy.completed > 20
     assert busy.looks > 20
-    assert [one.step for one in busy.here.steps() if one.commit is not None] == [busy.completed]
+    assert committed(busy.here) == [busy.completed]

@@ -87,7 +87,7 @@ def test_what_was_copied_may_be_written_elsewhere(alone: Saving, write: Callable
         state["w"].zero_()
         if write(staged):
             assert not list(Path(alone.id(step)).glob("*.shard-*")), "only who staged it gives it its name"
-            alone.writer.adopt(staged)
+            staged.adopt()
         alone.writer.finish(metadata, [staged.results])
         assert same(alone.load(blank(state_of(step)), step), state_of(step))
     assert alone.latest() == steps[-1]
@@ -115,8 +115,8 @@ def test_an_abandoned_save_gives_its_memory_back(alone: Saving, write: Callable[
         staged, _ = begin(alone, state_of(step), step)
         if write is not None:
             write(staged)
-        alone.writer.abandon(staged)
-        alone.writer.abandon(staged)
+        staged.abandon()
+        staged.abandon()
         assert len(alone.inodes()) == 2
     assert alone.latest() == 1
     assert [name for name in alone.files() if ".shard-" in name] != []
@@ -126,10 +126,10 @@ def test_an_abandoned_save_gives_its_memory_back(alone: Saving, write: Callable[
 def test_what_was_not_written_cannot_be_adopted(alone: Saving) -> None:
     staged, _ = begin(alone, state_of(1), 1)
     with pytest.raises(CheckpointError, match="was not written"):
-        alone.writer.adopt(staged)
-    alone.writer.abandon(staged)
+        staged.adopt()
+    staged.abandon()
     with pytest.raises(CheckpointError, match="given back"):
-        alone.writer.adopt(staged)
+        staged.adopt()
 
 
 def test_a_replica_that_cannot_be_made_raises_and_removes_the_shard(

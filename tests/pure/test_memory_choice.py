@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -13,25 +13,22 @@ from torchelastic.checkpoint.memory.choice import (
     RecoveryPlan,
     Roster,
     listed_in,
-    objects_in,
     recovery_plan,
-    require_complete,
     verification_share,
 )
-from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep, meta_of
+from torchelastic.checkpoint.memory.commit import CommitHead
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import TierEntry
 
 
 def candidate_of(world_size: int, generation: int = 3, step: int = 20) -> CommitHead:
-    name = SaveId(1, 0, generation, step, "00000007")
-    files = tuple(file_name_of(ShardId(name, rank, world_size)) for rank in range(world_size))
-    return CommitHead(name, world_size, files)
+    return CommitHead(SaveId(1, 0, generation, step, "00000007"), world_size)
 
 
-def step_of(commit: CommitHead, files: Sequence[str], sizes: Sequence[int]) -> StoredStep:
-    """What other ranks are told of a folder with a commit and these shards."""
-    return StoredStep.heard([20, dict(zip(files, sizes, strict=True)), meta_of(commit)])
+def entry_of(commit: CommitHead, *ranks: int, is_committed: bool = True) -> TierEntry:
+    """What other ranks are told of a folder with these shards, and maybe the commit."""
+    return TierEntry(commit.name, commit.world_size, ranks, is_committed)
 
 
 def roster_of(hosts: str) -> Roster:
@@ -47,6 +44,10 @@ def held(candidate: CommitHead, shards: Mapping[str, str], commits: str) -> dict
         if host in commits:
             found[f"folder-{host}"][COMMIT_FILE] = 0
     return found
+
+
+def objects_of(candidate: CommitHead) -> list[str]:
+    return [*candidate.files, COMMIT_FILE]
 
 
 def fetched(plan: RecoveryPlan) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -71,37 +72,35 @@ def after(plan: RecoveryPlan, verified: Mapping[str, Mapping[str, int]], roster:
 def test_candidates_are_ordered_by_generation_and_not_by_step() -> None:
     older, newer = candidate_of(2, generation=3, step=50), candidate_of(2, generation=4, step=20)
     listings = {
-        "folder-a": [StoredStep(50, {}, older)],
-        "folder-b": [StoredStep(50, {}, older), StoredStep(20, {}, newer)],
+        "folder-a": [entry_of(older)],
+        "folder-b": [entry_of(older), entry_of(newer)],
     }
-    assert [candidate.save for candidate in listed_in(listings, roster_of("ab"))] == [newer, older]
+    assert [candidate.save for candidate in listed_in(listings, roster_of("ab"))] == [newer.name, older.name]
 
 
 def test_saves_of_the_same_step_are_told_apart() -> None:
     before, again = candidate_of(2, generation=3), candidate_of(2, generation=4)
-    steps = [step_of(before, (*before.files, *again.files), [100] * 4)]
-    listings = {"folder-a": steps, "folder-b": [StoredStep(20, {}, again)]}
-    first, second = listed_in(listings, roster_of("ab"))
-    assert (first.save, second.save) == (again, before)
-    assert {file: [source.rank for source in each] for file, each in first.sources.items()} == {
-        again.files[0]: [0],
-        again.files[1]: [0],
-        COMMIT_FILE: [1],  # the folder of rank 0 has that of the other one
+    listings = {
+        "folder-a": [entry_of(before, 0, 1), entry_of(again, 0, is_committed=False)],
+        "folder-b": [entry_of(again, 1)],
     }
-    assert set(second.sources) == {*before.files, COMMIT_FILE}
+    first, second = listed_in(listings, roster_of("ab"))
+    assert (first.save, second.save) == (again.name, before.name)
+    assert {shard: [source.rank for source in each] for shard, each in first.sources.items()} == {0: [0], 1: [1]}
+    assert {shard: [source.rank for source in each] for shard, each in second.sources.items()} == {0: [0], 1: [0]}
 
 
-def test_what_nobody_holds_is_named() -> None:
-    candidate = candidate_of(3)
-    (listed,) = listed_in({"folder-a": [step_of(candidate, candidate.files[:1], [100])]}, roster_of("a"))
-    with pytest.raises(CorruptCheckpointError, match=f"nobody has a good copy of {candidate.files[1]}"):
-        require_complete(listed)
+def test_a_save_without_a_commit_is_no_checkpoint_and_one_without_a_shard_not_complete() -> None:
+    begun, lost = candidate_of(2, generation=4), candidate_of(3)
+    listings = {"folder-a": [entry_of(begun, 0, 1, is_committed=False), entry_of(lost, 0)]}
+    (listed,) = listed_in(listings, roster_of("a"))
+    assert (listed.save, listed.missing, listed.is_complete) == (lost.name, [1, 2], False)
 
 
 @pytest.mark.parametrize(("shards", "commits", "lost"), [({"a": "0", "b": "0"}, "ab", 1), ({"a": "01"}, "", 2)])
 def test_without_one_object_there_is_no_plan(shards: dict[str, str], commits: str, lost: int) -> None:
     candidate = candidate_of(2)
-    with pytest.raises(CorruptCheckpointError, match=f"nobody has a good copy of {candidate.objects[lost]}"):
+    with pytest.raises(CorruptCheckpointError, match=f"nobody has a good copy of {objects_of(candidate)[lost]}"):
         recovery_plan(candidate, held(candidate, shards, commits), roster_of("ab"))
 
 
@@ -189,7 +188,7 @@ def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_
 ) -> None:
     candidate, verified, roster, copies = situation
     there = {file for files in verified.values() for file in files}
-    if set(candidate.objects) - there:
+    if {*objects_of(candidate)} - there:
         with pytest.raises(CorruptCheckpointError):
             recovery_plan(candidate, verified, roster, copies)
         return
@@ -209,15 +208,11 @@ def test_any_plan_brings_what_is_needed_and_then_survives_the_loss_of_any_hosts_
 # --- verifying --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 1 << 30), min_size=1, max_size=12), st.integers(1, 5))
-def test_the_ranks_of_a_host_verify_everything_once_and_none_much_more_than_its_part(
-    sizes: list[int], sharers: int
-) -> None:
-    candidate = candidate_of(len(sizes))
-    steps = [step_of(candidate, candidate.files, sizes)]
+@given(st.integers(1, 12), st.integers(1, 5))
+def test_the_ranks_of_a_host_verify_everything_once_and_none_more_than_its_part(world_size: int, sharers: int) -> None:
+    candidate, other = candidate_of(world_size), candidate_of(world_size, generation=4)
+    entries = [entry_of(other, 0), entry_of(candidate, *range(world_size))]
     ranks = list(range(3, 3 + sharers))
-    shares = [verification_share(steps, candidate, ranks, rank) for rank in ranks]
-    assert sorted(file for share in shares for file in share) == sorted(candidate.objects)
-    here = objects_in(steps, candidate)
-    loads = [sum(here[file] + 1 for file in share) for share in shares]
-    assert max(loads) - min(loads) <= max(sizes) + 1
+    shares = [verification_share(entries, candidate, ranks, rank) for rank in ranks]
+    assert sorted(file for share in shares for file in share) == sorted(objects_of(candidate))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

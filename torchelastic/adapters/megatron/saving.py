@@ -159,7 +159,7 @@ class MegatronAsyncSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             return staged[0], self._ranks.gather(list(staged[0].results))
         except BaseException:
             for one in staged:
-                _abandon(self._writer, one)
+                _abandon(one)
             raise
 
 
@@ -233,7 +233,7 @@ def _finalize(ranks: Ranks, save: _Save) -> None:
 
     def adopt() -> None:
         if not save.write.is_done_here:
-            save.writer.adopt(save.write.staged)
+            save.write.staged.adopt()
 
     def commit() -> None:
         if ranks.is_coordinator:
@@ -245,12 +245,12 @@ def _finalize(ranks: Ranks, save: _Save) -> None:
         ranks.agree(step, commit)
     except LeftOutError as error:
         _count(ranks, save.writer, save.checkpoint_dir, error)
-        _abandon(save.writer, save.write.staged)
+        _abandon(save.write.staged)
 
 
-def _abandon(writer: MemoryStorageWriter, staged: StagedItems) -> None:
+def _abandon(staged: StagedItems) -> None:
     try:
-        writer.abandon(staged)
+        staged.abandon()
     except CheckpointError as error:  # whatever made this save fail is the one to see
         log.warning("the memory of %s, which was not saved, cannot be used again: %s", staged.target.path, error)
 

@@ -21,7 +21,7 @@ from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerI
 from torchelastic.checkpoint.shards.reading import ShardReader
 from torchelastic.checkpoint.shards.tensors import dtype_name
 from torchelastic.checkpoint.store.owner import read_fence
-from torchelastic.checkpoint.store.save_id import SaveId, find_shard
+from torchelastic.checkpoint.store.save_id import SaveId
 
 
 class MemorySteps(ShardFormat):
@@ -104,7 +104,7 @@ class MemorySteps(ShardFormat):
         shards: dict[str, int] = {}
         if commit is not None:
             facts["save"] = str(commit.name)
-            shards = {file: shard.rank for file in commit.files if file in sizes and (shard := find_shard(file))}
+            shards = {file: rank for rank, file in enumerate(commit.files) if file in sizes}
         return FoundCheckpoint(
             format=self,
             path=folder,

@@ -6,14 +6,16 @@ which the ranks there share; a *host* is what is lost at once, and may have seve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
+from torchelastic.checkpoint.memory.commit import CommitHead, objects_of
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE
 from torchelastic.checkpoint.replication.placement import by_domain, missing_copies
 from torchelastic.checkpoint.restore_plan import Candidate, Held, ShardSource, candidates, plan_reads
+from torchelastic.checkpoint.store.save_id import SaveId
+from torchelastic.checkpoint.store.tier import TierEntry
 
 
 @dataclass(frozen=True)
@@ -74,47 +76,29 @@ class RecoveryPlan:
 
 #: Of each folder the objects of one checkpoint that were verified there, with their sizes in bytes (commit: 0).
 Verified = Mapping[str, Mapping[str, int]]
-#: A checkpoint, and which ranks can read its objects.
-MemoryCandidate = Candidate[CommitHead, str]
+#: A checkpoint, and which ranks can read the shards of those that have saved it.
+MemoryCandidate = Candidate[SaveId, int]
 
 
-def listed_in(listings: Mapping[str, Sequence[StoredStep]], roster: Roster) -> list[MemoryCandidate]:
+def listed_in(listings: Mapping[str, Sequence[TierEntry]], roster: Roster) -> list[MemoryCandidate]:
     """The checkpoints of which there is a commit, newest first; by folder what is there."""
-    heads = {one.commit for steps in listings.values() for one in steps if one.commit}
-    here = {folder: {head: objects_in(steps, head) for head in heads} for folder, steps in listings.items()}
-    return candidates([[_held(head, here[folder][head]) for head in heads] for folder in roster.folders])
-
-
-def require_complete(candidate: MemoryCandidate) -> None:
-    """Raises CorruptCheckpointError if an object of a checkpoint is nowhere."""
-    if not candidate.is_complete:
-        raise CorruptCheckpointError(f"nobody has a good copy of {', '.join(candidate.missing[:8])}")
-
-
-def _held(candidate: CommitHead, files: Collection[str]) -> Held[CommitHead, str]:
-    return Held(candidate, candidate.objects, files)
-
-
-def objects_in(steps: Sequence[StoredStep], candidate: CommitHead) -> dict[str, int]:
-    """What a folder holds of a checkpoint, with the lengths of the files (0 for the commit), the longest first."""
-    here = next((one.objects for one in steps if one.step == candidate.step), {})
-    if candidate not in (one.commit for one in steps):
-        here.pop(COMMIT_FILE, None)  # it is that of another save of the same step
-    return dict(sorted(((file, here[file]) for file in candidate.objects if file in here), key=lambda x: (-x[1], x[0])))
+    found = candidates([[entry.held("") for entry in listings[folder]] for folder in roster.folders])
+    return [candidate for candidate in found if candidate.is_committed]
 
 
 def verification_share(
-    steps: Sequence[StoredStep], candidate: CommitHead, ranks: Sequence[int], rank: int
+    entries: Sequence[TierEntry], candidate: CommitHead, ranks: Sequence[int], rank: int
 ) -> list[str]:
-    """Which objects of a folder one of its ranks is to verify: about as many bytes as each of the others.
+    """Which objects of a folder one of its ranks is to verify: as many as each of the others.
 
     Args:
-        steps: of the folder.
+        entries: of the folder.
         candidate: the checkpoint.
         ranks: that use the folder.
         rank: one of them.
     """
-    return list(objects_in(steps, candidate))[ranks.index(rank) :: len(ranks)]  # the longest first, so dealt in turn
+    here = [file for entry in entries if entry.name == candidate.name for file in objects_of(entry)]
+    return here[ranks.index(rank) :: len(ranks)]
 
 
 def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, copies: int = 1) -> RecoveryPlan:
@@ -132,8 +116,10 @@ def recovery_plan(candidate: CommitHead, verified: Verified, roster: Roster, cop
     Raises:
         CorruptCheckpointError: an object is held by nobody; names it.
     """
-    (found,) = candidates([[_held(candidate, verified.get(folder, {}))] for folder in roster.folders])
-    require_complete(found)
+    objects = (*candidate.files, COMMIT_FILE)
+    (found,) = candidates([[Held(candidate.name, objects, verified.get(folder, {}))] for folder in roster.folders])
+    if found.missing:
+        raise CorruptCheckpointError(f"nobody has a good copy of {', '.join(found.missing[:8])}")
     sizes = {file: size_bytes for files in verified.values() for file, size_bytes in files.items()}
     wanted = {rank: candidate.files_of([rank]) for rank in range(len(roster.folders))}
     for ranks in roster.sharers.values():

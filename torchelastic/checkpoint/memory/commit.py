@@ -7,7 +7,7 @@ state, so that it is checked like one. Metadata are stored as JSON: nothing that
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,9 +26,12 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, is_part
 from torchelastic.checkpoint.shards.tensors import dtype_name, dtype_named
 from torchelastic.checkpoint.shards.tree import flatten, unflatten
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
+from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of
+from torchelastic.checkpoint.store.tier import TierEntry
 
 VERSION = 1
+#: More ranks no commit is believed to have: all of them are counted where a checkpoint is chosen.
+MOST_RANKS = 1 << 20
 
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -56,25 +59,24 @@ class StoredItem:
     entry: str
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class CommitHead:
-    """A complete checkpoint, by what the header of its commit says; the greater, the newer.
+    """A checkpoint with a shard of each rank, by what the header of its commit says.
 
     Attributes:
         name: of the save; the greatest is the newest, whatever the steps.
         world_size: how many ranks have saved.
-        files: the shards, sorted. A rank that had nothing to write has none.
+
+    Raises:
+        ValueError: so many ranks there are not.
     """
 
     name: SaveId
     world_size: int
-    files: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for file in self.files:
-            shard = find_shard(file)
-            if shard is None or (shard.name, shard.world_size) != (self.name, self.world_size):
-                raise ValueError(f"{file!r} is no shard of {self.name} by {self.world_size} ranks")
+        if not 1 <= self.world_size <= MOST_RANKS:
+            raise ValueError(f"{self.name} is by {self.world_size} ranks")
 
     @property
     def step(self) -> int:
@@ -82,14 +84,13 @@ class CommitHead:
         return self.name.step
 
     @property
-    def objects(self) -> tuple[str, ...]:
-        """Its shards and its commit."""
-        return (*self.files, COMMIT_FILE)
+    def files(self) -> list[str]:
+        """The names of its shards, in the order of the ranks."""
+        return self.files_of(range(self.world_size))
 
     def files_of(self, ranks: Collection[int]) -> list[str]:
-        """The shards of some ranks, in the order of their ranks."""
-        found = [(shard.rank, file) for file in self.files if (shard := find_shard(file)) and shard.rank in ranks]
-        return [file for _, file in sorted(found)]
+        """The shards of some ranks, in their order; of those that have saved."""
+        return [file_name_of(ShardId(self.name, rank, self.world_size)) for rank in ranks if rank < self.world_size]
 
 
 @dataclass(frozen=True)
@@ -108,39 +109,19 @@ class Commit(CommitHead):
         super().__post_init__()
         for name in self.extras:
             check_extra_name(name)
+        strange = {item.file for item in (self.metadata.storage_data or {}).values()} - {*self.files}
+        if strange:
+            raise ValueError(f"{min(strange)!r} is no shard of {self.name} by {self.world_size} ranks")
 
 
-@dataclass(frozen=True)
-class StoredStep:
-    """What lies in the container of one step on one host, by names and sizes.
+def shards_of(entry: TierEntry) -> list[str]:
+    """The names of the shards that lie where a save was listed."""
+    return [file_name_of(ShardId(entry.name, rank, entry.world_size)) for rank in entry.ranks]
 
-    Attributes:
-        step: its number.
-        shards: the lengths of the shards' files in bytes.
-        commit: what its header says; None: it is not complete, or its commit cannot be read.
-    """
 
-    step: int
-    shards: Mapping[ShardId, int]
-    commit: CommitHead | None = None
-
-    @property
-    def objects(self) -> dict[str, int]:
-        """The files that other hosts can have from here, with their lengths in bytes (0 for the commit)."""
-        sizes = {file_name_of(shard): size_bytes for shard, size_bytes in self.shards.items()}
-        return sizes if self.commit is None else {**sizes, COMMIT_FILE: 0}
-
-    def told(self) -> list[Any]:
-        """For other ranks, as JSON."""
-        commit = None if self.commit is None else meta_of(self.commit)
-        return [self.step, {file_name_of(shard): size_bytes for shard, size_bytes in self.shards.items()}, commit]
-
-    @classmethod
-    def heard(cls, told: Sequence[Any]) -> StoredStep:
-        """The inverse of `told`."""
-        step, sizes, commit = told
-        shards = {shard: int(size_bytes) for file, size_bytes in sizes.items() if (shard := find_shard(file))}
-        return cls(int(step), shards, None if commit is None else candidate_from(commit))
+def objects_of(entry: TierEntry) -> list[str]:
+    """All of a save that other hosts can have from there: shards, and the commit."""
+    return [*shards_of(entry), *([COMMIT_FILE] if entry.is_committed else [])]
 
 
 def check_extra_name(name: str) -> str:
@@ -156,12 +137,7 @@ def check_extra_name(name: str) -> str:
 
 def meta_of(commit: CommitHead) -> dict[str, Any]:
     """What the header of the commit's shard says: enough to tell whether a checkpoint is complete."""
-    return {
-        "version": VERSION,
-        "save": str(commit.name),
-        "world_size": commit.world_size,
-        "files": list(commit.files),
-    }
+    return {"version": VERSION, "save": str(commit.name), "world_size": commit.world_size}
 
 
 def content_of(commit: Commit) -> dict[str, Any]:
@@ -189,7 +165,7 @@ def candidate_from(meta: Mapping[str, Any]) -> CommitHead:
                 f"its commit is version {meta['version']}; this release reads version {VERSION}; use the release that "
                 "wrote it"
             )
-        return CommitHead(SaveId.parse(meta["save"]), meta["world_size"], tuple(meta["files"]))
+        return CommitHead(SaveId.parse(meta["save"]), meta["world_size"])
     except _NONSENSE as error:
         raise CorruptCheckpointError(f"its commit makes no sense: {error!r}") from error
 

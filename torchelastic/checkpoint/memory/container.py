@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -22,11 +23,11 @@ from torchelastic.checkpoint.errors import CheckpointError, CorruptCheckpointErr
 from torchelastic.checkpoint.memory.commit import (
     Commit,
     CommitHead,
-    StoredStep,
     candidate_from,
     commit_from,
     content_of,
     meta_of,
+    shards_of,
 )
 from torchelastic.checkpoint.memory.dead_jobs import JOB_FILE
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, is_part, require_shard
@@ -44,7 +45,9 @@ from torchelastic.checkpoint.shards.tree import unflatten
 from torchelastic.checkpoint.shards.writing import save_tree, write_whole
 from torchelastic.checkpoint.store.fence import Fence
 from torchelastic.checkpoint.store.pruning import abandon, remove_left_overs
-from torchelastic.checkpoint.store.save_id import SaveId, ShardId, file_name_of, find_shard
+from torchelastic.checkpoint.store.reading import sizes_in
+from torchelastic.checkpoint.store.save_id import SaveId, find_shard
+from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.checkpoint.store.writing import begin, publish_into
 from torchelastic.processes.file_locks import lock_of_nobody
 
@@ -132,7 +135,7 @@ class Container:
         joined = epoch if last_group == group else 0
         if joined:
             self.fence.check(joined, 0)
-        return joined, max([self.fence.known_epoch(self._run_id), *(save.epoch for save in self.saves())])
+        return joined, max([self.fence.known_epoch(self._run_id), *(one.name.epoch for one in self.entries())])
 
     def join(self, group: str, epoch: int) -> None:
         """From now on nothing is completed here that was saved in an earlier epoch. Raises: FencedError."""
@@ -193,7 +196,7 @@ class Container:
         if fence is not None:
             fence.check(*commit.name.token)
         with self._lock:
-            here = self._look_into(commit.step, folder).commit
+            here = self._commit_in(folder)
             if here is not None and here.name > commit.name:  # this thread was stopped, and the step was saved anew
                 return folder / COMMIT_FILE
             self.disk.make_folder(folder)
@@ -210,38 +213,44 @@ class Container:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[StoredStep]:
-        """What is here, newest first: by the saves that have a commit, then by step. A damaged commit is removed.
+    def entries(self) -> list[TierEntry]:
+        """What is here of each save, newest first. A damaged commit is removed.
 
         Raises:
             CheckpointError: the folder cannot be listed.
         """
-        found = []
-        with self._lock, explained("list the checkpoints in memory", self.root):
-            for entry in os.scandir(self.root):
-                number = CheckpointContainerId.parse_version_container_step(entry.name)
-                if number is not None and entry.is_dir(follow_symlinks=False):
-                    found.append(self._look_into(number, Path(entry.path)))
-        return sorted(found, key=_newness, reverse=True)
+        with self._lock:
+            found = [entry for step in self._steps() for entry in self._look_into(step)]
+        return sorted(found, key=lambda entry: entry.name, reverse=True)
 
-    def _look_into(self, step: int, folder: Path) -> StoredStep:
-        sizes: dict[ShardId, int] = {}
-        commit = None
+    def _steps(self) -> list[int]:
+        """The steps that have a container, the highest first."""
+        with explained("list the checkpoints in memory", self.root), os.scandir(self.root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        numbers = map(CheckpointContainerId.parse_version_container_step, names)
+        return sorted((number for number in numbers if number is not None), reverse=True)
+
+    def _look_into(self, step: int) -> list[TierEntry]:
+        folder, ranks = self.folder_of(step), defaultdict[tuple[SaveId, int], list[int]](list)
+        for shard in filter(None, map(find_shard, sizes_in(folder))):
+            if shard.name.step == step:
+                ranks[shard.name, shard.world_size].append(shard.rank)
+        commit = self._commit_in(folder)
+        committed = set() if commit is None else {(commit.name, commit.world_size)}
+        return [TierEntry(*save, tuple(sorted(ranks[save])), save in committed) for save in ranks.keys() | committed]
+
+    def _commit_in(self, folder: Path) -> CommitHead | None:
+        """The commit of a step, by its header; None: there is none, or it cannot be read."""
+        path = folder / COMMIT_FILE
         try:
-            for entry in os.scandir(folder):
-                name = find_shard(entry.name)
-                if name is not None:
-                    sizes[name] = entry.stat().st_size
-            commit = read_candidate(folder) if (folder / COMMIT_FILE).exists() else None
-        except FileNotFoundError:
-            return StoredStep(step, {})  # removed while we look
+            return read_candidate(folder) if path.exists() else None
         except CorruptCheckpointError as error:
-            log.warning("the commit of step %d is of no use and is removed: %s", step, error)
-            self.remove_commit(step)
+            log.warning("%s is of no use and is removed: %s", path, error)
+            self.disk.remove(path)
         except CheckpointError as error:
-            if (folder / COMMIT_FILE).exists():  # else another process has removed it while we looked
-                log.warning("the commit of step %d cannot be read: %s", step, error)
-        return StoredStep(step, sizes, commit)
+            if path.exists():  # else another process has removed it while we looked
+                log.warning("%s cannot be read: %s", path, error)
+        return None
 
     def has_committed(self, path: Path) -> bool:
         """Whether a shard is part of the checkpoint of its step, as far as this host knows."""
@@ -254,13 +263,7 @@ class Container:
 
     def newest(self) -> SaveId | None:
         """The newest checkpoint that is complete here."""
-        return max((step.commit.name for step in self.steps() if step.commit), default=None)
-
-    def saves(self) -> set[SaveId]:
-        """The saves of which anything is on this host, complete or not."""
-        steps = self.steps()
-        of_commits = {step.commit.name for step in steps if step.commit is not None}
-        return of_commits | {shard.name for step in steps for shard in step.shards}
+        return next((one.name for one in self.entries() if one.is_committed), None)
 
     def tidy(self) -> list[int]:
         """Removes what the newest commit has replaced, as far as it is this process's to remove.
@@ -271,22 +274,15 @@ class Container:
         Returns:
             The steps that are gone.
         """
-        gone: list[int] = []
         with self._lock:
-            steps = self.steps()
-            newest = next((one.commit for one in steps if one.commit is not None), None)
+            entries = self.entries()
+            newest = next((one.name for one in entries if one.is_committed), None)
             if newest is None:
-                return gone
-            for one in steps:
-                if one.commit is not None and one.commit.name < newest.name:
-                    self.remove_commit(one.step)
-                for shard in one.shards:
-                    counts = (shard.name.epoch, shard.name.generation)
-                    if shard.name != newest.name and counts <= (newest.name.epoch, newest.name.generation):
-                        self.remove_object(self.folder_of(one.step) / file_name_of(shard))
-                if one.step != newest.step and self._remove_if_empty(one.step):
-                    gone.append(one.step)
-        return gone
+                return []
+            for one in entries:
+                if one.name != newest and (one.name.epoch, one.name.generation) <= (newest.epoch, newest.generation):
+                    self._remove_save(one)
+            return [step for step in self._steps() if step != newest.step and self._remove_if_empty(step)]
 
     def remove(self, step: int) -> None:
         """Removes a step as far as it is this process's to remove; it is no checkpoint any more. It may be gone.
@@ -296,9 +292,15 @@ class Container:
         """
         with self._lock:
             self.remove_commit(step)
-            for shard in self._look_into(step, self.folder_of(step)).shards:
-                self.remove_object(self.folder_of(step) / file_name_of(shard))
+            for one in self._look_into(step):
+                self._remove_save(one)
             self._remove_if_empty(step)
+
+    def _remove_save(self, entry: TierEntry) -> None:
+        if entry.is_committed:
+            self.remove_commit(entry.name.step)  # first: without its shards it would promise too much
+        for file in shards_of(entry):
+            self.remove_object(self.folder_of(entry.name.step) / file)
 
     def remove_commit(self, step: int) -> None:
         """The step is no checkpoint any more. Raises: CheckpointError if the disk refuses."""
@@ -360,12 +362,7 @@ def read_candidate(folder: Path) -> CommitHead:
 
 def read_commit(folder: Path) -> Commit:
     """The same with DCP's metadata and the extra files."""
-    return _read(folder, commit_in)
-
-
-def commit_in(shard: ShardReader) -> Commit:
-    """The commit that a shard holds. Raises: CorruptCheckpointError."""
-    return commit_from(shard.header.meta, unflatten(shard.header.structure, shard.read()))
+    return _read(folder, lambda shard: commit_from(shard.header.meta, unflatten(shard.header.structure, shard.read())))
 
 
 _Head = TypeVar("_Head", bound=CommitHead)
@@ -383,7 +380,3 @@ def _read(folder: Path, decode: Callable[[ShardReader], _Head]) -> _Head:
     if CheckpointContainerId.parse_version_container_step(folder.name) != commit.step:
         raise CorruptCheckpointError(f"{path} is the commit of step {commit.step}")
     return commit
-
-
-def _newness(one: StoredStep) -> tuple[bool, SaveId | int]:
-    return (False, one.step) if one.commit is None else (True, one.commit.name)

@@ -95,9 +95,9 @@ def give_up_newer(container: Container, candidate: CommitHead) -> None:
     Raises:
         CheckpointError: the disk refuses.
     """
-    for one in container.steps():
-        if one.commit is not None and one.commit.name > candidate.name:
-            container.remove_commit(one.step)
+    for one in container.entries():
+        if one.is_committed and one.name > candidate.name:
+            container.remove_commit(one.name.step)
 
 
 def complete(container: Container, commit: Commit, replication: ReplicationManager | None) -> None:

@@ -22,10 +22,9 @@ from torchelastic.checkpoint.memory.choice import (
     Roster,
     listed_in,
     recovery_plan,
-    require_complete,
     verification_share,
 )
-from torchelastic.checkpoint.memory.commit import CommitHead, StoredStep
+from torchelastic.checkpoint.memory.commit import CommitHead, objects_of
 from torchelastic.checkpoint.memory.container import Container, read_candidate, read_commit
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, CheckpointContainerId, CheckpointObjectId, parts_of
 from torchelastic.checkpoint.memory.inventory import (
@@ -40,6 +39,7 @@ from torchelastic.checkpoint.replication.manager import ReplicationManager
 from torchelastic.checkpoint.replication.topology import root_id
 from torchelastic.checkpoint.restore import newest_readable
 from torchelastic.checkpoint.shards.reading import ShardReader
+from torchelastic.checkpoint.store.tier import TierEntry
 from torchelastic.group.rank_group import begun
 from torchelastic.metrics import publish_metric
 
@@ -224,7 +224,7 @@ class DefaultCheckpointLoader(CheckpointLoader):
         _, roster, listings = self._survey(base, f"get_checkpoint_objects_by_rank({base.name}, {step})")
         found = {}
         for rank, folder in enumerate(roster.folders):
-            files = next((one.objects for one in listings[folder] if one.step == step), {})
+            files = {file for one in listings[folder] if one.name.step == step for file in objects_of(one)}
             found[rank] = [CheckpointObjectId.from_container(parent, file) for file in sorted(files)]
         return found
 
@@ -247,8 +247,8 @@ class DefaultCheckpointLoader(CheckpointLoader):
 
     def _survey(
         self, base: str | os.PathLike[str] | CheckpointContainerId, call: str
-    ) -> tuple[Container, Roster, Mapping[str, Sequence[StoredStep]]]:
-        """Where everybody is, and what there is by names; the first rank of each folder lists it."""
+    ) -> tuple[Container, Roster, Mapping[str, Sequence[TierEntry]]]:
+        """Where everybody is, and what there is by names; the first rank of each folder lists it when all have come."""
 
         def look() -> list[str]:
             host = self._replication.host_of(self._replication.rank)
@@ -259,12 +259,12 @@ class DefaultCheckpointLoader(CheckpointLoader):
         roster = Roster(tuple(str(host) for host, _ in told), tuple(str(folder) for _, folder in told))
         is_first = roster.is_first(self._replication.rank)
 
-        def list_here() -> list[Any]:
-            return [one.told() for one in container.steps()] if is_first else []
+        def list_here() -> list[Any]:  # not before: now nobody completes a save, or removes one
+            return [one.as_plain() for one in container.entries()] if is_first else []
 
         lists = self._replication.run_on_all(f"{call}, listing", list_here)
         found = {
-            folder: [StoredStep.heard(told) for told in lists[ranks[0]]] for folder, ranks in roster.sharers.items()
+            folder: [TierEntry.from_plain(told) for told in lists[ranks[0]]] for folder, ranks in roster.sharers.items()
         }
         return container, roster, found
 
@@ -273,12 +273,13 @@ class DefaultCheckpointLoader(CheckpointLoader):
         container: Container,
         listed: MemoryCandidate,
         roster: Roster,
-        listings: Mapping[str, Sequence[StoredStep]],
+        listings: Mapping[str, Sequence[TierEntry]],
         call: str,
     ) -> RecoveryPlan:
         """How to recover a checkpoint from its good copies. Raises: CorruptCheckpointError if there are too few."""
-        require_complete(listed)
-        candidate, rank = listed.save, self._replication.rank
+        candidate, rank = CommitHead(listed.save, len(listed.whole)), self._replication.rank
+        if listed.missing:
+            raise CorruptCheckpointError(f"nobody has a copy of {', '.join(candidate.files_of(listed.missing[:8]))}")
         folder = roster.folders[rank]
         share = verification_share(listings[folder], candidate, roster.sharers[folder], rank)
         told = self._replication.run_on_all(

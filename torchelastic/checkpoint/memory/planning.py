@@ -74,7 +74,7 @@ def with_note(save: PlannedSave, plan: SavePlan, slots: Slots, rank: int, host: 
         save.about,
         rank,
         host,
-        max([slots.generation, *(known.generation for known in slots.container.saves())]),
+        max([slots.generation, *(known.name.generation for known in slots.container.entries())]),
         slots.container.epochs(group),
         needed_bytes,
         copied_bytes(),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchelastic.checkpoint.errors import CorruptCheckpointError
-from torchelastic.checkpoint.memory.commit import Commit, commit_from
+from torchelastic.checkpoint.memory.commit import Commit, commit_from, objects_of
 from torchelastic.checkpoint.memory.container import Container
 from torchelastic.checkpoint.memory.ids import COMMIT_FILE, ObjectName, require_shard
 from torchelastic.checkpoint.shards.image import tensors_of
@@ -112,8 +112,8 @@ class ReceivedObjects:
         """See `ReplicaShelf`."""
         found = []
         for container in filter(None, map(self._find, self._names())):
-            for step in container.steps():
-                found += [str(ObjectName(container.name, step.step, file)) for file in step.objects]
+            for one in container.entries():
+                found += [str(ObjectName(container.name, one.name.step, file)) for file in objects_of(one)]
         return sorted(found)
 
     def close(self) -> None:

@@ -324,9 +324,8 @@ class DefaultCheckpointSaver:
             raise ValueError(f"{save.id}: finish belongs to a save that was planned and written by this writer")
         metadata.storage_data = storage_data_of(results)
         metadata.storage_meta = StorageMeta(str(save.id), str(ticket.save))
-        files = sorted({item.file for item in metadata.storage_data.values()})
         slots = self._homes.at(save.base)
-        commit = Commit(ticket.save, ticket.world_size, tuple(files), metadata, dict(save.extras))
+        commit = Commit(ticket.save, ticket.world_size, metadata, dict(save.extras))
         with slots.finishing:
             slots.container.fence.check(*ticket.save.token)
             newest = slots.container.newest()

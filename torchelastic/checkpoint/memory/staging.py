@@ -73,7 +73,7 @@ class StagedItems:
     Attributes:
         results: for DCP: where each item will lie.
         target: where the shard goes.
-        path: the slot's file; None if this rank has nothing to write.
+        path: the slot's file.
         data_offset: where the data begin in it.
         header: of the shard; checksums that it lacks are computed by `write`.
         disk: what touches files.
@@ -84,7 +84,7 @@ class StagedItems:
 
     results: list[WriteResult]
     target: ShardTarget
-    path: Path | None
+    path: Path
     data_offset: int
     header: Header
     disk: Disk
@@ -106,11 +106,9 @@ class StagedItems:
             ReplicationError: a partner does not take it.
             CheckpointError: the disk refuses.
         """
-        if self.path is None:
-            return
         is_own = self.held is not None and self._pid == os.getpid()
         try:
-            with self._view(self.path) as view:
+            with self._view() as view:
                 end = seal(view, self.header, self.data_offset, self.disk, self.threads)
                 if self.replication is not None and self.replication.partners:
                     with view[:end] as content:
@@ -129,8 +127,6 @@ class StagedItems:
             CheckpointError: it was not written, or the disk refuses.
         """
         held = self.held
-        if self.path is None:
-            return
         if held is None or held.stage is None:
             raise CheckpointError(f"{self.target.path} was given back, or belongs to another process")
         if held.published is not None:
@@ -150,9 +146,9 @@ class StagedItems:
         if self.held is not None:
             self.held.give_back()
 
-    def _view(self, path: Path) -> memoryview:
+    def _view(self) -> memoryview:
         if self.held is None:
-            return memoryview(mapped(path).numpy())  # type: ignore[arg-type]
+            return memoryview(mapped(self.path).numpy())  # type: ignore[arg-type]
         if self.held.stage is None:
             raise CheckpointError(f"{self.target.path} was given back")
         return self.held.stage.slot.view()
@@ -175,6 +171,8 @@ def stage_items(
 ) -> StagedItems:
     """Copies what a plan writes into a slot; if it is exactly what was copied with a state, that copy is the shard.
 
+    A rank that has nothing to write has an empty shard, so that a checkpoint always has one of each rank.
+
     Args:
         resolved: the items.
         target: where they go.
@@ -187,14 +185,12 @@ def stage_items(
     Raises:
         NotSavedError: there is no room.
     """
-    disk = slots.container.disk
-    if not resolved.names:
-        return StagedItems([], target, None, 0, Header(None, ()), disk)
     copied = find_copy([tensor for _, tensor in resolved.tensors])
     placed = _in_copy(resolved, copied, target, slots) if copied is not None else None
     is_new = placed is None
     held, header, names = placed or _in_slot(resolved, target, slots, owner, threads, with_checksums=with_checksums)
     assert held.stage is not None
+    assert held.stage.slot.path is not None
     size_of = {entry.name: entry.size_bytes for entry in header.entries}
     staged = StagedItems(
         [
@@ -205,7 +201,7 @@ def stage_items(
         held.stage.slot.path,
         held.stage.data_offset,
         header,
-        disk,
+        slots.container.disk,
         threads,
         replication,
         held,

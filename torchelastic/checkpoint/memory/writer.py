@@ -164,21 +164,14 @@ class MemoryStorageWriter(AsyncStager, StorageWriter):
     def stage_items(self, plan: SavePlan, planner: SavePlanner) -> StagedItems:
         """Copies what a plan writes; when this returns, the state may change. All ranks, on the training thread.
 
-        Then `StagedItems.write` anywhere, `adopt` if that was in another process, and `finish` on the coordinator.
+        Then its `write` anywhere, its `adopt` if that was in another process, and `finish` on the coordinator; or its
+        `abandon`.
 
         Raises:
             NotSavedError: the save is left out on all ranks, or this one has no room.
             TypeError, ValueError: something in the plan is not stored; names it.
         """
         return self._saver.prepare_write_data(plan, planner)
-
-    def adopt(self, staged: StagedItems) -> None:
-        """Publishes what another process has written. Raises: CheckpointError if it has not."""
-        staged.adopt()
-
-    def abandon(self, staged: StagedItems) -> None:
-        """There will be no such checkpoint; instead of `write`, or of `finish`."""
-        staged.abandon()
 
 
 def replace_dead_helpers(gather: Callable[[str, Any], Sequence[Any]]) -> None:
