@@ -14,16 +14,17 @@ from tests.waiting import wait_until
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.figures import figures_of, seen
 from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import Journal, read_journals
+from torchelastic.ledger.journal import Journal
 from torchelastic.ledger.merge import SILENT_NS, merged_ledgers
 from torchelastic.rendezvous.server import EtcdServer
+from torchelastic.report.reading import find_journals
 
 ETCD_IS_SEEN_AGAIN_S = 15.0
 
 
 def ledger(job: Job) -> tuple[Journal, HostLedger]:
     """The journal of the only host, and its book."""
-    [journal] = read_journals(job.folder / "logs").values()
+    [journal] = find_journals([job.folder / "logs"]).journals.values()
     assert (journal.damaged, journal.unknown) == (0, 0)
     return journal, journal.book()
 
@@ -121,7 +122,7 @@ def test_after_all_were_killed_the_steps_beyond_the_checkpoint_are_replayed_in_t
     time.sleep(1e-9 * SILENT_NS + 1)  # so long the first agent may only be slow to write
     job.open_gate(30)
     assert job.wait() == [0], job.output()[-4000:]
-    journals = read_journals(job.folder / "logs")
+    journals = find_journals([job.folder / "logs"]).journals
     books = merged_ledgers(journals)
     assert len(books) == 2
     first, second = (books[name] for name in sorted(journals, key=lambda name: journals[name].head.wall_ns))

@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 from torchelastic.launch.main import main
 from torchelastic.ledger.accounts import Account, by_label
 from torchelastic.ledger.figures import figures_of
-from torchelastic.ledger.journal import read_journals
+from torchelastic.report.reading import find_journals
 from torchelastic.status.host import seen_of
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -113,7 +113,7 @@ def test_prometheus_the_push_gateway_and_the_ledger_say_the_same_of_a_run_that_l
         job.open_gate(25)
         assert job.wait() == [0], job.output()[-4000:]
 
-        [journal] = read_journals(job.folder / "logs").values()
+        [journal] = find_journals([job.folder / "logs"]).journals.values()
         book = journal.book()
         amounts = book.amounts(0)
         assert amounts[Account.REPLAYED] > 0

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.process.ledger_workers import killed, started
-from torchelastic.agent.events import WorkerExited
+from torchelastic.agent.events import Event, LedgerWritten, WorkerExited
 from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.worker import Worker
 from torchelastic.status.ledger_collector import LedgerCollector
 
 
 def test_counts_are_scraped_at_once_and_not_only_when_the_journal_has_them(tmp_path: Path) -> None:
-    workers = [Worker(0), Worker(1, restarts=2)]
+    workers, published = [Worker(0), Worker(1, restarts=2)], list[Event]()
     recorder = LedgerRecorder(
         tmp_path / "agent", run_id="run", host="host", incarnation="a", folder=None, configured_workers=2,
-        workers=lambda: workers, sees_store=lambda: False,
+        workers=lambda: workers, sees_store=lambda: False, publish=published.append,
     )  # fmt: skip
     collector = LedgerCollector(recorder.latest, run_id="run", host="host")
 
@@ -50,3 +50,6 @@ def test_counts_are_scraped_at_once_and_not_only_when_the_journal_has_them(tmp_p
     assert last["steps_committed_total", ""] == recorder.keeper.book.committed() >= in_journal + 200
     assert (last["worker_up", "0"], last["workers_lost_total", ""]) == (0, 1)
     assert last["etcd_reachable", ""] == 0, "as it was before the agent left the run"
+    kinds = [event.event.kind for event in published if isinstance(event, LedgerWritten)]
+    assert (kinds[0], kinds[-1]) == ("start", "end")
+    assert "counted" not in kinds, "which is no news"

@@ -15,11 +15,15 @@ from tests.process.ledger_workers import HEAD, ROOT, killed, started
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, Straggler
 from torchelastic.ledger.host_ledger import HostLedger, ledger_to_dict
-from torchelastic.ledger.journal import BackgroundJournal, JournalWriter, Sync, read_journals
+from torchelastic.ledger.journal import BackgroundJournal, Journal, JournalWriter, journal_files, read_journal
 from torchelastic.ledger.keeper import Keeper, journal_name
 from torchelastic.ledger.meter import Meter
 
 NAME = "ledger-test"
+
+
+def read_journals(folder: Path) -> dict[str, Journal]:
+    return {name: read_journal(paths) for name, paths in journal_files(folder).items()}
 
 
 def straggler(step: int) -> Straggler:
@@ -111,20 +115,9 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
     assert done.stderr.count("cannot be written") == 1
 
 
-@pytest.mark.parametrize("sync", ["always", "rotation", "never"])
-def test_however_it_is_synchronised_it_reads_the_same(sync: Sync, tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path, NAME, HEAD, sync=sync)
-    writer.write(straggler(4), HostLedger())
-    writer.close()
-    writer.close()
-    assert read_journals(tmp_path)[NAME].events == (straggler(4),)
-
-
 def test_wrong_arguments_are_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="4096"):
         JournalWriter(tmp_path, NAME, HEAD, max_bytes=100)
-    with pytest.raises(ValueError, match="always"):
-        JournalWriter(tmp_path, NAME, HEAD, sync="sometimes")  # type: ignore[arg-type]  # that is the test
     with pytest.raises(ValueError, match="name"):
         JournalWriter(tmp_path, "../else", HEAD)
 

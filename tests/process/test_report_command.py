@@ -25,9 +25,7 @@ ROOT = Path(__file__).parents[2]
 def written(folder: Path, hosts: Sequence[Host], max_bytes: int = 2**20, keep: int = 8) -> Path:
     """The journals of these hosts, by the class that agents write them with."""
     for host in hosts:
-        writer = JournalWriter(
-            folder, f"ledger-{host.name}-a1", host.head(), max_bytes=max_bytes, keep=keep, sync="never"
-        )
+        writer = JournalWriter(folder, f"ledger-{host.name}-a1", host.head(), max_bytes=max_bytes, keep=keep)
         book = HostLedger()
         for event in host.events:
             writer.write(event, book)

@@ -132,6 +132,11 @@ def test_a_job_that_fails_is_started_again_as_often_as_was_said() -> None:
     assert b"life 2: failed (exit code 3)" in done.stderr
 
 
+def test_another_exit_code_may_ask_for_the_next_start() -> None:
+    done = simulate('[ "$TORCHELASTIC_LIFE" = 2 ] || exit 85', "--timeout", "500", "--requeue-code", "85", "--json")
+    assert (done.returncode, column(report_of(done), "how")) == (0, ["stopped", "finished"])
+
+
 def test_a_command_that_is_not_there_is_tried_once() -> None:
     done = simulate("no-such-command-of-ours", "--timeout", "500", "--json")
     assert (done.returncode, column(report_of(done), "how")) == (1, ["unrunnable"])
@@ -233,19 +238,6 @@ def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
     finally:
         running.send_signal(signal.SIGTERM)
     assert running.wait(PATIENCE_S) == 143
-
-
-def test_children_that_the_caller_has_already_are_left_alone() -> None:
-    script = (
-        "import subprocess\n"
-        "from torchelastic.launch.main import main\n"
-        "child = subprocess.Popen(['sleep', '600'])\n"
-        "code = main(['simulate-esi', '--cmd', 'exit 0', '--timeout', '500'])\n"
-        "print(code, child.poll(), flush=True)\n"
-        "child.kill()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.stdout == "0 None\n", done.stderr
 
 
 # --- its parts ------------------------------------------------------------------------------------

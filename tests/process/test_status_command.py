@@ -269,7 +269,7 @@ def test_one_file_stands_for_its_journal_and_damaged_lines_are_counted(
     assert main(["events", "--journal", str(path)]) == 0
     output = capsys.readouterr()
     assert {line.split("  ", 1)[1][0] for line in output.out.splitlines()} == {"a"}
-    assert "1 damaged lines are left out" in output.err
+    assert "Left out of ledger-a-1: 1 damaged line." in output.err
 
 
 def test_folders_without_journals_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from torchelastic.ledger.accounts import NOTHING, Account, plus
@@ -40,7 +41,7 @@ def trained(started_ns: int = 0) -> Counters:
 def test_a_book_whose_accounts_do_not_sum_up_says_whose_and_is_not_read() -> None:
     book = HostLedger().after(Start(at_ns=0, worker=WORKER)).after(counted(trained()))
     assert book.why_wrong(200) == ""
-    tally = replace(trained(), totals=plus(trained().totals, Account.IDLE, 7))
+    tally = msgspec.structs.replace(trained(), totals=plus(trained().totals, Account.IDLE, 7))
     wrong = replace(book, lives={WORKER: replace(book.lives[WORKER], tally=tally)})
     assert wrong.why_wrong(200) == f"{WORKER}: 207 ns in accounts, 200 ns on the wall"
     earlier = replace(book, earlier=Earlier(1, 5))

@@ -18,8 +18,6 @@ from torchelastic.data.batch_sampler import ElasticBatchSampler
 from torchelastic.data.shares import SecondDeal
 from torchelastic.doctor.etcd_rules import EtcdFacts, judge_commits
 from torchelastic.doctor.meeting_rules import HostCard, MeetingFacts, judge_meeting
-from torchelastic.ledger.events import Start
-from torchelastic.ledger.host_ledger import HostLedger
 from torchelastic.lifetime.bounds import guess, step_bound
 from torchelastic.lifetime.decision import SaveTarget
 from torchelastic.lifetime.sample import Sample
@@ -29,7 +27,6 @@ from torchelastic.p2p.hang_location import HangLocation
 from torchelastic.p2p.hangs import WARM_UP_STEPS
 from torchelastic.p2p.step_clock import StepClock
 from torchelastic.p2p.stragglers import StragglerPolicy
-from torchelastic.status.host import HostView
 from torchelastic.status.run_status import EventLine
 from torchelastic.status.status_format import decode_host, encode_host
 from torchelastic.testing.clock import FakeClock
@@ -117,13 +114,6 @@ def test_a_status_that_fits_nowhere_is_cut_down_to_the_host_itself() -> None:
     whole, least = decode_host("k", encode_host(status)), decode_host("k", encode_host(status, 1))
     assert (len(whole.workers), len(whole.events)) == (3, 20)
     assert (least.host, least.workers, least.events) == ("alpha", (), ())
-
-
-def test_a_view_without_a_journal_is_closed_without_one() -> None:
-    view = HostView("alpha", "1")
-    view.write(Start(at_ns=1, worker="alpha-1/0.0"), HostLedger())
-    view.close()
-    assert [line.kind for line in view.lines()] == ["start"]
 
 
 def test_a_loss_elsewhere_that_came_second_is_told_after_what_came_first() -> None:

@@ -1,9 +1,8 @@
-"""What a worker counts of itself: the pure rules, and that the fast meter of the training thread keeps to them."""
+"""What a worker counts of itself: the pure rules, as the meter of the training thread applies them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -26,59 +25,35 @@ class Clock:
         return self.now_ns
 
 
-#: What can happen to a worker: what the meter is told, and what that means for a tally.
-Happening = tuple[Callable[[Meter], object], Callable[[Counters, int], Counters]]
+#: What can happen to a worker.
+HAPPENINGS: dict[str, Callable[[Meter, int], object]] = {
+    "gathers": lambda meter, _: meter.group_wanted(),
+    "enters": lambda meter, number: meter.entered(number, 1, 3),
+    "is level": lambda meter, number: meter.level(number),
+    "commits": lambda meter, _: meter.step_committed(),
+    "undoes": lambda meter, _: meter.step_undone(),
+    "waits": lambda meter, number: meter.waited_for_data(number),
+    "waits as a spare": lambda meter, _: meter.waits_as_spare(),
+    "is over": lambda meter, _: meter.over(),
+}
+LIVES = st.lists(st.tuples(st.sampled_from(list(HAPPENINGS)), st.integers(0, 50), st.integers(0, 10**12)), max_size=30)
 
 
-def told(what: str, number: int) -> Happening:
-    if what == "gathers":
-        return Meter.group_wanted, lambda t, at: t.left(at, Account.RE_FORM if t.round >= 0 else Account.IDLE)
-    if what == "enters":
-        return lambda m: m.entered(number, 1, 3), lambda t, at: t.entered(at, number, 1, 3)
-    if what == "is level":
-        return lambda m: m.level(number), lambda t, at: t.level(at, number)
-    if what == "commits":
-        return Meter.step_committed, Counters.commits
-    if what == "undoes":
-        return Meter.step_undone, Counters.undoes
-    if what == "waits as a spare":
-        return (
-            Meter.waits_as_spare,
-            lambda t, at: replace(t.left(at, Account.IDLE), rank=-1) if t.account is Account.RE_FORM else t,
-        )
-    if what == "waits":
-        return lambda m: m.waited_for_data(number), lambda t, at: t.waited_for_data(at, number)
-    assert what == "is over"
-    return Meter.over, lambda t, at: t.left(at, Account.IDLE)
-
-
-WHAT = ("gathers", "enters", "is level", "commits", "undoes", "waits", "waits as a spare", "is over")
-LIVES = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 50), st.integers(0, 10**12)), max_size=30)
-
-
-def lived(life: Sequence[tuple[str, int, int]]) -> tuple[Counters, Counters, int]:
-    """The counts of a meter, those by the rules, and the time."""
+def lived(life: Sequence[tuple[str, int, int]]) -> tuple[Counters, int]:
+    """The counts of a meter, and the time."""
     clock = Clock(1_000)
-    meter, tally = Meter(400, clock), Counters.begun(400)
+    meter = Meter(400, clock)
     for what, number, passed_ns in life:
         clock.now_ns += passed_ns
-        tell, rule = told(what, number)
-        tell(meter)
-        tally = rule(tally, clock.now_ns)
-    return meter.tally(), tally, clock.now_ns
-
-
-@given(LIVES)
-def test_the_meter_counts_as_the_rules_say(life: list[tuple[str, int, int]]) -> None:
-    counted, expected, _ = lived(life)
-    assert counted == expected
+        HAPPENINGS[what](meter, number)
+    return meter.tally(), clock.now_ns
 
 
 @given(LIVES, st.integers(0, 10**12))
 def test_whatever_happens_every_nanosecond_is_in_exactly_one_account(
     life: list[tuple[str, int, int]], later_ns: int
 ) -> None:
-    _, tally, now_ns = lived(life)
+    tally, now_ns = lived(life)
     assert tally.why_wrong() == ""
     for amounts in (tally.amounts(now_ns + later_ns), tally.ended(now_ns + later_ns).totals):
         assert sum(amounts) == now_ns + later_ns - 400
@@ -89,7 +64,7 @@ def test_whatever_happens_every_nanosecond_is_in_exactly_one_account(
 def test_the_end_of_a_process_leaves_nothing_pending_and_never_adds_to_what_is_productive(
     life: list[tuple[str, int, int]],
 ) -> None:
-    _, tally, now_ns = lived(life)
+    tally, now_ns = lived(life)
     ended = tally.ended(now_ns + 5)
     assert ended.pending_ns == 0
     assert ended.totals[Account.PRODUCTIVE] == tally.totals[Account.PRODUCTIVE]
@@ -117,6 +92,22 @@ def test_a_group_left_in_order_loses_nothing() -> None:
 def test_who_is_undone_without_having_begun_has_undone_no_step() -> None:
     tally = Counters.begun(0).entered(10, 1, 0, 2).undoes(30)
     assert (tally.undone, tally.totals[Account.RESTORE], tally.account) == (0, 20, Account.RE_FORM)
+
+
+def test_who_waits_as_a_spare_has_no_rank_and_is_idle_and_nobody_else_is() -> None:
+    clock = Clock(0)
+    meter = Meter(0, clock)
+    meter.waits_as_spare()
+    assert meter.tally().account is Account.START_UP
+    meter.entered(1, 2, 3)
+    meter.group_wanted()
+    meter.waits_as_spare()
+    assert (meter.tally().account, meter.tally().rank, meter.is_spare) == (Account.IDLE, -1, True)
+
+
+def test_a_wait_for_data_is_never_longer_than_what_is_pending() -> None:
+    tally = Counters.begun(0).level(10, 0).waited_for_data(30, 5).waited_for_data(40, 100)
+    assert (tally.totals[Account.DATA_WAIT], tally.pending_ns) == (30, 0)
 
 
 def test_a_clock_that_goes_backwards_is_refused() -> None:

@@ -191,25 +191,12 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]
     events_log.setLevel(before)
 
 
-class Kept:
-    def __init__(self) -> None:
-        self.events: list[LedgerEvent] = []
-
-    def write(self, event: LedgerEvent, book: HostLedger) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        self.events.append(Start(at_ns=-1))
-
-
 def test_events_are_lines_with_rank_round_and_step_and_of_the_time_at_which_they_happened(
     records: list[logging.LogRecord],
 ) -> None:
-    journal, heard = Kept(), list[tuple[float, LedgerEvent]]()
-    clocks: dict[str, Any] = {"clock_ns": lambda: 10 * S, "wall_s": lambda: 110.0}
-    log = EventLog("a", journal, listener=lambda at_s, event: heard.append((at_s, event)), **clocks)
+    log = EventLog("a")
     for event in STORY:
-        log.write(event, BOOK)
+        log.hear(100.0 + event.at_ns / S, event)
     assert records == [], "what several workers tell of one moment may still come"
     log.flush()
     assert [(record.created, record.levelname, record.getMessage()) for record in records] == [
@@ -222,16 +209,13 @@ def test_events_are_lines_with_rank_round_and_step_and_of_the_time_at_which_they
     ]
     log.flush()
     assert len(records) == 6, "each is told once"
-    log.close()
-    assert journal.events == [*STORY, Start(at_ns=-1)]
-    assert heard == [(100.0 + event.at_ns / S, event) for event in STORY if not isinstance(event, Counted)]
 
 
 def test_for_programs_each_event_is_told_at_once_with_all_that_it_tells(records: list[logging.LogRecord]) -> None:
-    log = EventLog("a", each=True, clock_ns=lambda: 10 * S, wall_s=lambda: 110.0)
+    log = EventLog("a", each=True)
     told = [event for event in STORY if not isinstance(event, Counted)]
     for number, event in enumerate(told, start=1):
-        log.write(event, BOOK)
+        log.hear(100.0 + event.at_ns / S, event)
         assert len(records) == number
     lines = [json.loads(JsonFormatter(host="a").format(record)) for record in records]
     assert [line["kind"] for line in lines] == [event.kind for event in told]

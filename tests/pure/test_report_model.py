@@ -52,7 +52,7 @@ def check(report: Report) -> None:
         assert all(one.to_ns == other.from_ns for one, other in pairwise(life.cells))
         assert all(abs(sum(cell.amounts) - (cell.to_ns - cell.from_ns)) < 100 for cell in life.cells)
         assert all(min(cell.amounts) >= 0 for cell in life.cells)
-    sums = [life.amounts for life in report.lives] + [row.amounts for row in report.earlier]
+    sums = [life.amounts for life in report.lives] + [sums.amounts for sums in report.earlier.values()]
     assert tuple(map(sum, zip(*sums, strict=True))) == report.seen.amounts
     assert report.seen.worker_ns == sum(report.seen.amounts)
 
@@ -376,7 +376,7 @@ def test_two_agents_of_a_host_and_long_gone_lives_are_told_apart() -> None:
     report = report_of({"one": host.journal(), "two": again.journal()})
     check(report)
     assert {life.host for life in report.lives} == {"a-a1", "a-b2"}
-    (earlier,) = report.earlier
+    (earlier,) = report.earlier.values()
     assert (earlier.lives, earlier.committed) == (6, 6)
     assert len(report.incidents) == 70
 

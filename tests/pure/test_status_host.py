@@ -88,7 +88,7 @@ def test_the_view_tells_processes_values_the_round_and_the_last_events() -> None
     view.heard_of(Round(1, RoundState.RUNNING, because="said again"))
     view.published(0, [("mine", "loss", 0.5), ("torchelastic", "train_step.duration.ms", 9.0)])
     view.published(1, [("mine", "loss", 0.7)])
-    view.write(Join(at_ns=clock.ns - 3 * S, worker="h-1/0.0", round=1, rank=0, world_size=2), HostLedger())
+    view.hear(clock.wall_s() - 3, Join(at_ns=0, worker="h-1/0.0", round=1, rank=0, world_size=2))
     status = view.status(a_book(), 2.0, pids={"h-1/0.0": 77}, journal="/logs", address="http://x", is_etcd_away=True)
     assert (status.round, status.round_state, status.round_since_s) == (1, "running", first_s)
     assert [(worker.pid, dict(worker.values)) for worker in status.workers] == [(77, {"loss": 0.5}), (0, {"loss": 0.7})]
@@ -101,27 +101,11 @@ def test_the_view_tells_processes_values_the_round_and_the_last_events() -> None
     assert status.round_since_s == clock.wall_s()
 
 
-def test_the_view_hands_every_event_on_to_the_journal() -> None:
-    class Journal:
-        def __init__(self) -> None:
-            self.events: list[LedgerEvent] = []
-            self.is_closed = False
-
-        def write(self, event: LedgerEvent, book: HostLedger) -> None:
-            self.events.append(event)
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    journal, clock = Journal(), Clock()
-    view = HostView("h", "1", journal, clock_ns=clock, wall_s=clock.wall_s)
-    events = [Start(at_ns=1, worker="h/0"), counted("h/0", trained(1, 2))]
-    for event in events:
-        view.write(event, HostLedger())
-    view.close()
-    assert journal.events == events
-    assert journal.is_closed
-    assert len(view.status(HostLedger()).events) == 1, "counts are no news"
+def test_counts_are_no_news() -> None:
+    view = HostView("h", "1")
+    for event in (Start(at_ns=1, worker="h/0"), counted("h/0", trained(1, 2))):
+        view.hear(1.0, event)
+    assert len(view.status(HostLedger()).events) == 1
 
 
 def test_at_most_eight_values_of_a_place_are_kept_and_those_go_on() -> None:

@@ -7,11 +7,8 @@ a line. Saves are shown to people with `--verbose` only, since there may be many
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 
 from torchelastic.ledger.events import (
-    Counted,
     End,
     Failure,
     LedgerEvent,
@@ -21,8 +18,6 @@ from torchelastic.ledger.events import (
     Straggler,
     to_dict,
 )
-from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import WritesEvents
 from torchelastic.log_lines import Position, fields
 from torchelastic.status.event_lines import LoggedEvent, with_event
 from torchelastic.status.host import parts_of
@@ -36,39 +31,19 @@ _MOST_PENDING = 1000
 
 
 class EventLog:
-    """A journal for the ledger's `Keeper` that logs each event, and hands it on. Use it on the agent's event loop.
+    """Logs each event of the ledger. Use it on the agent's event loop.
 
     Args:
         host: this host's name.
-        journal: the real journal; None: there is none.
         each: log each event by itself, at once, with all that it tells: for programs.
-        listener: called with (when in Unix seconds, what) for each event.
-        clock_ns: the clock of the book.
-        wall_s: Unix seconds.
     """
 
-    def __init__(
-        self,
-        host: str,
-        journal: WritesEvents | None = None,
-        *,
-        each: bool = False,
-        listener: Callable[[float, LedgerEvent], None] = lambda _at_s, _event: None,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-        wall_s: Callable[[], float] = time.time,
-    ) -> None:
-        self._host, self._journal, self._each, self._listener = host, journal, each, listener
-        self._clock_ns, self._wall_s = clock_ns, wall_s
+    def __init__(self, host: str, *, each: bool = False) -> None:
+        self._host, self._each = host, each
         self._pending: list[tuple[float, LedgerEvent]] = []
 
-    def write(self, event: LedgerEvent, book: HostLedger) -> None:
-        """Log it, now or with the next `flush`, and hand it on."""
-        if self._journal is not None:
-            self._journal.write(event, book)
-        if isinstance(event, Counted):
-            return
-        at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
-        self._listener(at_s, event)
+    def hear(self, at_s: float, event: LedgerEvent) -> None:
+        """Log it, now or with the next `flush`; when it was, in Unix seconds."""
         self._pending.append((at_s, event))
         if self._each or len(self._pending) >= _MOST_PENDING:
             self.flush()
@@ -87,12 +62,6 @@ class EventLog:
             told = with_event(told, event, at_s, most=len(pending))
         for one in told:
             _log(one.line(self._host), level_of(one.event), one.at_s)
-
-    def close(self) -> None:
-        """Log what is left, and close the real journal."""
-        self.flush()
-        if self._journal is not None:
-            self._journal.close()
 
 
 def level_of(event: LedgerEvent) -> int:

@@ -139,7 +139,7 @@ class WorkerGivenUp:
 
 @dataclass(frozen=True)
 class LedgerWritten:
-    """An event of the ledger, and when it was, in Unix seconds."""
+    """An event of the ledger, but no counts, and when it was, in Unix seconds."""
 
     at_s: float
     event: LedgerEvent

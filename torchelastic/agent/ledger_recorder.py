@@ -13,12 +13,11 @@ from torchelastic.agent import events
 from torchelastic.agent.causes import Ended, describe_exit, end_of
 from torchelastic.agent.event_log import EventLog
 from torchelastic.agent.worker import Worker
-from torchelastic.ledger.events import Drain
+from torchelastic.ledger.events import Counted, Drain, LedgerEvent
 from torchelastic.ledger.journal import BackgroundJournal, Head, JournalWriter
 from torchelastic.ledger.keeper import Keeper, journal_name
 from torchelastic.log_lines import Position
 from torchelastic.processes import boot_time_s
-from torchelastic.status.host import HostView
 from torchelastic.status.ledger_collector import HostSnapshot, WorkerPlace
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class LedgerRecorder:
         workers: the workers of this host at the moment.
         sees_store: whether etcd is in reach at the moment.
         logs_each: log each event by itself, see `EventLog`.
-        publish: is told each event of the ledger, and when the pages were read.
+        publish: is told each event of the ledger but counts, and when the pages were read.
     """
 
     def __init__(
@@ -59,12 +58,9 @@ class LedgerRecorder:
     ) -> None:
         head = Head(run_id, host, time.monotonic_ns(), time.time_ns(), configured_workers)
         journal = _journal(folder, host, incarnation, head)
-        listener = lambda at_s, event: publish(events.LedgerWritten(at_s, event))  # noqa: E731 - one line
-        self._log = EventLog(host, journal, each=logs_each, listener=listener)
-        #: what the host looks like: it is told every event on its way to the journal
-        self.view = HostView(host, incarnation, self._log)
+        self._log = EventLog(host, each=logs_each)
         self.journal = "" if folder is None else str(folder.absolute())
-        self.keeper = Keeper(socket_path, f"{host}-{incarnation}", self.view)
+        self.keeper = Keeper(socket_path, f"{host}-{incarnation}", journal, listener=self._heard)
         self._workers, self._sees_store, self._publish = workers, sees_store, publish
         self._contact_s: float | None = None
         self._left: set[int] = set()
@@ -80,6 +76,7 @@ class LedgerRecorder:
         if self._task is not None:
             self._task.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self.keeper.close)
+        self._log.flush()
         self._latest = self._snapshot(sees_store=self._latest.sees_store)
 
     def latest(self) -> HostSnapshot:
@@ -100,6 +97,12 @@ class LedgerRecorder:
                     self._ended(worker, pid)
                 except Exception:  # as in `_run`
                     log.exception("the end of worker %d is missing in the ledger", worker.local_rank)
+
+    def _heard(self, event: LedgerEvent) -> None:
+        if not isinstance(event, Counted):  # which is no news
+            at_s = time.time() - (time.monotonic_ns() - event.at_ns) / 1e9
+            self._log.hear(at_s, event)
+            self._publish(events.LedgerWritten(at_s, event))
 
     def _ended(self, worker: Worker, pid: int) -> None:
         self.keeper.died(pid)  # now, unless it is known for longer: what follows takes a while

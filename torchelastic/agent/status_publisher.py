@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from torchelastic.agent.events import Event, MetricsPublished, RoundChanged, WorkerExited
+from torchelastic.agent.events import Event, LedgerWritten, MetricsPublished, RoundChanged, WorkerExited
 from torchelastic.agent.ledger_recorder import LedgerRecorder
 from torchelastic.agent.membership import Membership
 from torchelastic.agent.shown_progress import ShownProgress
@@ -42,7 +42,7 @@ class StatusPublisher:
         recorder: LedgerRecorder | None,
         terminal: Terminal | None = None,
     ) -> None:
-        self.view = HostView(host, incarnation) if recorder is None else recorder.view
+        self.view = HostView(host, incarnation)
         #: URL of what the agent serves; empty: nothing.
         self.address = ""
         self._membership, self._recorder = membership, recorder
@@ -62,6 +62,8 @@ class StatusPublisher:
         match event:
             case RoundChanged(round_):
                 self.view.heard_of(round_)
+            case LedgerWritten(at_s, happened):
+                self.view.hear(at_s, happened)
             case MetricsPublished(local_rank, items):
                 self.view.published(local_rank, items)
             case WorkerExited(worker):

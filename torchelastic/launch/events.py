@@ -12,10 +12,11 @@ from pathlib import Path
 from torchelastic.checkpoint.command.screen import say, say_json
 from torchelastic.launch.run_address import opened
 from torchelastic.launch.status import current
-from torchelastic.ledger.events import Counted, LedgerFormatError, to_dict
-from torchelastic.ledger.journal import Journal, read_journals
+from torchelastic.ledger.events import Counted, to_dict
+from torchelastic.ledger.journal import Journal
 from torchelastic.rendezvous.records import RoundState
 from torchelastic.rendezvous.store import StoreError
+from torchelastic.report.reading import find_journals
 from torchelastic.status.event_lines import Following, lines_of
 from torchelastic.status.reading import StatusReader
 from torchelastic.status.run_status import EventLine, RunStatus, every_s
@@ -43,7 +44,7 @@ def events(options: argparse.Namespace) -> int:
                 _show(status.events, as_json=options.json)
     except BrokenPipeError:
         raise  # nobody reads on
-    except (StoreError, LedgerFormatError, OSError) as error:
+    except (StoreError, OSError) as error:
         raise CommandError(str(error)) from error
     return 0
 
@@ -88,10 +89,13 @@ def clock_text(at_s: float) -> str:
 
 def _from_journals(paths: Sequence[Path], *, as_json: bool) -> None:
     """All events of all journals, by time: for people as lines, for programs as they were written down."""
-    journals = [journal for path in paths for journal in _journals_of(path)]
-    damaged = sum(journal.damaged for journal in journals)
-    if damaged:
-        print(f"torchelastic events: {damaged} damaged lines are left out", file=sys.stderr)  # noqa: T201 - beside it
+    found = find_journals(paths)
+    for lack in found.lacks:
+        print(f"torchelastic events: {lack}", file=sys.stderr)  # noqa: T201 - beside it
+    if not found.journals:
+        where = ", ".join(map(str, paths))
+        raise CommandError(f"there is no journal in {where}: give the --log-dir of `torchelastic run`")
+    journals = found.journals.values()
     if not as_json:
         _show(sorted((line for one in journals for line in _lines(one)), key=lambda line: line.at_s), as_json=False)
         return
@@ -103,16 +107,6 @@ def _from_journals(paths: Sequence[Path], *, as_json: bool) -> None:
     ]
     for plain in sorted(written, key=lambda plain: float(plain["at_s"])):
         say_json(plain)
-
-
-def _journals_of(path: Path) -> list[Journal]:
-    folder = path if path.is_dir() else path.parent
-    journals = read_journals(folder)
-    if path != folder:
-        journals = {name: one for name, one in journals.items() if path.name.startswith(f"{name}.")}
-    if not journals:
-        raise LedgerFormatError(f"there is no journal in {path}: give the --log-dir of `torchelastic run`")
-    return list(journals.values())
 
 
 def _lines(journal: Journal) -> tuple[EventLine, ...]:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -46,55 +45,21 @@ _KILL_TIMEOUT_S = 10.0
 _MAX_BYTES = 1 << 20
 
 
-class Interrupted(BaseException):
-    """A signal ends the simulator; raised on the main thread, once.
-
-    Attributes:
-        number: of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is simulated.
-
-    Attributes:
-        command: for the shell.
-        timeout_s: seconds of a life, up to SIGTERM.
-        grace_s: seconds from SIGTERM to SIGKILL.
-        pause_s: seconds from the end of a life to the next.
-        max_restarts: as of `what_next`.
-        requeue_codes: as of `Life`.
-    """
-
-    command: str
-    timeout_s: float
-    grace_s: float = 30.0
-    pause_s: float = 0.0
-    max_restarts: int | None = None
-    requeue_codes: tuple[int, ...] = (STOPPED_EARLY,)
-
-
 def simulate_esi(options: argparse.Namespace) -> int:
     """Run the lives. Exit code 0 if the job has finished, 1 if not, 128 + N if signal N has ended it."""
-    order, path = read_order(options), options.report
+    _check(options)
+    path = options.report
     if sys.platform != "linux":
         raise UsageError("it needs Linux, whose kernel hands it the processes that a job leaves behind")
     if path is not None and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
         raise UsageError(f"--report {path}: give a file in a folder that exists and may be written to")
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic-esi-") as folder:
-            lives, verdict = Simulation(order, Path(folder)).run()
-        said = {"command": order.command, "timeout_s": order.timeout_s, "grace_s": order.grace_s}
+            lives, verdict = Simulation(options, Path(folder)).run()
+        said = {"command": options.cmd, "timeout_s": options.timeout, "grace_s": options.grace}
         document = said | report_document(lives, verdict)
         if path is not None:
             path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    except Interrupted as interrupted:  # after the last life
-        return 128 + interrupted.number
     except OSError as error:
         raise CommandError(str(error)) from error
     _say(verdict.reason, above=table(document))
@@ -103,39 +68,33 @@ def simulate_esi(options: argparse.Namespace) -> int:
     return verdict.exit_code
 
 
-def read_order(options: argparse.Namespace) -> Order:
-    """What the words order. Raises UsageError."""
+def _check(options: argparse.Namespace) -> None:
+    """Raises UsageError: the words make no sense."""
     if not options.cmd.strip():
         raise UsageError("--cmd is empty: give the command that starts the job")
     for name, least in (("timeout", "above 0"), ("grace", "0 or more"), ("pause", "0 or more")):
         seconds = getattr(options, name)
         if not math.isfinite(seconds) or seconds < 0.0 or (seconds == 0.0 and name == "timeout"):
             raise UsageError(f"--{name} {seconds:g}: give seconds, {least}")
-    codes = tuple(options.requeue_code or (STOPPED_EARLY,))
-    if not all(1 <= code <= 255 for code in codes):
+    if not all(1 <= code <= 255 for code in options.requeue_code or ()):
         raise UsageError("--requeue-code: give an exit code from 1 to 255")
-    restarts = options.max_restarts
-    if restarts is not None and restarts < 0:
-        raise UsageError(f"--max-restarts {restarts}: give a number from 0 on")
-    return Order(options.cmd, options.timeout, options.grace, options.pause, restarts, codes)
+    if options.max_restarts is not None and options.max_restarts < 0:
+        raise UsageError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
 
 
 class Simulation:
     """Life after life. On the main thread of a process of its own: its signals are handled, its orphans adopted.
 
-    Children that this process has already are left alone.
-
     Args:
-        order: what is simulated.
+        options: of the command line, which are checked.
         folder: for the files that the job is told of.
     """
 
-    def __init__(self, order: Order, folder: Path) -> None:
-        self._order = order
-        self._spare = frozenset(child.pid for child in psutil.Process().children())
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
         self._termination_path, self._progress_path = folder / "termination-time", folder / "progress.json"
         self._job: subprocess.Popen[bytes] | None = None
-        self._number = 0
+        self._number = self._signal = 0
 
     def run(self) -> tuple[list[Life], Verdict]:
         """All lives; nothing of them is left when this returns or raises.
@@ -147,17 +106,17 @@ class Simulation:
         lives: list[Life] = []
         _adopt_orphans()
         try:
-            _let_signals_interrupt()
+            self._let_signals_interrupt()
             verdict = Verdict(True, 0, "")
             while verdict.goes_on:
                 if lives:
-                    time.sleep(self._order.pause_s)
+                    time.sleep(self._options.pause)
                 lives.append(self._live(len(lives) + 1))
-                verdict = what_next(lives, self._order.max_restarts)
-        except Interrupted as interrupted:
+                verdict = what_next(lives, self._options.max_restarts)
+        except KeyboardInterrupt:
             whole = counted(len(lives), "whole life", "whole lives")
-            reason = f"interrupted by {exit_text(-interrupted.number)} after {whole}"
-            verdict = Verdict(False, 128 + interrupted.number, reason)
+            reason = f"interrupted by {exit_text(-self._signal)} after {whole}"
+            verdict = Verdict(False, 128 + self._signal, reason)
         finally:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # nothing interrupts this
@@ -166,14 +125,14 @@ class Simulation:
 
     def _live(self, number: int) -> Life:
         """One life, from its start until no process of it is left."""
-        order, self._number = self._order, number
+        options, self._number = self._options, number
         reported = Reported(self._progress_path)
-        end_unix_s, began_s = time.time() + order.timeout_s, time.monotonic()
+        end_unix_s, began_s = time.time() + options.timeout, time.monotonic()
         self._termination_path.write_text(f"{end_unix_s:.3f}\n")
         self._say(f"starts, until {datetime.fromtimestamp(end_unix_s).astimezone():%Y-%m-%d %H:%M:%S %z}")
         job = self._job = subprocess.Popen(
-            dies_with_parent(["/bin/sh", "-c", order.command]),
-            env={GRACE_VARIABLE: f"{order.grace_s:g}", **os.environ}  # what the user has said stays
+            dies_with_parent(["/bin/sh", "-c", options.cmd]),
+            env={GRACE_VARIABLE: f"{options.grace:g}", **os.environ}  # what the user has said stays
             | {
                 MLP_VARIABLE: f"{end_unix_s:.3f}",
                 TERMINATION_FILE_VARIABLE: str(self._termination_path),
@@ -183,19 +142,20 @@ class Simulation:
             stdin=subprocess.DEVNULL,  # an instance has no keyboard
             start_new_session=True,
         )
-        deadline_s = began_s + order.timeout_s
-        timed_out = not self._holds_by(deadline_s, reported, lambda: job.poll() is not None)
+        deadline_s = began_s + options.timeout
+        timed_out = not self._holds_by(deadline_s, reported, self._has_ended)
         left_s = 0.0 if timed_out else max(0.0, deadline_s - time.monotonic())
         if timed_out:
             self._say(f"time is over: SIGTERM to process group {job.pid}")
             with suppress(ProcessLookupError):  # it has ended by itself this moment
                 os.killpg(job.pid, signal.SIGTERM)
             # children of the command too have the grace: a shell goes first
-            self._holds_by(deadline_s + order.grace_s, reported, lambda: not self._descendants())
+            self._holds_by(deadline_s + options.grace, reported, lambda: not self._left())
         killed = self._end_all()
         reported.read()
-        exit_code, used_s = job.wait(), time.monotonic() - began_s
-        life = Life(exit_code, used_s, left_s, timed_out, len(killed), reported.steps, order.requeue_codes)
+        codes = tuple(options.requeue_code or (STOPPED_EARLY,))
+        used_s = time.monotonic() - began_s
+        life = Life(job.returncode, used_s, left_s, timed_out, len(killed), reported.steps, codes)
         self._say(str(life))
         if reported.fault:
             self._say(f"its progress file is left out: {reported.fault}")
@@ -211,27 +171,19 @@ class Simulation:
             time.sleep(min(_POLL_S, left_s))
         return True
 
-    def _descendants(self) -> list[psutil.Process]:
-        """What is left of a life, waited for what has ended of it."""
-        while True:
-            children = [child for child in psutil.Process().children() if child.pid not in self._spare]
-            if not any(self._has_ended(child.pid) for child in children):
-                break  # else its own children are ours now
-        found = []
-        for child in children:
-            try:
-                found += [child, *child.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                found.append(child)
-        return found
+    def _has_ended(self) -> bool:
+        """Whether the command has; waited for whatever has ended, whose own children are ours then."""
+        job = self._job
+        with suppress(ChildProcessError):  # there is none left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if job is not None and ended[0] == job.pid:
+                    job.returncode = os.waitstatus_to_exitcode(ended[1])
+        return job is None or job.returncode is not None
 
-    def _has_ended(self, pid: int) -> bool:
-        if self._job is not None and pid == self._job.pid:
-            return self._job.poll() is not None
-        try:
-            return os.waitpid(pid, os.WNOHANG)[0] == pid
-        except ChildProcessError:  # whoever started us ignores SIGCHLD
-            return True
+    def _left(self) -> list[psutil.Process]:
+        """What is left of a life."""
+        self._has_ended()
+        return psutil.Process().children(recursive=True)
 
     def _end_all(self) -> set[int]:
         """SIGKILL to every descendant, again and again until none is left: meanwhile they may have started others.
@@ -240,7 +192,7 @@ class Simulation:
         """
         killed: set[int] = set()
         give_up_s = time.monotonic() + _KILL_TIMEOUT_S
-        while present := self._descendants():
+        while present := self._left():
             for process in present:
                 if _kill(process):
                     killed.add(process.pid)
@@ -252,6 +204,20 @@ class Simulation:
                 )
             time.sleep(_POLL_S / 2)
         return killed
+
+    def _let_signals_interrupt(self) -> None:
+        """The first of `SIGNALS` interrupts; the next ones, and those ignored before (nohup), change nothing."""
+
+        def interrupt(number: int, _frame: FrameType | None) -> None:
+            for one in SIGNALS:
+                signal.signal(one, signal.SIG_IGN)
+            self._signal = number
+            raise KeyboardInterrupt
+
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, interrupt)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started us may ignore it: no exit code would be known
 
     def _say(self, text: str) -> None:
         _say(f"life {self._number}: {text}")
@@ -283,19 +249,6 @@ class Reported:
             pass  # the job reports nothing, or nothing yet
         except (OSError, ValueError, RecursionError) as error:
             self.fault = str(error)
-
-
-def _let_signals_interrupt() -> None:
-    """The first of `SIGNALS` raises `Interrupted`; the next ones, and those ignored before (nohup), change nothing."""
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        for one in SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
-        raise Interrupted(number)
-
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
 
 
 def _adopt_orphans() -> None:

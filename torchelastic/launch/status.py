@@ -96,22 +96,23 @@ def top(options: argparse.Namespace) -> int:
     with Signals() as signals:
         try:
             with unanswered(options) as (store, url):
-                with signals.interrupting():
-                    wait_for_answer(store, url)
-                _watch(store, url, max(0.1, options.interval), signals)
+                answer = in_background(partial(wait_for_answer, store, url), "torchelastic-top")
+                while not answer.done() and not signals.received:
+                    time.sleep(TICK_S / 10)
+                if not signals.received:
+                    answer.result()
+                    _watch(store, url, max(0.1, options.interval), signals)
         except StoreError as error:
             raise CommandError(str(error)) from error
-        except KeyboardInterrupt:
-            pass
         return 128 + signal.SIGTERM if signals.received == signal.SIGTERM else 0
 
 
 class Signals:
     """Remembers, within its block, that SIGINT (Ctrl-C) or SIGTERM has arrived. For the main thread.
 
-    Nothing is raised, but in `interrupting`: an exception from a signal handler appears wherever the main thread is,
-    between two control sequences for the terminal for example; and in a `__del__` or in the callback of a weak
-    reference, as every import runs one, Python discards it, and the signal is lost.
+    Nothing is raised: an exception from a signal handler appears wherever the main thread is, between two control
+    sequences for the terminal for example; and in a `__del__` or in the callback of a weak reference, as every import
+    runs one, Python discards it, and the signal is lost.
 
     A shell without job control starts its background commands with SIGINT ignored. Whoever sees the display has the
     terminal, and types Ctrl-C to end it: so SIGINT is handled even then.
@@ -119,7 +120,6 @@ class Signals:
 
     def __init__(self) -> None:
         self.received = 0  # the first one's number
-        self._interrupts = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -131,25 +131,8 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Within this block, which may wait for long, a signal raises KeyboardInterrupt, and so does an earlier one."""
-        self._interrupts = True
-        try:
-            self._check()
-            yield
-            self._check()  # Python may have discarded the exception
-        finally:
-            self._interrupts = False
-
     def _receive(self, number: int, _frame: object) -> None:
         self.received = self.received or number
-        if self._interrupts:
-            self._check()
-
-    def _check(self) -> None:
-        if self.received:
-            raise KeyboardInterrupt
 
 
 def _watch(store: CoordinationStore, url: RendezvousUrl, interval_s: float, signals: Signals) -> None:

@@ -6,14 +6,16 @@ undone or when the process ends first. So a step that did not last is never prod
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 from torchelastic.ledger.accounts import NOTHING, Account, Amounts, plus
 
 
-@dataclass(frozen=True)
-class Counters:
+class Counters(msgspec.Struct, frozen=True):
     """One worker's counts. All times are nanoseconds of the host's monotonic clock.
+
+    A Struct, since every step makes some of them: their copies cost a tenth of a dataclass's.
 
     Attributes:
         started_ns: when the process began.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torchelastic.foreign_json import RecordError, converted, decode_object
 from torchelastic.ledger.events import LedgerEvent, LedgerFormatError, from_dict, to_dict
@@ -25,8 +25,6 @@ from torchelastic.ledger.host_ledger import HostLedger, ledger_from_dict, ledger
 log = logging.getLogger(__name__)
 
 VERSION = 1
-#: When a file is made durable against the end of the host; against that of the agent every line is, once written.
-Sync = Literal["always", "rotation", "never"]
 _QUEUED_LINES = 10_000
 _NAME = re.compile(r"(?P<name>.+)\.(?P<number>\d{6,})\.jsonl")
 
@@ -76,7 +74,6 @@ class JournalWriter:
         head: of each file.
         max_bytes: of a file.
         keep: so many files are kept; the older ones go.
-        sync: when the file is synchronised with the disk.
 
     Raises:
         ValueError: an argument cannot be used.
@@ -91,16 +88,13 @@ class JournalWriter:
         *,
         max_bytes: int = 16 * 2**20,
         keep: int = 8,
-        sync: Sync = "rotation",
     ) -> None:
         if max_bytes < 4096 or keep < 2:
             raise ValueError(f"max_bytes={max_bytes}, keep={keep}: give at least 4096 bytes and 2 files")
-        if sync not in ("always", "rotation", "never"):
-            raise ValueError(f"sync is {sync!r}: give 'always', 'rotation' or 'never'")
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{name!r} cannot be part of a file's name: use letters, digits, '.', '-' and '_'")
         self._folder, self._name, self._head = folder, name, head
-        self._max_bytes, self._keep, self._sync = max_bytes, keep, sync
+        self._max_bytes, self._keep = max_bytes, keep
         self._descriptor = -1
         self._bytes = 0
         self._number = 0
@@ -136,8 +130,7 @@ class JournalWriter:
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             try:
-                if self._sync != "never":
-                    os.fdatasync(descriptor)
+                os.fdatasync(descriptor)  # against the end of the agent every line is durable, once written
             except OSError as error:
                 log.warning("the ledger at %s may not be durable: %s", self.path, error)
             finally:
@@ -159,8 +152,6 @@ class JournalWriter:
         view = memoryview(line)
         while view:
             view = view[os.write(self._descriptor, view) :]
-        if self._sync == "always":
-            os.fdatasync(self._descriptor)
 
 
 class BackgroundJournal:
@@ -221,16 +212,6 @@ class Journal:
         return self.before.after_all(self.events)
 
 
-def read_journals(folder: Path) -> dict[str, Journal]:
-    """All journals of a folder, by name. Files that another process still writes may be read at any time.
-
-    Raises:
-        LedgerFormatError: a file is of a later version, or its first line is no head; it is named.
-        OSError: the folder cannot be read.
-    """
-    return {name: read_journal(paths) for name, paths in journal_files(folder).items()}
-
-
 def journal_files(folder: Path) -> dict[str, tuple[Path, ...]]:
     """The files of all journals of a folder, oldest first, by name. Raises OSError: the folder cannot be read."""
     names = {match["name"] for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -238,7 +219,12 @@ def journal_files(folder: Path) -> dict[str, tuple[Path, ...]]:
 
 
 def read_journal(paths: Iterable[Path]) -> Journal:
-    """One journal from its files, oldest first. Raises LedgerFormatError and OSError as `read_journals`."""
+    """One journal from its files, oldest first, which another process may still write.
+
+    Raises:
+        LedgerFormatError: a file is of a later version, or its first line is no head; it is named.
+        OSError: a file cannot be read.
+    """
     journal: Journal | None = None
     events: list[LedgerEvent] = []
     damaged = unknown = 0

@@ -52,7 +52,8 @@ class Keeper:
     Args:
         socket_path: of the agent; the pages are next to it.
         host: begins the names of workers.
-        journal: where events go; None: nowhere.
+        journal: where events are written; None: nowhere.
+        listener: called with each event when it is in the book.
         clock_ns: the clock of the pages: monotonic nanoseconds of this host.
         started_ns: when a process began, by that clock.
     """
@@ -63,12 +64,13 @@ class Keeper:
         host: str,
         journal: WritesEvents | None = None,
         *,
+        listener: Callable[[LedgerEvent], None] = lambda _event: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         started_ns: Callable[[int], int] = process_started_ns,
     ) -> None:
         self.book = HostLedger()
         self._socket_path, self._host, self._journal = socket_path, host, journal
-        self._clock_ns, self._started_ns = clock_ns, started_ns
+        self._listener, self._clock_ns, self._started_ns = listener, clock_ns, started_ns
         self._watched: dict[int, _Watched] = {}
         self._died_ns: dict[int, int] = {}
         self._away_since_ns: int | None = None
@@ -217,6 +219,7 @@ class Keeper:
         if self._journal is not None:
             self._journal.write(event, self.book)
         self.book = self.book.after(event)
+        self._listener(event)
 
 
 def journal_name(host: str, incarnation: str) -> str:

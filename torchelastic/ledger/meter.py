@@ -1,7 +1,6 @@
 """What the training thread of a worker calls to have its time counted: some microseconds per step, no system call.
 
-The rules are those of `Counters`. What is called in every step applies them in place. Without an agent it counts and
-publishes nothing.
+The rules are those of `Counters`. Without an agent it counts and publishes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from torchelastic.ledger.accounts import Account
 from torchelastic.ledger.counters import Counters
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 #: In the environment of a worker whose agent keeps a ledger: the agent's process and the path of its socket.
 LEDGER_VARIABLE = "TORCHELASTIC_LEDGER"
 
-_PRODUCTIVE, _RE_FORM = int(Account.PRODUCTIVE), int(Account.RE_FORM)
-
 
 class Meter(LoopObserver):
     """The counts of this process. Every method is for the training thread.
@@ -53,19 +52,11 @@ class Meter(LoopObserver):
         clock_ns: monotonic nanoseconds.
     """
 
-    __slots__ = (
-        "_account", "_clock_ns", "_committed", "_has_entered", "_is_fresh", "_page", "_pending_ns", "_rank", "_round",
-        "_since_ns", "_started_ns", "_step", "_totals", "_undone", "_world_size",
-    )  # fmt: skip
+    __slots__ = ("_clock_ns", "_counts", "_has_entered", "_is_fresh", "_page")
 
     def __init__(self, started_ns: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        self._started_ns = self._since_ns = min(started_ns, clock_ns())
-        self._account = int(Account.START_UP)
-        self._pending_ns = 0
-        self._totals = [0] * len(Account)
-        self._step = self._round = self._rank = -1
-        self._committed = self._undone = self._world_size = 0
+        self._counts = Counters.begun(min(started_ns, clock_ns()))
         self._has_entered = False
         self._is_fresh: bool | None = None
         self._page: PageWriter | None = None
@@ -99,18 +90,16 @@ class Meter(LoopObserver):
         if self._page is None:
             return
         os.register_at_fork(after_in_child=self._forget)  # the page is the parent's
-        self._write()
+        self._page.write_counts(self._counts)
 
     def tally(self) -> Counters:
-        """The counts, as a value."""
-        return Counters(
-            self._started_ns, self._since_ns, Account(self._account), self._pending_ns, tuple(self._totals),
-            self._step, self._committed, self._undone, self._round, self._rank, self._world_size,
-        )  # fmt: skip
+        """The counts."""
+        return self._counts
 
     def position(self) -> Position:
         """Rank, round and step of the worker. From any thread."""
-        return Position(self._rank, self._round, self._step)
+        counts = self._counts
+        return Position(counts.rank, counts.round, counts.step)
 
     def set_up_log(self) -> None:
         """Have torchelastic's log lines of this process show it; see `torchelastic.log_lines.set_up_worker_log`."""
@@ -124,14 +113,13 @@ class Meter(LoopObserver):
 
     def waits_as_spare(self) -> None:
         """It asks for a group and has none while others train: it waits as a spare, and this is no recovery."""
-        if self._account == _RE_FORM:
-            self._rank = -1
-            self._leave(Account.IDLE)
+        if self._counts.account is Account.RE_FORM:
+            self._become(replace(self._counts.left(self._clock_ns(), Account.IDLE), rank=-1))
 
     @property
     def is_spare(self) -> bool:
         """Whether it was in a group before, and has waited as a spare since."""
-        return self._has_entered and self._account == Account.IDLE
+        return self._has_entered and self._counts.account is Account.IDLE
 
     def group_formed(self, membership: GroupMembership, rank: int, world_size: int) -> None:
         """See `LoopObserver`."""
@@ -141,7 +129,7 @@ class Meter(LoopObserver):
     def entered(self, round_: int, rank: int, world_size: int) -> None:
         """The group is formed."""
         now_ns = self._clock_ns()
-        self._become(self.tally().entered(now_ns, round_, rank, world_size))
+        self._become(self._counts.entered(now_ns, round_, rank, world_size))
         is_first, self._has_entered = not self._has_entered, True
         self._note(Join(at_ns=now_ns, world_size=world_size, is_first=is_first))
 
@@ -160,14 +148,14 @@ class Meter(LoopObserver):
             source: "peer" or "checkpoint", where this is known.
             end_step: the number of steps of the whole run; -1: not known.
         """
-        before, now_ns = self.tally(), self._clock_ns()
+        before, now_ns = self._counts, self._clock_ns()
         self._become(before.level(now_ns, step))
         self._note(
             Restore(
                 at_ns=now_ns,
                 took_ns=now_ns - before.since_ns if before.account is Account.RESTORE else 0,
                 from_step=before.step,
-                productive_ns=self._totals[_PRODUCTIVE],
+                productive_ns=self._counts.totals[Account.PRODUCTIVE],
                 source=source,
                 end_step=end_step,
             )
@@ -176,21 +164,9 @@ class Meter(LoopObserver):
     def step_committed(self) -> None:
         """A step counts, and the next one begins. The one method that is called for every step."""
         now_ns = self._clock_ns()
-        totals, passed_ns = self._totals, now_ns - self._since_ns
-        if self._account == _PRODUCTIVE:
-            totals[_PRODUCTIVE] += self._pending_ns + passed_ns
-        else:
-            totals[self._account] += passed_ns
-            totals[_PRODUCTIVE] += self._pending_ns
-            self._account = _PRODUCTIVE
-        self._pending_ns, self._since_ns = 0, now_ns
-        self._committed += 1
-        if self._step >= 0:
-            self._step += 1
-        if self._page is not None:
-            self._write()
-            if self._committed == 1:
-                self._note(FirstStep(at_ns=now_ns))
+        self._become(self._counts.commits(now_ns))
+        if self._counts.committed == 1:
+            self._note(FirstStep(at_ns=now_ns))
 
     def step_undone(self, cause: str = "", *, is_undone: bool = True) -> None:
         """The step that was under way does not count; a new group is wanted. Where none was, only the latter.
@@ -199,7 +175,7 @@ class Meter(LoopObserver):
             cause: what it failed of.
             is_undone: whether the state goes back to its snapshot.
         """
-        before, now_ns = self.tally(), self._clock_ns()
+        before, now_ns = self._counts, self._clock_ns()
         after = before.undoes(now_ns)
         self._become(after)
         if after.undone > before.undone:  # a step was under way
@@ -216,13 +192,13 @@ class Meter(LoopObserver):
     @contextlib.contextmanager
     def spent_on(self, account: Account) -> Iterator[None]:
         """What goes on inside belongs to another account; a step that is under way stays under way."""
-        before = Account(self._account)
-        self._become(self.tally().switched(self._clock_ns(), account))
+        before = self._counts.account
+        self._become(self._counts.switched(self._clock_ns(), account))
         try:
             yield
         finally:
-            if self._account == account:  # else something has happened that decides what goes on from here
-                self._become(self.tally().switched(self._clock_ns(), before))
+            if self._counts.account is account:  # else something has happened that decides what goes on from here
+                self._become(self._counts.switched(self._clock_ns(), before))
 
     @contextlib.contextmanager
     def saving(self, tier: str = "") -> Iterator[None]:
@@ -230,31 +206,24 @@ class Meter(LoopObserver):
         began_ns = self._clock_ns()
         with self.spent_on(Account.SAVE_STALL):
             yield
-        stall_ns, productive_ns = self._since_ns - began_ns, self._totals[_PRODUCTIVE]
-        self._note(Save(at_ns=self._since_ns, stall_ns=stall_ns, productive_ns=productive_ns, tier=tier))
+        at_ns, productive_ns = self._counts.since_ns, self._counts.totals[Account.PRODUCTIVE]
+        self._note(Save(at_ns=at_ns, stall_ns=at_ns - began_ns, productive_ns=productive_ns, tier=tier))
 
     def waited_for_data(self, waited_ns: int) -> None:
         """So much of the time since the last call of anything was a wait for a batch that has just come."""
-        now_ns = self._clock_ns()
-        if self._account == _PRODUCTIVE:
-            self._pending_ns += now_ns - self._since_ns
-        else:
-            self._totals[self._account] += now_ns - self._since_ns
-        self._since_ns = now_ns
-        waited_ns = max(0, min(waited_ns, self._pending_ns))
-        self._pending_ns -= waited_ns
-        self._totals[Account.DATA_WAIT] += waited_ns
+        self._counts = self._counts.waited_for_data(self._clock_ns(), waited_ns)
 
     # --- what is only noted -------------------------------------------------------------------------------------------
 
     def re_formed(self, phases_ns: dict[str, int], cause: str = "") -> None:
         """The first step after a failure has committed."""
-        self._note(ReForm(at_ns=self._since_ns, phases_ns=phases_ns, world_size=self._world_size, cause=short(cause)))
+        now = self._counts
+        self._note(ReForm(at_ns=now.since_ns, phases_ns=phases_ns, world_size=now.world_size, cause=short(cause)))
 
     def drained(self, cause: str = "") -> None:
         """This worker has left the run as it was asked to."""
         self._leave(Account.IDLE)
-        self._note(Drain(at_ns=self._since_ns, cause=short(cause)))
+        self._note(Drain(at_ns=self._counts.since_ns, cause=short(cause)))
 
     def straggles(self, relative_percent: float) -> None:
         """This worker is slower than the others."""
@@ -263,30 +232,17 @@ class Meter(LoopObserver):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _become(self, counts: Counters) -> None:
-        (
-            self._since_ns, self._account, self._pending_ns, self._step, self._committed, self._undone,
-            self._round, self._rank, self._world_size,
-        ) = (
-            counts.since_ns, int(counts.account), counts.pending_ns, counts.step, counts.committed, counts.undone,
-            counts.round, counts.rank, counts.world_size,
-        )  # fmt: skip
-        self._totals = list(counts.totals)
-        self._write()
+        self._counts = counts
+        if self._page is not None:
+            self._page.write_counts(counts)
 
     def _leave(self, account: Account) -> None:
-        self._become(self.tally().left(self._clock_ns(), account))
-
-    def _write(self) -> None:
-        if self._page is not None:
-            self._page.write_counts(
-                self._started_ns, self._since_ns, self._account, self._pending_ns, self._step, self._committed,
-                self._undone, self._round, self._rank, self._world_size, *self._totals,
-            )  # fmt: skip
+        self._become(self._counts.left(self._clock_ns(), account))
 
     def _note(self, event: LedgerEvent) -> None:
         if self._page is not None:
-            fields = to_dict(event) | {"rank": self._rank, "round": self._round, "step": self._step}
-            self._page.write_event(fields)
+            now = self._counts
+            self._page.write_event(to_dict(event) | {"rank": now.rank, "round": now.round, "step": now.step})
 
     def _forget(self) -> None:
         self._page = None

@@ -80,10 +80,13 @@ class PageWriter:
         self._written = 0
         self._events = 0
 
-    def write_counts(self, *numbers: int) -> None:
-        """Publish the counts: 10 numbers and the totals by account, in the order that `_tally` reads."""
+    def write_counts(self, counts: Counters) -> None:
+        """Publish the counts."""
         self._written = written = self._written + 1
-        data = _COUNTS.pack(written, *numbers)
+        data = _COUNTS.pack(
+            written, counts.started_ns, counts.since_ns, counts.account, counts.pending_ns, counts.step,
+            counts.committed, counts.undone, counts.round, counts.rank, counts.world_size, *counts.totals,
+        )  # fmt: skip
         at = _COUNTS_AT[written & 1]
         self._memory[at : at + _COUNTS_BYTES] = _CHECKSUM.pack(zlib.crc32(data)) + data
 

@@ -14,7 +14,7 @@ from torchelastic.ledger.worker_lifetime import WorkerLifetime
 from torchelastic.report.failures import incidents_of
 from torchelastic.report.gaps import gaps_of
 from torchelastic.report.losses import LossCurve
-from torchelastic.report.model import EarlierRow, HostPart, Incident, LifeRow, Mark, Report, SaveRow
+from torchelastic.report.model import HostPart, Incident, LifeRow, Mark, Report, SaveRow
 from torchelastic.report.part import Part, RunEvent, name_parts, parts_of
 from torchelastic.report.segments import Segment, segments_of
 from torchelastic.status.event_lines import lines_of
@@ -70,7 +70,7 @@ def report_of(
         seen=run,
         figures=figures_of(run),
         lives=tuple(sorted(workers, key=_order)),
-        earlier=tuple(_earlier(part) for part in parts if part.book.earlier.lives),
+        earlier={part.host: part.book.earlier for part in parts if part.book.earlier.lives},
         incidents=incidents,
         saves=_saves(events),
         marks=_marks(events, parts),
@@ -151,18 +151,6 @@ def _row(part: Part, life: WorkerLifetime, end: End | None, parts: tuple[Segment
         undone=life.tally.undone,
         amounts=life.amounts(part.now_ns),
         cells=parts,
-    )
-
-
-def _earlier(part: Part) -> EarlierRow:
-    sums = part.book.earlier
-    return EarlierRow(
-        host=part.host,
-        lives=sums.lives,
-        wall_ns=sums.wall_ns,
-        amounts=sums.amounts,
-        committed=sums.committed,
-        undone=sums.undone,
     )
 
 

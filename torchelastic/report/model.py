@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torchelastic.ledger.accounts import NOTHING, Amounts
 from torchelastic.ledger.figures import Figures, Seen
+from torchelastic.ledger.host_ledger import Earlier
 from torchelastic.report.losses import LossCurve
 from torchelastic.report.segments import Segment
 from torchelastic.status.run_status import EventLine
@@ -72,26 +73,6 @@ class LifeRow:
     def wall_ns(self) -> int:
         """How long it has lasted."""
         return self.until_ns - self.began_ns
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlierRow:
-    """Lives that ended long ago, of which a journal has the sum only.
-
-    Attributes:
-        host: for people.
-        lives: how many.
-        wall_ns: of all of them.
-        amounts: they sum to it.
-        committed, undone: steps.
-    """
-
-    host: str
-    lives: int
-    wall_ns: int
-    amounts: Amounts
-    committed: int = 0
-    undone: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +191,7 @@ class Report:
         seen: sums.
         figures: goodput and related figures.
         lives: a row per process, by place and time.
-        earlier: sums of older lives.
+        earlier: sums of older lives, by host.
         incidents: by time.
         saves: by time.
         marks: by time.
@@ -228,7 +209,7 @@ class Report:
     seen: Seen
     figures: Figures
     lives: tuple[LifeRow, ...]
-    earlier: tuple[EarlierRow, ...] = ()
+    earlier: Mapping[str, Earlier] = field(default_factory=dict)
     incidents: tuple[Incident, ...] = ()
     saves: tuple[SaveRow, ...] = ()
     marks: tuple[Mark, ...] = ()
@@ -247,4 +228,6 @@ class Report:
         for life in self.lives:
             if sum(life.amounts) != life.wall_ns or min(life.amounts) < 0:
                 return life.name
-        return next((f"{row.host}, earlier" for row in self.earlier if sum(row.amounts) != row.wall_ns), "")
+        return next(
+            (f"{host}, earlier" for host, sums in self.earlier.items() if sum(sums.amounts) != sums.wall_ns), ""
+        )

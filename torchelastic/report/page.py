@@ -137,9 +137,9 @@ class _LedgerRow:
 def _ledger(report: Report) -> Iterator[_LedgerRow]:
     for life in report.lives:
         yield _LedgerRow(life.name, life.end or "no end known", life.committed, life.amounts, life.wall_ns)
-    for row in report.earlier:
-        name = f"{row.host}: {counted(row.lives, 'earlier life', 'earlier lives')}"
-        yield _LedgerRow(name, "added up", row.committed, row.amounts, row.wall_ns)
+    for host, sums in report.earlier.items():
+        name = f"{host}: {counted(sums.lives, 'earlier life', 'earlier lives')}"
+        yield _LedgerRow(name, "added up", sums.committed, sums.amounts, sums.wall_ns)
     yield _LedgerRow("all", "", report.seen.committed, report.seen.amounts, report.seen.worker_ns)
 
 

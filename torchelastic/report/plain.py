@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from torchelastic.ledger.accounts import Amounts, by_label
+from torchelastic.ledger.host_ledger import Earlier
 from torchelastic.report.comparing import Comparison
 from torchelastic.report.losses import LossCurve
-from torchelastic.report.model import EarlierRow, Incident, LifeRow, Report
+from torchelastic.report.model import Incident, LifeRow, Report
 from torchelastic.status.status_format import event_to_plain, figure_to_plain, seen_to_plain
 
 #: Of this document; it grows by names, and is counted up when one changes its meaning.
@@ -34,7 +35,7 @@ def to_plain(report: Report, comparison: Comparison | None = None) -> dict[str, 
         "seen": seen_to_plain(report.seen),
         "hosts": [asdict(host) for host in report.hosts],
         "workers": [_life(row) for row in report.lives],
-        "earlier": [_earlier(row) for row in report.earlier],
+        "earlier": [_earlier(host, sums) for host, sums in report.earlier.items()],
         "failures": [_incident(one) for one in report.incidents],
         "saves": [asdict(row) for row in report.saves],
         "marks": [asdict(mark) for mark in report.marks],
@@ -58,9 +59,9 @@ def _short(amounts: Amounts) -> dict[str, int]:
     return {label: ns for label, ns in by_label(amounts).items() if ns}
 
 
-def _earlier(row: EarlierRow) -> dict[str, Any]:
-    plain = {name: value for name, value in vars(row).items() if name != "amounts"}
-    return {**plain, "amounts_ns": by_label(row.amounts)}
+def _earlier(host: str, sums: Earlier) -> dict[str, Any]:
+    plain = {name: value for name, value in vars(sums).items() if name != "amounts"}
+    return {"host": host, **plain, "amounts_ns": by_label(sums.amounts)}
 
 
 def _incident(one: Incident) -> dict[str, Any]:

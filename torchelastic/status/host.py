@@ -10,7 +10,6 @@ from typing import Any
 from torchelastic.ledger.events import LedgerEvent, Restore
 from torchelastic.ledger.figures import Seen, seen
 from torchelastic.ledger.host_ledger import HostLedger
-from torchelastic.ledger.journal import WritesEvents
 from torchelastic.ledger.worker_lifetime import WorkerLifetime
 from torchelastic.rendezvous.records import NO_ROUND, Round
 from torchelastic.status.event_lines import LoggedEvent, newest, with_event
@@ -72,12 +71,9 @@ def _to_ms(at_s: float) -> float:
 class HostView:
     """Collects what a status needs while it happens. Use it on one thread: the agent's event loop.
 
-    It is a journal for the ledger's `Keeper`, and forwards every event to the real one.
-
     Args:
         host: its name.
         incarnation: of the agent.
-        journal: the real journal; None: there is none.
         clock_ns: the clock of the ledger.
         wall_s: Unix seconds.
     """
@@ -86,12 +82,11 @@ class HostView:
         self,
         host: str,
         incarnation: str,
-        journal: WritesEvents | None = None,
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        self._host, self._incarnation, self._journal = host, incarnation, journal
+        self._host, self._incarnation = host, incarnation
         self._clock_ns, self._wall_s = clock_ns, wall_s
         self._events: tuple[LoggedEvent, ...] = ()
         self._paces: dict[str, Pace] = {}
@@ -99,23 +94,13 @@ class HostView:
         self._end_steps: dict[str, int] = {}
         self._round, self._round_since_s = NO_ROUND, 0.0
 
-    # --- as a journal -------------------------------------------------------------------------------------------------
+    # --- what happens -------------------------------------------------------------------------------------------------
 
-    def write(self, event: LedgerEvent, book: HostLedger) -> None:
-        """Remember an event, and forward it."""
-        at_s = self._wall_s() - (self._clock_ns() - event.at_ns) / 1e9
+    def hear(self, at_s: float, event: LedgerEvent) -> None:
+        """Something has happened, at this time in Unix seconds."""
         self._events = with_event(self._events, event, _to_ms(max(0.0, at_s)), KEPT_EVENTS)
         if isinstance(event, Restore):
             self._end_steps[event.worker] = event.end_step
-        if self._journal is not None:
-            self._journal.write(event, book)
-
-    def close(self) -> None:
-        """Close the real journal."""
-        if self._journal is not None:
-            self._journal.close()
-
-    # --- what else happens --------------------------------------------------------------------------------------------
 
     def heard_of(self, round_: Round) -> None:
         """The round, whenever it has changed."""
